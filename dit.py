@@ -1,7 +1,7 @@
 """Diffusion transformer (DiT; Peebles & Xie, ICCV 2023, arXiv 2212.09748) with adaLN-Zero.
 
-Parameter names and shapes are those of public DiT checkpoints, so such a state dict loads with strict=True. The
-network around the blocks is in tread/models/backbone.py.
+Parameter names and shapes are those of public DiT checkpoints, so such a state dict loads with strict=True. This file
+holds the blocks; embedders, last layer and forward pass are in tread/models/backbone.py.
 
 Shapes: B samples, N tokens, D hidden size.
 """
@@ -13,7 +13,7 @@ from tread.models.backbone import Backbone, linear_products, modulate
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention. (B, N, D) → (B, N, D)."""
+    """Multi-head self-attention: (B, N, D) → (B, N, D)."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Token-wise MLP with tanh-GELU. (B, N, D) → (B, N, D)."""
+    """Token-wise MLP with tanh-GELU: (B, N, D) → (B, N, D)."""
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -43,10 +43,7 @@ class Mlp(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Transformer block whose norms and residuals are modulated by the conditioning (adaLN-Zero).
-
-    conditioning  width of the conditioning; None: that of the tokens.
-    """
+    """DiT's transformer block with adaLN-Zero; `conditioning` is the width of the conditioning vector (None: `dim`)."""
 
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, conditioning: int | None = None) -> None:
         super().__init__()
@@ -57,20 +54,20 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning or dim, 6 * dim))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """x (B, N, D) tokens, c (B, conditioning) → (B, N, D)."""
+        """Map tokens x (B, N, D) and conditioning c (B, conditioning) to tokens (B, N, D)."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1))
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Multiply-adds of a forward pass for one sample of so many tokens; attention false: linear layers only."""
+        """Return the multiply-adds for one sample of `tokens` tokens; attention=False counts the linear layers only."""
         products = 2 * tokens * tokens * self.attn.proj.out_features if attention else 0
         return linear_products(self, tokens) + products
 
 
 class DiT(Backbone):
-    """The network F(x; t, y) of transformer blocks. Arguments and errors are Backbone's."""
+    """The DiT network F(x; t, y). Arguments and errors are those of Backbone (tread/models/backbone.py)."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Rectified flow: straight paths x_t = (1−t)·x + t·ε and their velocity ε − x (Liu et al. 2022, arXiv 2209.03003).
 
-As in SiT (Ma et al. 2024, arXiv 2401.08740), but t is logit-normal (Esser et al. 2024, arXiv 2403.03206) as in the
-released TREAD code; SiT's is uniform. Everything random comes in as a tensor. RF and EDM (tread/diffusion/edm.py) are
-both a Process (tread/diffusion/process.py), so training, guidance and sampling work for either.
+It follows SiT (Ma et al. 2024, arXiv 2401.08740), except that t is logit-normal (Esser et al. 2024, arXiv 2403.03206)
+as in the released TREAD code, not uniform. All random numbers are arguments. RF has the same interface as EDM
+(tread/diffusion/edm.py), defined in tread/diffusion/process.py, so training, guidance and sampling work with both.
 
 Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 """
@@ -23,30 +23,27 @@ from tread.models.conditions import Condition
 from tread.runtime.schema import Positive, PositiveOrZero, check
 
 Time = Literal["logit_normal", "uniform"]
-# The shortest velocity of which `direction` takes the angle. A new network's velocity is 0: with a smaller bound, the
+# Lower bound of a velocity's norm in the loss term of `direction`. A new network predicts 0: with a smaller bound, the
 # first gradients are so large that Adam's second moments stall the last layer for thousands of steps.
 SHORTEST = 0.01
 
 
 @dataclass(frozen=True)
 class RF(Process):
-    """A rectified flow.
+    """Rectified flow with its training distribution of times and its sampler's time shift.
 
     time        density of t in training: "logit_normal", logit t ~ Normal(time_mean, time_std²), or "uniform".
-    time_scale  the network gets time_scale·t: 1 as in the released code and SiT, 1000 for networks that
-                count timesteps.
-    reverse     true: the network's time and velocity run from noise to data, as in public SiT weights:
-                it gets time_scale·(1 − t) and predicts x − ε.
-    direction   weight of mean(1 − cos) beside the squared error in training, where cos is of the angle between the
-                predicted and the true velocity over the channels, at each position (LightningDiT: 1; Yao et al. 2025,
-                arXiv 2501.01423); velocities shorter than SHORTEST count as that long.
-    shift       s of the sampler's times: with u = 1 − t, u' = s·u / (1 + (s − 1)·u). Below 1, more steps lie near
-                noise (LightningDiT: 0.3).
+    time_scale  the network gets time_scale·t: 1 as in the released code and SiT; 1000 if it counts timesteps.
+    reverse     True: noise is at time 0, as in public SiT weights; the network gets time_scale·(1 − t), predicts x − ε.
+    direction   weight of 1 − cos in the training loss, beside the squared error. cos compares predicted and true
+                velocity over the channels of a position (LightningDiT: weight 1; Yao et al. 2025, arXiv 2501.01423);
+                velocities shorter than SHORTEST count as that long.
+    shift       s in the sampler's u' = s·u / (1 + (s − 1)·u), u = 1 − t; 0.3 (LightningDiT) adds steps near noise.
     """
 
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
     evaluation = "eval_velocity"
-    data_std = 1.0  # of latents behind dataset.normalize; nothing else depends on it
+    data_std = 1.0  # of latents after dataset.normalize; nothing else depends on it
     conventions = ("time_scale", "reverse")
 
     time: Time = "logit_normal"
@@ -63,50 +60,48 @@ class RF(Process):
             check(f"rf.{name}", getattr(self, name), kinds.get(name, Positive))
 
     def noise_level(self, normal: Tensor) -> Tensor:
-        """Training times t from standard normal numbers, elementwise."""
+        """Map standard normal numbers to training times t, elementwise."""
         if self.time == "uniform":
             return torch.special.ndtr(normal)
         return torch.sigmoid(normal * self.time_std + self.time_mean)
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Times that lie `step` below `noise_level` of the same standard normal numbers, at least 0."""
+        """Return the times `noise_level(normal) − step`, at least 0, elementwise."""
         return (self.noise_level(normal) - step).clamp(min=0)
 
     def weight(self, t: Tensor) -> Tensor:
-        """Loss weight of each time: 1."""
+        """Return the loss weight of each time, which is always 1."""
         return torch.ones_like(t)
 
     def precondition(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The network's input x and time (B,), fp32."""
+        """Return the network's input x_t and its time input (B,), both fp32."""
         t = per_sample(t, x)
         return x.float(), self.time_scale * (1 - t if self.reverse else t)
 
     def combine(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """D = x_t − t·v, the predicted data, in the precision of x. The flow is v = (x_t − D) / t."""
+        """Return the predicted data D = x_t − t·v in the dtype of x; v is the velocity in the network's output."""
         level = torch.as_tensor(t, dtype=x.dtype, device=x.device).expand(x.shape[0]).view(-1, 1, 1, 1)
         return x - level * self._velocity(output, x)
 
     def _velocity(self, output: Tensor, x: Tensor) -> Tensor:
-        """ε − x in fp32, from the first C channels of the output."""
+        """Return the predicted velocity ε − x in fp32, from the first C channels of the network's output."""
         v = output[:, : x.shape[1]].float()
         return -v if self.reverse else v
 
     def velocity(self, network: Network, x: Tensor, t: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        """The predicted velocity ε − x at x_t: (B, C, S, S) fp32."""
+        """Run the network and return the predicted velocity ε − x at x_t: (B, C, S, S) fp32."""
         return self._velocity(network(*self.precondition(x, t), y, routes=routes), x)
 
     def noised(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """x_t = (1 − t)·x + t·noise."""
+        """Return x_t = (1 − t)·x + t·noise."""
         level = t.float().view(-1, 1, 1, 1)
         return (1 - level) * x + level * noise
 
     def errors(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Squared errors of the velocity, D = x_t − t·v, and x_t, each (B, C, S, S) fp32.
-
-        With `direction`, its term at each position is added to the squared errors of all channels.
-        """
+        """Return the squared errors of the velocity, D = x_t − t·v, and x_t, each (B, C, S, S) fp32. The loss term of
+        `direction` is added to the squared errors of all channels at its position."""
         noisy = self.noised(x, t, noise)
         v, target = self.velocity(network, noisy, t, y, routes), noise - x
         squared = (v - target).square()
@@ -115,22 +110,22 @@ class RF(Process):
         return squared, noisy - t.float().view(-1, 1, 1, 1) * v, noisy
 
     def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
-        """The mean error of each sample: (B,) fp32. x clean latents, noise standard normal, t (B,)."""
+        """Return each sample's mean error (B,) fp32, for clean latents x, times t (B,) and standard normal noise."""
         squared = self.errors(network, x, y, t, noise, routes)[0]
         return squared.mean(dim=(1, 2, 3))
 
     def evaluation_levels(self, count: int) -> Tensor:
-        """(count,) mid-quantiles of uniform times, whatever the density in training: fp64, rising."""
+        """Return the times (i + ½) / count for i = 0 .. count−1, (count,) fp64, whatever the density in training."""
         return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """The squared error of the velocity, without `direction`: (B,) fp32."""
+        """Return the squared velocity error of each sample, (B,) fp32, without the loss term of `direction`."""
         return replace(self, direction=0.0).loss(network, x, y, t, noise, routes)
 
     def schedule(self, num_steps: int = 50) -> Tensor:
-        """Times 1 .. 0, in even steps but for `shift`: (N+1,) fp64."""
+        """Return the sampler's times, (num_steps + 1,) fp64 from 1 to 0: evenly spaced, then shifted by `shift`."""
         if num_steps < 1:
             raise ValueError(f"steps is {num_steps}, but must be at least 1")
         t = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
@@ -151,11 +146,8 @@ class RF(Process):
         steps: int = 50,
         solver: str = "euler",
     ) -> Tensor:
-        """Samples of classes y from standard normal noise, without routes: (B, C, S, S) float64.
-
-        null_class  the label of the weak branch of classifier-free guidance; None: no guidance.
-        scale       its weight ω, see tread/diffusion/guidance.py.
-        """
+        """Draw samples of classes y from standard normal noise with all tokens: (B, C, S, S) float64. null_class: the
+        label that means no class, for classifier-free guidance D_null + scale·(D_y − D_null); None: no guidance."""
         if null_class is None and scale != 1:
             raise ValueError(f"scale is {scale}, but without null_class there is no guidance")
         weak_y = None if null_class is None else torch.full_like(y, null_class)
@@ -173,10 +165,9 @@ class RF(Process):
         solver: str = "euler",
         weak_y: Condition | None = None,
     ) -> Tensor:
-        """Samples by Sparse Guidance, each branch under its routes: (B, C, S, S) float64.
+        """Draw samples of classes y by Sparse Guidance, with routes in both branches: (B, C, S, S) float64.
 
-        strong, weak  routes of the branches with ids drawn, [(Route, ids_keep (B, K))], the same in all
-                      calls; or a function from the index of a call to them.
+        strong, weak  pairs (Route, ids_keep (B, K)) of the branch, or a function from the call's number to such pairs.
         weak_y        labels of the weak branch; None: y, as in Sparse Guidance.
         """
         denoise = partial(self.denoise, network)

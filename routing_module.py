@@ -1,16 +1,13 @@
 """Token routing for efficient diffusion training (TREAD; Krause et al., ICCV 2025, arXiv 2501.04765).
 
-A route r(i→j) takes a random subset of the tokens out of the sequence before block i and puts them back, unchanged,
-after block j; blocks i..j, both included, run on the other tokens only. Routes add no parameters, and without them the
-network is unchanged.
+A route r(i→j) removes a random subset of the tokens before block i and puts them back, unchanged, after block j. Blocks
+i to j, both included, run on the kept tokens only. Routes add no parameters, and without them the network is unchanged.
 
-This file needs only torch. A network uses it in one line,
-
-    x = run_blocks(self.blocks, x, c, routes=routes)
-
-where `routes` is a sequence of pairs (Route, ids_keep). The caller draws the ids, `draw_ids(torch.rand(B, N), ratio)`:
-nothing in the network is random, and tests, recomputation and per-image seeds can pass their own ids. Other rules that
-choose ids are in tread/routing/ids.py, routes for networks that can't be edited in tread/routing/hooks.py.
+A network uses routes in one line: `x = run_blocks(self.blocks, x, c, routes=routes)`, where `routes` is a sequence of
+pairs (Route, ids_keep) and ids_keep (B, K) holds the indices of the kept tokens. The caller draws the indices by
+`draw_ids(torch.rand(B, N), ratio)`. Nothing in the network is random, so tests, activation recomputation and per-image
+seeds can pass their own indices. More rules that choose tokens are in tread/routing/ids.py, and routes for models that
+can't be edited in tread/routing/hooks.py. This file needs only torch.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -25,21 +22,21 @@ from torch import Tensor
 
 FP32_CHOICES = ("auto", "end", "next", "off")
 Grid = tuple[int, int]  # rows and columns of tokens
-RULES: dict[str, Any] = {}  # by the names that Route.select takes; tread/routing/ids.py adds its rules, and so may you
+RULES: dict[str, Any] = {}  # by name, see Route.select; tread/routing/ids.py adds its rules, and you can add yours
 
 
 @dataclass(frozen=True)
 class Route:
-    """r(start→end): part of the tokens skip blocks start..end, 0-based, both included.
+    """A route r(start→end): some of the tokens skip the blocks `start` to `end`, both included.
 
-    start, end       block indices; negative ones count from the end of the network.
+    start, end       0-based block indices; negative ones count from the end of the network.
     selection_ratio  fraction of the tokens that skip the blocks, in [0, 1).
-    fp32             which block runs in fp32 while autocast is on (the paper's stability rule):
-                     "end" = block `end`, "next" = the block after it, "off" = none,
-                     "auto" = "end" if at most 3 blocks follow the route, else "off".
-    select           the rule that chooses the ids, a name in RULES (tread/routing/ids.py).
-    rejoin           the block before which the skipped tokens are saved, to return so behind `end`; at most `start`,
-                     negative ones count from the end. None: `start`. Or a name in REJOINS.
+    fp32             block that runs in fp32 under autocast, for stability as in the paper: "end" is block `end`, "next"
+                     the one after it, "off" none; "auto" is "end" if at most 3 blocks follow the route, else "off".
+    select           name of the rule that chooses the kept tokens, a key of RULES (tread/routing/ids.py).
+    rejoin           index of a block, at most `start` (None: `start`; negative ones count from the end): after block
+                     `end`, the skipped tokens return with their values from before that block. "stale": all tokens run,
+                     but after block `end` the skipped ones return to their values from before block `start`.
     """
 
     start: int
@@ -69,7 +66,7 @@ class Route:
 
     @classmethod
     def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> "Route":
-        """The paper's rule, r(2→depth−4): e.g. 2→8 of 12 blocks, 2→20 of 24, 2→24 of 28."""
+        """Return the paper's route r(2→depth−4): 2→8 for 12 blocks, 2→20 for 24, 2→24 for 28."""
         if depth - 4 < 2:
             raise ValueError(
                 f"the rule r(2→depth−4) gives r(2→{depth - 4}) at depth {depth}, which holds no "
@@ -78,8 +75,8 @@ class Route:
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> "Route":
-        """The same route with non-negative ends, rejoin and fp32 resolved, for a network of `depth` blocks. Raises
-        ValueError for an end outside the network, a start after the end or a rejoin after the start."""
+        """Return this route with negative indices, fp32="auto" and rejoin=None replaced, for a network of `depth`
+        blocks. Raises ValueError for indices out of range or not in order, and for fp32="next" if no block follows."""
         rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
         given = {"start": self.start, "end": self.end, "rejoin": rejoin}
         for name, index in given.items():
@@ -108,32 +105,32 @@ class Route:
 
     @property
     def fp32_block(self) -> int | None:
-        """Index of the block that runs in fp32, or None (of a resolved route)."""
+        """Index of the block that runs in fp32, or None; only for a route from `resolve`."""
         return {"end": self.end, "next": self.end + 1}.get(self.fp32)
 
     @property
     def rejoins(self) -> "Rejoin":
-        """How the skipped tokens return."""
+        """The entry of REJOINS that says how the skipped tokens return."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
     def saved_before(self) -> int:
-        """The block before which the skipped tokens are saved (of a resolved route)."""
+        """Index of the block before which the skipped tokens are saved; only for a route from `resolve`."""
         return self.rejoin if isinstance(self.rejoin, int) else self.start
 
     def __str__(self) -> str:
-        """A resolved route in words: "r(2→8)", and how it rejoins if not as before its start."""
+        """Describe a resolved route: "r(2→8)", "r(2→8), rejoin=stale" or "r(2→8), rejoins as before block 1"."""
         rejoins = f", rejoin={self.rejoin}" if isinstance(self.rejoin, str) else ""
         rejoins = rejoins if self.saved_before == self.start else f", rejoins as before block {self.rejoin}"
         return f"r({self.start}→{self.end}){rejoins}"
 
 
-Routes = Sequence[tuple[Route, Tensor]]  # with the ids_keep (B, K) of each
+Routes = Sequence[tuple[Route, Tensor]]  # pairs (route, ids_keep (B, K))
 
 
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
-    """Resolve routes against a depth, sorted by start. Raises ValueError for routes that share a block, and for one
-    that rejoins inside another, where tokens are missing."""
+    """Resolve the routes of a network of `depth` blocks and sort them by start. Raises ValueError for routes that share
+    a block, and for a route whose `rejoin` lies inside another route, where tokens are missing."""
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):
         if second.start <= first.end:
@@ -142,7 +139,7 @@ def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
                 "a route must end before the next one starts"
             )
     for route in resolved:
-        for other in resolved:  # before block `other.start`, and behind `other.end`, all tokens are there
+        for other in resolved:  # before block other.start and after block other.end no token is missing
             if other.start < route.saved_before <= other.end and other is not route:
                 raise ValueError(
                     f"route {route.start}→{route.end} rejoins as before block {route.rejoin}, which lies in the route "
@@ -152,18 +149,15 @@ def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
 
 
 def num_keep(num_tokens: int, selection_ratio: float) -> int:
-    """How many of N tokens stay in the blocks: N − int(N·ratio)."""
+    """Return K = N − int(N·ratio), the number of kept tokens out of N."""
     return num_tokens - int(num_tokens * selection_ratio)
 
 
 def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor:
-    """Choose the kept tokens from uniform noise: every subset of K tokens is equally likely.
+    """Return the indices (B, K) int64 of K = num_keep(N, selection_ratio) tokens; all subsets are equally likely.
 
-    noise   (B, N) independent uniform numbers; the K smallest of each row are kept.
-    sort    keep raster order (default); the chosen subset is the same either way.
-
-    Returns ids_keep, (B, K) int64 with K = num_keep(N, selection_ratio). Raises ValueError for a ratio outside [0, 1)
-    and for NaN in the noise (looked for on a CPU only, so that no GPU waits).
+    noise  (B, N) independent uniform numbers; tokens of the K smallest in a row stay. NaN raises ValueError on a CPU.
+    sort   True: a sample's indices rise; False: they follow the order of the noise.
     """
     if not 0.0 <= selection_ratio < 1.0:
         raise ValueError(f"selection_ratio is {selection_ratio}, but must lie in [0, 1)")
@@ -174,10 +168,8 @@ def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor
 
 
 def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
-    """Raise ValueError unless ids are (B, K) int64, K > 0, and name different tokens of each sample, in any order.
-
-    tokens  N; None: unknown. Values are checked on a CPU only, so that no GPU waits.
-    """
+    """Raise ValueError unless ids_keep is (batch, K) int64, K > 0, and a sample's indices are distinct and below
+    `tokens` (None: N is unknown). Index values are checked on a CPU only, to avoid a GPU synchronisation."""
     shape, most = tuple(ids_keep.shape), "" if tokens is None else f", K at most {tokens} tokens"
     fits = ids_keep.ndim == 2 and shape[0] == batch and 0 < shape[1] <= (tokens or shape[1])
     if not fits or ids_keep.dtype != torch.int64:
@@ -197,21 +189,18 @@ def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
 
 
 def _readable(values: Tensor) -> bool:
-    """Whether reading values neither makes a GPU wait nor breaks a compiled graph."""
+    """Return whether values can be read without a GPU synchronisation or a graph break in compiled code."""
     return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """Gather the kept tokens, or tensors along them: (B, N, …), (B, K) → (B, K, …), in the order of the ids."""
+    """Gather the kept tokens in the order of their indices: (B, N, …), (B, K) → (B, K, …)."""
     return tokens.gather(1, _spread(ids_keep, tokens))
 
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
-    """Put the kept tokens back: (B, N, …), (B, K, …), (B, K) → (B, N, …).
-
-    The other tokens are those of `saved`, bit for bit; gradients reach both. Raises ValueError for ids that name a
-    token twice (see check_ids), or whose number is not that of the kept tokens.
-    """
+    """Put the kept tokens back among the saved: (B, N, …), (B, K, …), (B, K) → (B, N, …). Skipped tokens equal `saved`
+    bit for bit, gradients reach both inputs. Raises ValueError for indices that check_ids refuses, or for unequal K."""
     check_ids(ids_keep, *saved.shape[:2])
     if kept.shape[:2] != ids_keep.shape:
         raise ValueError(f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}: each needs one id")
@@ -219,8 +208,8 @@ def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
 
 
 def _spread(ids_keep: Tensor, tokens: Tensor) -> Tensor:
-    """Ids as an index into the tokens: (B, K) → (B, K, …)."""
-    if len(ids_keep) != len(tokens):  # gather would take the first samples alone
+    """Expand the indices (B, K) to (B, K, …), for gather and scatter along dimension 1 of tokens (B, N, …)."""
+    if len(ids_keep) != len(tokens):  # gather would use only the first samples
         raise ValueError(
             f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row (see expand)"
         )
@@ -228,28 +217,25 @@ def _spread(ids_keep: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Rejoin(NamedTuple):
-    """How the skipped tokens return behind a route.
+    """How a route treats the skipped tokens, and how they return after it.
 
-    removes  whether the blocks run without them; else they run on all tokens.
-    join     tokens before the route (B, N, D), its output (B, K or N, D), ids_keep → (B, N, D).
+    removes  True: the route's blocks run on the kept tokens only; False: on all tokens.
+    join     function (saved tokens (B, N, D), last block's output (B, K or N, D), ids_keep (B, K)) → tokens (B, N, D).
     """
 
     removes: bool
     join: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-REJOINS = {  # by the names that Route.rejoin takes; None also serves block numbers; stale: all run, skipped ones revert
+REJOINS = {  # by the values of Route.rejoin; None also stands for block indices
     None: Rejoin(True, scatter_tokens),
     "stale": Rejoin(False, lambda saved, tokens, ids: scatter_tokens(saved, gather_tokens(tokens, ids), ids)),
 }
 
 
 def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
-    """(rows, columns) of the grid that a row route's kept tokens form, given the grid of all N tokens.
-
-    Raises ValueError if the route does not choose rows, or the ids are not whole rows in raster order (checked on a
-    CPU only, so that no GPU waits).
-    """
+    """Return (rows, columns) of the kept tokens for a route that keeps whole rows of a token grid. Raises ValueError
+    for other rules, and if ids_keep (B, K) is not whole rows in raster order (values are checked on a CPU only)."""
     width = grid[1]
     if route.select in RULES and not RULES[route.select].keeps_grid:
         raise ValueError(
@@ -270,7 +256,7 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
 
 
 def times_written(tokens: Tensor) -> int:
-    """How often a tensor was written to; 0 if torch does not count: in inference mode and in a compiled graph."""
+    """Return how often a tensor was changed in place; 0 if torch does not count (inference mode, compiled graphs)."""
     return 0 if torch.compiler.is_compiling() or tokens.is_inference() else tokens._version
 
 
@@ -282,11 +268,11 @@ def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 @dataclass
 class Record:
-    """Facts that a forward pass reports beside its output.
+    """Collects block outputs and token indices during a forward pass.
 
-    blocks   the blocks whose outputs are wanted.
-    outputs  by block, (output (B, K, D), ids_keep (B, K)) on a route, (output (B, N, D), None) elsewhere.
-    ids      the ids_keep (B, K) that each route used, in the order of the given routes.
+    blocks   indices of the blocks whose outputs the caller wants.
+    outputs  block index → (output (B, K, D), ids_keep (B, K)); if all tokens run, (output (B, N, D), None).
+    ids      the ids_keep (B, K) used by each route, in the caller's order of routes.
     """
 
     blocks: Sequence[int] = ()
@@ -295,7 +281,8 @@ class Record:
 
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-    """A route's ids_keep (B, K): as given, or by its rule from draws (B, N) and the tokens (B, N, D) before it."""
+    """Return a route's ids_keep (B, K) int64 after check_ids. `chosen` is either ids_keep itself or uniform draws
+    (B, N), from which the route's rule chooses by the scores that it gives the tokens (B, N, D)."""
     if chosen.is_floating_point():
         with torch.no_grad():
             rule = RULES[route.select]
@@ -313,22 +300,20 @@ def run_blocks(
     grid: Grid | None = None,
     record: Record | None = None,
 ) -> Tensor:
-    """Run blocks in order under routes.
+    """Run blocks in order under routes and return the tokens (B, N, D).
 
-    blocks   callables (tokens, *along, *shared) → tokens.
-    tokens   (B, N, D).
-    shared   further inputs of every block, without a token axis (e.g. the conditioning).
-    routes   pairs (Route, ids_keep (B, K) int64); the ids are used as given, whatever the route's ratio,
-             and the blocks see the kept tokens in their order. For a rule that scores the tokens it is
-             (Route, draws (B, N)) instead, and the rule chooses before the route's first block.
-    along    (B, N, …) tensors that stay with the tokens (e.g. tables of rotary positions): blocks on a
-             route get the kept tokens' rows.
-    grid     (rows, columns) of the tokens, in raster order, for blocks that need it: each is called with
-             grid=, and blocks on a route get the shape of the kept tokens. Such routes select rows.
-    record   receives the ids used and the outputs of the blocks that it names.
+    blocks  callables (tokens, *along, *shared) → tokens.
+    tokens  (B, N, D).
+    shared  further inputs of every block, without a token axis (e.g. the conditioning).
+    routes  pairs (Route, ids_keep (B, K) int64). Blocks get the kept tokens in the order of ids_keep; selection_ratio
+            has no effect. For a rule that scores tokens, such as "norm", the pair is (Route, uniform draws (B, N)), and
+            the rule chooses right before block `start`.
+    along   tensors (B, N, …) with one row per token (e.g. rotary tables). On a route, blocks get the kept tokens' rows.
+    grid    (rows, columns) of the tokens in raster order; every block then gets grid=. On a route it is the grid of the
+            kept tokens, so the route must select whole rows.
+    record  receives each route's ids_keep and the outputs of the blocks in record.blocks.
 
-    Returns (B, N, D). Raises ValueError for routes that do not fit the blocks, or ids, a grid or tensors
-    along that do not fit the tokens, and RuntimeError if blocks wrote into saved tokens.
+    Raises ValueError for routes, indices, `along` or a grid that do not fit; RuntimeError if saved tokens were changed.
     """
     if grid is not None and grid[0] * grid[1] != tokens.shape[1]:
         raise ValueError(f"a grid of {grid[0]}×{grid[1]} does not hold {tokens.shape[1]} tokens")
@@ -349,7 +334,7 @@ def run_blocks(
     record = record or Record()
     record.ids = list(given.values())
     seen, shape, ids_here = along, grid, None
-    saved = {}  # by a route's end: what its skipped tokens return as, and how often that was written to
+    saved = {}  # route.end → the tokens saved for that route, and their times_written
     for index, block in enumerate(blocks):
         saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.saved_before == index}
         if route := starting.get(index):
@@ -371,7 +356,8 @@ def run_blocks(
 
 
 def _rejoin(route: Route, before: Tensor, written: int, tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """The tokens behind a route, from its output and the saved tokens; `written`: their count of writes when saved."""
+    """Return the tokens (B, N, D) after a route from its last block's output `tokens` and the saved tokens `before`.
+    Raises RuntimeError if times_written(before) is no longer `written`, its value when the tokens were saved."""
     if times_written(before) != written:
         raise RuntimeError(
             "a block before the start of a route wrote into its inputs, which are saved for the skipped tokens: blocks "

@@ -1,6 +1,6 @@
 """Draw samples from a checkpoint: python sample.py checkpoint=results/digits-tread/latest
 
-All options: configs/sample.yaml. How samples are drawn: tread/diffusion/sampling.py.
+All options: configs/sample.yaml. The sampling loop is in tread/diffusion/sampling.py.
 """
 
 if __name__ == "__main__":
@@ -37,7 +37,7 @@ from tread.runtime.tensor_files import Weights
 
 @dataclass(frozen=True)
 class Options:
-    """configs/sample.yaml."""
+    """The options of sample.py; configs/sample.yaml explains each of them."""
 
     checkpoint: str
     classes: tuple[int | None, ...] | None
@@ -105,7 +105,7 @@ def main(composed: DictConfig) -> None:
 
 
 def open_decoder(options: Options, latents: LatentSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Network latents → the output: latents, pictures, or, without an autoencoder, previews."""
+    """Return the function from network latents to the output: stored latents, decoded pictures, or previews."""
     if options.save_latents:
         return partial(from_network, latents=latents)
     return autoencoder.load_decoder(latents, device, options.autoencoder) if options.decode else autoencoder.preview

@@ -1,11 +1,11 @@
 """Train a diffusion transformer with or without routes: python train.py model=tread
 
-All options: configs/defaults.yaml. The same command goes on where a run of that name was stopped.
+All options: configs/defaults.yaml. If a run with this name was stopped, the same command resumes it.
 """
 
-# Read from `main` down: settings → start (tread/training/start.py: every check before any long work) →
-# training, with what is due between the steps (periodic.py there) → outcome. A step is step.py there: all
-# that is random in it follows from (seed, step, position in the global batch).
+# Read from `main` down: read the settings → start (tread/training/start.py: every check before any long work) →
+# train, with evaluations and checkpoints between the steps (tread/training/periodic.py) → outcome. A step is in
+# tread/training/step.py; its random numbers follow from (seed, step, position in the global batch).
 
 if __name__ == "__main__":
     from tread.runtime.import_guard import guard_imports
@@ -46,7 +46,7 @@ def main(composed: DictConfig) -> None:
 
 
 def train(run: Run) -> bool:
-    """All steps that are left, with what is due between them. False if the run was asked to stop before the end."""
+    """Run the remaining steps with logs, evaluations and checkpoints between them. Returns False if stopped early."""
     cfg, say = run.cfg, run.processes.say
     if run.step >= cfg.train.steps:
         say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
@@ -76,7 +76,7 @@ def train(run: Run) -> bool:
 
 
 def report(run: Run) -> None:
-    """The page for a browser. What keeps it from being made does not make a finished run fail."""
+    """Write the run's HTML report. A failure prints a warning, so that a finished run does not fail."""
     if run.cfg.report and run.processes.main:
         try:
             run.processes.say(f"  {'report':<21} {write_report([run.folder])}")

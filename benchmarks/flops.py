@@ -1,6 +1,6 @@
-"""Parameters and cost of the paper's sizes, in training and under guidance: python benchmarks/flops.py
+"""Prints parameters and cost of the paper's sizes, in training and under guidance: python benchmarks/flops.py
 
-GMAC: billions of multiply-adds (half the FLOPs) of a network's forward pass of one image, by arithmetic alone.
+A GMAC is 10⁹ multiply-adds (2·10⁹ FLOPs), computed for a network's forward pass of one image; nothing is run.
 """
 
 from dataclasses import replace
@@ -31,14 +31,14 @@ GUIDANCES = {
 
 
 def build(*overrides: str) -> Model:
-    """The network that train.py would train, without numbers."""
+    """Return the network that train.py would train, without weights."""
     cfg = settings.read(composed("config", overrides))
     with torch.device("meta"):
         return Model(process_of(cfg), build_network(cfg), cfg.model.routes)
 
 
 def cost(*overrides: str) -> tuple[int, int, int, int]:
-    """Tokens, parameters, and the multiply-adds of a forward pass in training, by the routes, and in sampling."""
+    """Return tokens, parameters, and multiply-adds of a forward pass in training (with routes) and sampling."""
     model = build(*overrides)
     parameters = sum(parameter.numel() for parameter in model.network.parameters())
     training, sampling = (model.network.forward_flops(routes) // 2 for routes in (model.routes, ()))
@@ -52,7 +52,7 @@ def main() -> None:
     )
     print("|---" * 9 + "|")
     shapes = {size: [f"experiment=imagenet256_{size}"] for size in SIZES}
-    shapes["960 × 12"] = ["experiment=imagenet256_b2", "model.hidden_size=960"]  # no DiT, but the 210M of the paper
+    shapes["960 × 12"] = ["experiment=imagenet256_b2", "model.hidden_size=960"]  # no DiT size, but the paper's 210M
     for size, shape in shapes.items():
         for side in (32, 64):
             costs = {model: cost(*shape, f"model={model}", f"dataset.size={side}") for model in MODELS}

@@ -1,14 +1,14 @@
-"""The speed at which latents reach the device: python benchmarks/loader.py [folder=…] [rounds=5]
+"""Measures how fast latents reach the device: python benchmarks/loader.py [folder=…] [rounds=5]
 
-Latents/s of 4×32×32 float16 samples through the whole path to a device batch of 256. All take turns in one process:
+Prints latents/s of 4×32×32 float16 samples, from files to a device batch of 256. These take turns in one process:
 
   ours        tread.data.loader.Loader, for each placement
   webdataset  a tar of the same latents, read with the webdataset library, in one process and with 2 workers
-  npy files   one .npy a sample through a PyTorch DataLoader, in one process and with 2 workers
-  memcpy      one array copied to an equally large one, by one thread
+  npy files   a .npy per sample through a PyTorch DataLoader, in one process and with 2 workers
+  memcpy      copying one array to another of the same size, by one thread
 
-Needs requirements-test.txt. Files are in the page cache. Tar and .npy files are slow, so a part of the samples is read
-from them. Prints the median of the rounds, and its ratio to memcpy and to the faster one of webdataset's two.
+Needs requirements-test.txt. Files are in the page cache; of the slow tar and .npy files only a part is read. Prints the
+median of the rounds, and its ratio to memcpy and to the faster of webdataset's two.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class Files(Dataset):
 
 
 def write(folder: Path) -> None:
-    """The same latents as a dataset, as a tar and as single files."""
+    """Write the same latents as a dataset, a tar and single files."""
     random_dataset(folder / "ours", SHAPE, CLASSES, SAMPLES, PER_SHARD)
     data = LatentDataset(folder / "ours")
     (folder / "npy").mkdir()
@@ -62,7 +62,7 @@ def write(folder: Path) -> None:
 
 
 def ours(folder: Path, placement: str) -> Callable[[], None]:
-    """A call that reads as many samples as the dataset has."""
+    """Return a function that reads as many samples as the dataset has."""
     data = LatentDataset(folder / "ours", placement=placement, device=DEVICE)
     loader, steps = Loader(data, 0, BATCH, [slice(0, BATCH)], DEVICE), itertools.count()
 
@@ -74,13 +74,13 @@ def ours(folder: Path, placement: str) -> Callable[[], None]:
 
 
 def through(batches: Iterable) -> None:
-    """Read a loader's batches once."""
+    """Read a loader's batches once, to the device."""
     for stored, labels in batches:
         torch.as_tensor(stored).to(DEVICE), torch.as_tensor(labels).to(DEVICE)
 
 
 def tar(folder: Path, workers: int) -> Iterable:
-    """The webdataset library's loader."""
+    """Return the webdataset library's loader of the tar."""
     pipe = webdataset.WebDataset(str(folder / "latents.tar"), shardshuffle=False, empty_check=False).shuffle(1000)
     pipe = pipe.decode().to_tuple("latent.npy", "cls").batched(BATCH, partial=True)
     return webdataset.WebLoader(pipe, batch_size=None, num_workers=workers)

@@ -1,12 +1,12 @@
-"""The cost of a training step, with and without routes: python benchmarks/step_time.py [overrides]
+"""Measures the cost of a training step, with and without routes: python benchmarks/step_time.py [overrides]
 
-Runs train.py's own steps on random latents, dense and routed ones taking turns in one process, and prints for
-each kind the median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that
-ratio over what the FLOPs allow; then how a step's time divides into stages. A kind that fails, or lacks memory, is
-named, and the others go on. Overrides are those of train.py, and
+Runs train.py's own steps on random latents; dense and routed steps take turns in one process. Prints for each kind the
+median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that ratio over what the
+FLOPs allow; then the share of each stage in a step. A kind that fails, or lacks memory, is named, and the others go on.
+Overrides are those of train.py, and
 
-    beside=dit    further models, separated by commas, as they train by the same overrides but an architecture's own
-    pairs=24      turns that are measured, of a step each (5 on a GPU, where single ones show the first kernels' launch)
+    beside=dit    further models, separated by commas, trained by the same overrides except an architecture's own
+    pairs=24      measured turns of a step each (5 on a GPU, where a single step would show the launch of its kernels)
     out=…         a JSON file to write as well
 
 python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
@@ -19,7 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,7 +31,7 @@ from timing import DEVICE, begin, circumstances, composed, options_of, random_da
 from tread.data.columns import TextSpec
 from tread.data.section_writer import TextWriter
 from tread.encoders.language import BEGIN, UNKNOWN
-from tread.models.architectures import CHOSEN
+from tread.models.architectures import ARCHITECTURES, NetworkOptions
 from tread.models.conditions import Text
 from tread.runtime.device import peak_flops
 from tread.runtime.signals import Stop
@@ -40,8 +40,8 @@ from tread.training.ema import EMA
 from tread.training.run import Run
 from tread.training.start import start
 
-BLOCK = 5 if DEVICE.type == "cuda" else 1  # steps of a turn
-STAGED = 5  # steps taken stage by stage
+BLOCK = 5 if DEVICE.type == "cuda" else 1  # steps in a turn
+STAGED = 5  # steps that are timed by stage
 Kinds = dict[str, tuple[Run, settings.Settings]]  # by name
 
 
@@ -60,8 +60,9 @@ def main() -> None:
     options, overrides = options_of(Options)
     with tempfile.TemporaryDirectory() as folder:
         kinds = kinds_of(open_run(Path(folder), overrides))
-        left_out = ("model=", *(f"model.{name}=" for name in CHOSEN.optional()))
-        kept = [word for word in overrides if not word.startswith(left_out)]
+        shared = [item.name for item in fields(NetworkOptions)]
+        own = [item.name for kind in ARCHITECTURES.values() for item in fields(kind) if item.name not in shared]
+        kept = [word for word in overrides if not word.startswith(("model=", *(f"model.{name}=" for name in own)))]
         for name in filter(None, options.beside.split(",")):
             run = open_run(Path(folder) / name, [*kept, f"model={name}"])
             kinds[name] = run, run.cfg
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def open_run(folder: Path, overrides: Sequence[str]) -> Run:
-    """A run as train.py starts it, on random latents of the config's shape (and text), in a temporary folder."""
+    """Start a run as train.py does, in a temporary folder, on random latents (and texts) of the config's shapes."""
     fixed = [f"dataset.path={folder}/data", f"results={folder}", "dataset.heldout=null", "sampling.decode=false"]
     fixed += ["dataset.embedded=null", "eval.demo_samples=0", "init_from=null", "train.steps=1000000"]
     words = composed("config", [*overrides, *fixed])["text"]["encoder"] == "words"
@@ -89,10 +90,8 @@ def open_run(folder: Path, overrides: Sequence[str]) -> Run:
 
 
 def random_text(folder: Path, count: int, words: bool) -> None:
-    """A caption for each sample of a dataset: 4 to 77 standard normal tokens, of the width of CLIP ViT-L.
-
-    words  2 to 13 numbers of words, of 16 places, as the emoji's captions have them.
-    """
+    """Write a caption for each sample of a dataset: 4 to 77 standard normal tokens as wide as CLIP ViT-L's or, with
+    `words`, 2 to 13 word numbers in 16 places, as the emoji's captions have."""
     spec = TextSpec("random", None, 77, 768, 768)
     if words:
         spec = TextSpec("words", None, 16, None, None, (BEGIN, UNKNOWN, *map(str, range(2, 2000))))
@@ -113,7 +112,7 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Steps without routes, with them, and with the route's last block in fp32 where that differs."""
+    """Return the kinds of steps to time: dense, routed, and routed with its last block in fp32 if that differs."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")
@@ -129,12 +128,12 @@ def kinds_of(run: Run) -> Kinds:
 
 
 def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
-    """Settings that end the routes at a step; None: never."""
+    """Return the settings with routes that end at step `last`; None: they never end."""
     return replace(cfg, train=replace(cfg.train, routes_until=last))
 
 
 def measure(kinds: Kinds, pairs: int) -> dict:
-    """All numbers of the table; ratios are to the first kind, if it did not fail."""
+    """Return all numbers of the table; ratios are relative to the first kind, unless that failed."""
     failed: dict[str, str] = {}
     turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
     (first, (run, dense)), *_ = kinds.items()
@@ -168,37 +167,37 @@ def measure(kinds: Kinds, pairs: int) -> dict:
 
 
 def forward_flops(run: Run, cfg: settings.Settings) -> int:
-    """FLOPs of a training step's forward pass, for one image."""
+    """Return the FLOPs of a training step's forward pass for one image."""
     return run.network.forward_flops(() if cfg.train.routes_until == 0 else cfg.model.routes)
 
 
 def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
-    """Do so many training steps by the settings."""
+    """Do `count` training steps by the settings."""
     run.cfg = cfg
     try:
         for _ in range(count):
             step.training_step(run)
             run.step += 1
     except Exception:
-        run.network.zero_grad(set_to_none=True)  # other kinds of the run may need the memory
+        run.network.zero_grad(set_to_none=True)  # free the memory for other kinds of steps
         raise
 
 
 def interval(ordered: Sequence[float]) -> list[float]:
-    """A 95% confidence interval of the median of sorted values, from order statistics."""
+    """Return a 95% confidence interval of the median of sorted values, from order statistics."""
     low = max(0, int(len(ordered) / 2 - 0.98 * len(ordered) ** 0.5))
     return [ordered[low], ordered[-1 - low]]
 
 
 def held_by(run: Run) -> int:
-    """Bytes of a run's weights, their average and the optimizer's state."""
+    """Return the bytes of a run's weights, their average and the optimizer's state."""
     networks = [[*network.parameters(), *network.buffers()] for network in (run.wrapped, run.ema.network)]
     states = [filter(torch.is_tensor, state.values()) for state in run.optimizer.state.values()]
     return sum(tensor.nbytes for tensor in chain(*networks, *states))
 
 
 def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
-    """Fractions of a step by stage. The device is waited for after each, so a step takes longer than otherwise."""
+    """Return {stage: its fraction of a step}; steps take longer than usual, as each stage waits for the device."""
     spent: dict[str, float] = {}
     with ExitStack() as patches:
         for stage, owner, name in (
@@ -215,7 +214,7 @@ def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
 
 
 def timed(function: Callable, stage: str, spent: dict[str, float]) -> Callable:
-    """The function, whose seconds are added to those of its stage."""
+    """Wrap a function so that its time is added to spent[stage]."""
 
     def call(*arguments: object) -> object:
         outputs = []

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: options, random data, calls timed in turns, peak memory, and the facts of a measurement."""
+"""Tools of the benchmarks: options, random data, calls timed in turns, peak memory, and the facts of a measurement."""
 
 import datetime
 import json
@@ -33,12 +33,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
-    """A benchmark's own options, as a dataclass, and the other words of the command line.
-
-    others  whether those may be train.py's overrides.
-
-    Raises ValueError for an unknown key, and for a word without a value.
-    """
+    """Return a benchmark's own options, as a dataclass `kind`, and the other words of the command line; with `others`
+    these may be train.py's overrides. Raises ValueError for an unknown key or a word without a value."""
     names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in own]
@@ -57,20 +53,20 @@ def write(path: str | None, result: dict) -> None:
 
 
 def begin(main: Callable[[], None]) -> None:
-    """Run a benchmark, or print its docstring for --help; what it refuses, and Ctrl-C, end it by a line."""
+    """Run a benchmark, or print its docstring for --help; expected errors and Ctrl-C end it with one line."""
     answer_help(sys.modules["__main__"].__doc__)
     with explained():
         main()
 
 
 def composed(name: str, overrides: Sequence[str]) -> dict:
-    """A config of this checkout's configs/ with overrides, as nested dicts."""
+    """Compose a config of this checkout's configs/ with overrides, as nested dicts."""
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         return OmegaConf.to_container(compose(name, overrides=settings.add_unstated(overrides)), resolve=True)
 
 
 def random_dataset(folder: Path, shape: tuple[int, int, int], classes: int, count: int, per_shard: int) -> None:
-    """Write a dataset of standard normal latents, whose classes follow one another."""
+    """Write a dataset of standard normal latents; sample i has class i mod `classes`."""
     latents = LatentSpec(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
     rng = np.random.default_rng(0)
 
@@ -83,10 +79,10 @@ def random_dataset(folder: Path, shape: tuple[int, int, int], classes: int, coun
 
 
 class Turns(NamedTuple):
-    """Costs of a call.
+    """The costs of a call.
 
-    first    seconds of the first time, with whatever it compiles.
-    held     the most bytes that it holds, beside those that were there before.
+    first    seconds of the first call, with compilation.
+    held     most bytes that it held at a time, besides those held before.
     seconds  of each measured turn.
     """
 
@@ -99,24 +95,22 @@ class Turns(NamedTuple):
         return statistics.median(self.seconds)
 
     def over(self, other: "Turns") -> list[float]:
-        """The ratios of its times to another call's, turn by turn, sorted."""
+        """Return the ratios of this call's seconds to another's, turn by turn, sorted."""
         return sorted(own / others for own, others in zip(self.seconds, other.seconds))
 
 
 def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
-    """Time calls in turns, every second round backwards: their costs by name.
-
-    failed  takes the reasons of calls that fail, by name; the others go on. None: the first failure is a ValueError.
-    """
+    """Time calls in turns, every second round backwards, and return their costs by name. A call that fails raises
+    ValueError or, if `failed` is given, puts its error there by name while the others go on."""
     costs = {name: [] for name in calls}
     for turn in range(-2, rounds):
-        measure = most_allocated if turn == -1 else seconds  # after the first call, which makes lasting gradients
+        measure = most_allocated if turn == -1 else seconds  # not at first: that allocates lasting gradients
         for name in [*costs][:: -1 if turn % 2 else 1]:
             try:
                 costs[name].append(measure(calls[name]))
-            except Exception as error:  # memory, kernels and compilers fail in many ways
+            except Exception as error:  # memory, kernels and compilers raise many types
                 if failed is None:
                     raise ValueError(f"{name}: {why_failed(error)}") from error
                 failed[name] = why_failed(error)
@@ -126,7 +120,7 @@ def take_turns(
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """The seconds that a call takes, the device's work included."""
+    """Return the seconds that a call takes, including the device's work."""
     wait_for(DEVICE)
     began = time.perf_counter()
     function()
@@ -135,13 +129,13 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def most_allocated(work: Callable[[], object]) -> int:
-    """The most bytes of tensors that some work holds, beside those that were there before."""
+    """Return the most bytes of tensors that a call holds at a time, besides those held before."""
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         work()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler speaks of itself
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -150,14 +144,14 @@ def most_allocated(work: Callable[[], object]) -> int:
 
 
 def why_failed(error: Exception) -> str:
-    """An error in a few words: "out of memory", however CUDA, torch or numpy say it, else its type and first line."""
+    """Describe an error briefly: "out of memory" from CUDA, torch or numpy, else its type and first line."""
     lacking = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return "out of memory" if lacking else f"{type(error).__name__}: {first}"[:120]
 
 
 def circumstances() -> dict[str, str]:
-    """The device, machine, command, commit and time of a measurement, for JSON."""
+    """Record a measurement's device, machine, command, commit and time, for JSON."""
     return {
         "device": device_name(DEVICE),
         "torch": torch.__version__,
@@ -169,7 +163,7 @@ def circumstances() -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line; absolute paths are written relative to this checkout, or as their last name."""
+    """Return the command line; absolute paths become relative to this checkout or, outside of it, their last name."""
     words = []
     for word in sys.argv[1:]:
         key, equals, value = word.rpartition("=")

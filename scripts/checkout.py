@@ -1,4 +1,4 @@
-"""Imported first by each script: finds the checkout around it, and lets Ctrl-C end further imports by a line."""
+"""Imported first by each script: puts the checkout on sys.path, and makes Ctrl-C during imports end with one line."""
 
 import sys
 from pathlib import Path

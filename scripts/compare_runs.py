@@ -1,14 +1,13 @@
-"""Runs side by side: python scripts/compare_runs.py results/a 'results/b-*' … [out=comparison]
+"""Compares runs: python scripts/compare_runs.py results/a 'results/b-*' … [out=comparison]
 
-Prints a table, and how many steps and FLOPs each needs to come as far as the others; writes comparison.png, the
-curves against steps, FLOPs and time, and comparison.csv, their numbers, beside the first run (out= names them without
-the ending; files of that name are replaced). Runs that differ by their seed alone are put together: mean ± standard
-deviation over the seeds. Without seeds to average, differences of a few percent are chance.
+Prints a table, and how many steps and FLOPs each run needs to reach the others' results. Writes comparison.png (curves
+against steps, FLOPs and time) and comparison.csv (their numbers) beside the first run; out= names them without a
+suffix, and existing files are replaced. Runs that differ only in their seed are averaged: mean ± standard deviation.
+Without several seeds, differences of a few percent are chance.
 
-The evaluation loss of edm and the velocity error of rf are different things, with a column and a curve each; so is an
-evaluation loss that older code wrote for rf. The training loss is left out on purpose: with routes it is not
-comparable to one without. images/s is the median over the run; measure speed by benchmarks/step_time.py, which
-alternates.
+edm's evaluation loss and rf's velocity error are different quantities, with a column and a curve each; so is an
+evaluation loss that older code wrote for rf. The training loss is left out: with routes it can't be compared to one
+without. images/s is the median over the run; measure speed by benchmarks/step_time.py, which times runs in turns.
 """
 
 import os
@@ -43,7 +42,7 @@ def main() -> None:
 
 
 def show(groups: Sequence[comparison.SeedGroup]) -> None:
-    """Print the table, what is not alike, and who reaches whom."""
+    """Print the table, warnings on what is not comparable, and which run reaches which."""
     head, rows = comparison.results_table(groups)
     for cells in (head, ["---"] * len(head), *rows):
         print(f"| {' | '.join(cells)} |")

@@ -1,10 +1,10 @@
-"""Write one kind of weights of a checkpoint alone, to keep or give away.
+"""Writes one kind of weights of a checkpoint into a folder of its own, to keep or give away.
 
 python scripts/export_checkpoint.py checkpoint=results/my-run out=exports/my-run
 
-The folder holds ema.safetensors (a DiT's in public DiT's parameter names), info.json and config.yaml, and is a
-checkpoint itself: sample.py, fid.py and init_from take it. To give away: dtype=fp16 is half as large, paths=short
-leaves no path of this machine in the record. All options: configs/export_checkpoint.yaml.
+The folder holds ema.safetensors (a DiT's in public DiT's parameter names), info.json and config.yaml. It is a
+checkpoint that sample.py, fid.py and init_from take. To give it away, dtype=fp16 halves its size, and paths=short
+removes this machine's paths from the record. All options: configs/export_checkpoint.yaml.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ from tread.runtime.tensor_files import Weights, save_tensors
 
 @dataclass(frozen=True)
 class Options:
-    """configs/export_checkpoint.yaml."""
+    """The options of configs/export_checkpoint.yaml."""
 
     checkpoint: str
     out: str
@@ -48,10 +48,8 @@ def main(composed: DictConfig) -> None:
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
-    """Write a checkpoint of one kind of weights, whole or not at all, and open it. Raises ValueError or OSError.
-
-    paths and autoencoder: see `record`; public: <weights>-public.safetensors is written too, see `public_names`.
-    """
+    """Write a checkpoint with one kind of weights, completely or not at all, and open it. `public` adds a file with the
+    names of `public_names`; paths and autoencoder are those of `record`. Raises ValueError or OSError."""
     source, out = checkpoint.find(Path(options.checkpoint).expanduser()), Path(options.out).expanduser()
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"out={out} is there already; choose another folder")
@@ -79,7 +77,7 @@ def export(options: Options) -> checkpoint.Checkpoint:
 
 
 def account(exported: checkpoint.Checkpoint, options: Options) -> str:
-    """For people: the exported file, and the commands that take it."""
+    """Describe the exported file and the commands that take it, for people."""
     info, raw = exported.info, " weights=model" * (options.weights == "model")
     size = size_text(info["files"][f"{options.weights}.safetensors"]["bytes"])
     lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored_dtype(info)}, {size}"]

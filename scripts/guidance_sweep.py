@@ -1,9 +1,9 @@
-"""Sweep a guidance over ω, intervals and ratios: python scripts/guidance_sweep.py checkpoint=… reference=… out=…
+"""Sweeps a guidance over ω, intervals and ratios: python scripts/guidance_sweep.py checkpoint=… reference=… out=…
 
-guidance=… chooses the kind. Each setting is scored as fid.py scores it, in a folder of its own below `out`; start it
-again after it was stopped, and it goes on. Writes sweep.csv; curves.png, each metric against ω; and for the kinds with
-routes sweep.png, a heat map of one metric over both ratios for each ω and interval, and one of the cost. ω, interval
-and ratios are those of sweep.…, not of guidance.…. All options: configs/guidance_sweep.yaml.
+guidance=… chooses the kind. Each setting is scored as fid.py scores it, in a folder of its own in `out`; started again,
+a stopped sweep goes on. Writes sweep.csv; curves.png, each metric against ω; and, for kinds with routes, sweep.png,
+heat maps over both ratios: of one metric for each ω and interval, and of the cost. Set ω, interval and ratios by
+sweep.…, not by guidance.…. All options: configs/guidance_sweep.yaml.
 """
 
 import sys
@@ -36,11 +36,11 @@ from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
 
-STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # ratios where none are named
+STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # default ratios
 
 
 class Point(NamedTuple):
-    """A setting of the sweep; interval None guides at all noise levels."""
+    """A setting of the sweep: ratios of the strong and the weak branch, ω, and interval (None: all noise levels)."""
 
     strong: float
     weak: float
@@ -54,7 +54,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """The lists of configs/guidance_sweep.yaml."""
+    """The section sweep of configs/guidance_sweep.yaml: values to combine, and the metric to draw."""
 
     scale: tuple[float, ...]
     strong: tuple[float, ...] | None
@@ -69,7 +69,7 @@ class Sweep:
                 raise ValueError(f"sweep.{name} is empty")
 
     def points(self, routed: bool) -> list[Point]:
-        """All settings, each once."""
+        """Return all settings, each once; `routed` tells whether the guidance has ratios."""
         strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
@@ -117,7 +117,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
 
 
 def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
-    """Raise ValueError for a sweep that can't be."""
+    """Raise ValueError for options that can't make a sweep, such as several checkpoints, guidance=none, or no `out`."""
     guidance, others = options.guidance, options.save_reference or options.samples
     refused = {
         "out=… is needed: the folder for the table, the figures and each setting's score": options.out is None,
@@ -132,7 +132,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """The metric to draw. Raises ValueError for one that is not found."""
+    """Return the metric to draw: sweep.metric, or the first available one. Raises ValueError if it is not available."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else choose_scorer(plans[0].embedded, None).metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
@@ -144,7 +144,7 @@ def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan
 
 
 def setting(options: ScoringOptions, point: Point) -> ScoringOptions:
-    """fid.py's options for one point of the sweep. Raises ValueError if it can't be."""
+    """Return fid.py's options for one point of the sweep. Raises ValueError for a guidance that is not valid."""
     guidance = replace(options.guidance, **point._asdict())
     ratios = f"strong{point.strong:g}-weak{point.weak:g}-" if options.guidance.row.routed else ""
     name = f"{ratios}scale{point.scale:g}{within(point.interval, '-within')}"
@@ -156,7 +156,7 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
 
 
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
-    """The table, the figures, and a line on the best setting; None is without guidance. Raises OSError."""
+    """Write the table and the figures, and print the best setting; records[None] is without guidance."""
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     columns = [*Point._fields, "flops_relative", "step", "count", *names_of("samples")]
@@ -178,7 +178,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Each metric against ω: a line for each pair of ratios and interval, and the baseline's value as a level."""
+    """Draw each metric against ω: a line per pair of ratios and interval, and the score without guidance as a level."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""
@@ -200,7 +200,7 @@ def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
 
 
 def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:
-    """The heat maps: rows are ratios of the weak branch, columns those of the strong one."""
+    """Draw the heat maps: rows are ratios of the weak branch, columns ratios of the strong one."""
     strong, weak = sweep.strong or STRONG, sweep.weak or WEAK
 
     def matrix(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:
@@ -208,7 +208,7 @@ def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: s
         return np.array(values, dtype=float)
 
     scores, costs, count = {}, {}, next(iter(records.values()))["count"]
-    guided = next((scale for scale in sweep.scale if scale != 1), 1.0)  # ω = 1 runs the strong branch alone
+    guided = next((scale for scale in sweep.scale if scale != 1), 1.0)  # ω = 1 runs only the strong branch
     for interval in sweep.interval:
         levels = "" if sweep.interval == (None,) else f"{within(interval, 'within ') or 'all noise levels'}\n"
         for scale in sweep.scale:

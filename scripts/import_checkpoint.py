@@ -1,11 +1,11 @@
-"""Turn weights that were trained elsewhere into a checkpoint, so that sample.py, fid.py and init_from take them.
+"""Turns weights that were trained elsewhere into a checkpoint that sample.py, fid.py and init_from take.
 
 python scripts/import_checkpoint.py weights=SiT-XL-2-256.pt experiment=sit256_xl2 model=dit rf.reverse=true \\
   model.learn_sigma=true name=sit-xl2
 
-A state dict does not say what it was trained on: the options do, and samples are noise where they
-are wrong. A file of our own checkpoints has its record beside it, and the options are compared with that.
-All options: configs/import_checkpoint.yaml; which files are understood: tread/runtime/tensor_files.py.
+A state dict does not say what it was trained on: the options must, and samples are noise where they are wrong. For a
+file of our own checkpoints, the options are compared with the record beside it. All options:
+configs/import_checkpoint.yaml; which files are understood: tread/runtime/tensor_files.py.
 """
 
 from pathlib import Path
@@ -55,10 +55,8 @@ def main(composed: DictConfig) -> None:
 
 
 def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
-    """Write a run's folder with one checkpoint, at step 0; returns what was imported, with doubts and a command.
-
-    Raises ValueError or OSError.
-    """
+    """Write a run's folder with one checkpoint, at step 0; return warnings, a summary, and a command that uses it.
+    Raises ValueError or OSError."""
     folder = Path(cfg.results) / cfg.name
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
@@ -92,7 +90,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
 
 
 def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
-    """The latents that the network was trained on, by the options. Raises ValueError for statistics that do not fit."""
+    """Return the spec of the latents that the network was trained on. Raises ValueError for unsuitable statistics."""
     autoencoder, scale = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
     scale = scale if options.scale is None else options.scale
     latents = LatentSpec(
@@ -111,7 +109,7 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
-    """The weights to import by kind; those of an unknown kind count as averaged unless take=model."""
+    """Read the weights to import, by kind; weights of an unknown kind are taken for averaged ones unless take=model."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")

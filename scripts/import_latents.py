@@ -1,7 +1,7 @@
-"""Other people's latents → a dataset: python scripts/import_latents.py kind=… source=… out=…
+"""Imports other people's latents as a dataset: python scripts/import_latents.py kind=… source=… out=…
 
-All options: configs/import_latents.yaml; what each kind means: tread/preparing/imports.py. Start it again after it
-was stopped, and it goes on with the shards that are missing.
+Started again after a stop, it makes the missing shards. All options: configs/import_latents.yaml; what each kind means:
+tread/preparing/imports.py.
 """
 
 if __name__ == "__main__":
@@ -34,7 +34,7 @@ def main(composed: DictConfig) -> None:
 
 
 def import_all(options: ImportOptions, processes: Processes) -> None:
-    """Open the source, write the shards that are missing, and make the dataset of all."""
+    """Open the source, write the missing shards, and assemble the dataset."""
     latents, samples = open_foreign(options)
     labels, text, by = samples.labels, samples.text, samples.statistics
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
@@ -85,7 +85,7 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
 
 
 def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSamples) -> None:
-    """Look at the assembled dataset, write its report, and give it its name."""
+    """Write the assembled dataset's report, move it to its final name, and print warnings and the next command."""
     data = LatentDataset(writer.data)
     made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
@@ -103,7 +103,7 @@ def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSample
         more += f" text.encoder={samples.text.spec.encoder}"
     if samples.statistics is not None:
         (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
-        far = np.abs([(mean - taken) / by, std / by - 1]).max()  # in units of the statistics' standard deviations
+        far = np.abs([(mean - taken) / by, std / by - 1]).max()  # in standard deviations of the statistics
         if far > 0.2:
             print(
                 f"warning: {STATISTICS} is off by {far:.2f} standard deviations from these latents: right to go on "

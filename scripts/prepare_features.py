@@ -1,8 +1,7 @@
-"""An encoder's patch features beside the latents of a dataset: python scripts/prepare_features.py dataset=… encoder=…
+"""Writes an encoder's patch features of a dataset: python scripts/prepare_features.py dataset=… encoder=…
 
-For training with alignment.source=stored. All options: configs/prepare_features.yaml; encoders:
-tread/encoders/vision.py. Start it again after it was stopped, with any number of processes, and it goes on with the
-shards that are missing.
+They serve alignment.source=stored. Started again after a stop, with any number of processes, it makes the missing
+shards. All options: configs/prepare_features.yaml; encoders: tread/encoders/vision.py.
 """
 
 if __name__ == "__main__":

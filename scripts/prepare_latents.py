@@ -1,7 +1,7 @@
-"""Photos → a dataset of latents: python scripts/prepare_latents.py source=… out=…
+"""Encodes photos as a dataset of latents: python scripts/prepare_latents.py source=… out=…
 
-All options: configs/prepare_latents.yaml. Start it again after it was stopped, with any number of
-processes, and it goes on with the shards that are missing.
+Started again after a stop, with any number of processes, it makes the missing shards. All options:
+configs/prepare_latents.yaml.
 """
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A text encoder's encodings of a dataset's captions: python scripts/prepare_text.py dataset=… encoder=…
+"""Encodes a dataset's captions with a text encoder: python scripts/prepare_text.py dataset=… encoder=…
 
-For training a text model. All options: configs/prepare_text.yaml; encoders: tread/encoders/language.py. Start it again
-after it was stopped, with any number of processes, and it goes on with the shards that are missing.
+Text networks train on the result. Started again after a stop, with any number of processes, it makes the missing
+shards. All options: configs/prepare_text.yaml; encoders: tread/encoders/language.py.
 """
 
 if __name__ == "__main__":

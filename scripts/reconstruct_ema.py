@@ -1,8 +1,8 @@
-"""Averaged weights of another width, after training: a checkpoint that sample.py, fid.py and init_from take.
+"""Makes averaged weights of another width σ_rel after training: a checkpoint that sample.py, fid.py and init_from take.
 
 python scripts/reconstruct_ema.py run=results/my-run sigma_rel=0.075 step=400000
 
-It is made of the averages that a run stored by ema.power (tread/training/posthoc_ema.py). All options:
+Combines the averages that a run stored by ema.power (tread/training/posthoc_ema.py). All options:
 configs/reconstruct_ema.yaml.
 """
 
@@ -26,13 +26,13 @@ from tread.training import posthoc_ema
 from tread.training.ema import Width
 
 POOR_FIT = 0.05  # relative L2 distance of profiles
-COARSE = 0.002  # of a parameter; bf16 rounds to about that
-OF_THE_MOMENT = ("format", "version", "step", "files", "tally")  # the rest of info.json is the run's
+COARSE = 0.002  # relative rounding error of a parameter, about that of bf16
+OF_THE_MOMENT = ("format", "version", "step", "files", "tally")  # other keys of info.json are the run's
 
 
 @dataclass(frozen=True)
 class Options:
-    """configs/reconstruct_ema.yaml."""
+    """The options of configs/reconstruct_ema.yaml."""
 
     run: str
     sigma_rel: Width
@@ -48,7 +48,7 @@ def main(composed: DictConfig) -> None:
 
 
 def write_average(options: Options) -> Path:
-    """Write a folder with one checkpoint that holds the average alone. Raises ValueError or OSError."""
+    """Write a folder with one checkpoint, of the average alone, and return its path. Raises ValueError or OSError."""
     run = Path(options.run).expanduser()
     snapshots = posthoc_ema.usable(run, options.step)
     step, stored = snapshots[-1].step, posthoc_ema.profiles(snapshots)
@@ -77,7 +77,7 @@ def write_average(options: Options) -> Path:
         print(f"warning: fp16's rounding is multiplied by {times:.0f}; a width near the stored ones is cleaner")
     facts = {"sigma_rel": options.sigma_rel, "snapshots": len(snapshots), "widths": widths}
     facts |= {"profile_error": fit, "rounding_error": rounding}
-    state = source.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step)  # buffers are the run's
+    state = source.tensors("ema") | posthoc_ema.reconstruct(run, options.sigma_rel, step)  # buffers come from the run
     info = {key: value for key, value in source.info.items() if key not in OF_THE_MOMENT}
     with explain_failure(out), whole_folder(out) as partial:
         saved = checkpoint.save(partial, step, {"ema": state}, {**info, "posthoc": facts})

@@ -1,9 +1,9 @@
-"""A page on runs, for a browser: python scripts/report.py results/my-run [results/other …]
+"""Writes a page on runs for a browser: python scripts/report.py results/my-run [results/other …]
 
-Writes report.html (of several runs comparison.html) into the first folder: results, samples, curves that zoom and
-toggle, scores, where the time went, warnings, what ran. The page loads nothing from the network. Patterns such as
-'results/seeds-*' are taken too; runs that differ by their seed alone are averaged. Of damaged and killed runs it shows
-what can be read.
+Writes report.html (comparison.html for several runs) into the first folder: results, samples, curves that zoom and
+toggle, scores, time spent, warnings and settings. The page loads nothing from the network. Patterns such as
+'results/seeds-*' work too; runs that differ only in their seed are averaged. Damaged and killed runs are reported as
+far as they can be read.
 """
 
 import sys

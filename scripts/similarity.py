@@ -1,9 +1,8 @@
-"""How alike the tokens between a network's blocks are: python scripts/similarity.py checkpoint=results/my-run
+"""Measures how alike the tokens between a network's blocks are: python scripts/similarity.py checkpoint=results/my-run
 
-The cosine similarity of each block's output with each other's, once with all tokens and once under routes: the
-checkpoint's own, or routes=…. Writes similarity.json, and similarity.png, a heat map each; files of these names that
-are there are replaced. What is compared within a route: tread/evaluation/similarity.py. All options:
-configs/similarity.yaml.
+Computes the cosine similarity of every two blocks' outputs, with all tokens and under routes: the checkpoint's own, or
+routes=…. Writes similarity.json and similarity.png (a heat map each), and replaces existing ones. What is compared
+within a route: tread/evaluation/similarity.py. All options: configs/similarity.yaml.
 """
 
 from pathlib import Path
@@ -44,7 +43,7 @@ from tread.runtime.versions import versions
 
 @dataclass(frozen=True)
 class Options:
-    """configs/similarity.yaml."""
+    """The options of configs/similarity.yaml."""
 
     checkpoint: str
     routes: tuple[Route, ...] | None
@@ -65,7 +64,7 @@ def main(composed: DictConfig) -> None:
 
 
 def run(options: Options) -> None:
-    """Check, compare, write. Raises ValueError or OSError."""
+    """Check everything, compute the similarities, and write both files. Raises ValueError or OSError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_precision("fp32", device)
     use_cores(options.cpu_threads, processes=1)
@@ -119,7 +118,7 @@ def run(options: Options) -> None:
 
 
 def as_json(matrix: Tensor) -> list[list[float | None]]:
-    """Rows; null where two states have no token in common."""
+    """Convert a matrix to rows of numbers, with null for two states that have no token in common."""
     return [[None if value != value else round(value, 6) for value in row] for row in matrix.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""Builds a wheel as pyproject.toml alone can't: the doors lie in its tread/doors, with configs/ beside them."""
+"""Builds a wheel with train.py, sample.py, fid.py and configs/ in tread/doors, which pyproject.toml alone can't do."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ DOORS = ("train.py", "sample.py", "fid.py")
 
 
 class BuildWithDoors(build_py):
-    """Puts the doors where tread/doors/__init__.py looks for them; an editable install leaves them at the root."""
+    """Copies scripts and configs to where tread/doors/__init__.py finds them, except in an editable install."""
 
     def run(self) -> None:
         super().run()

@@ -1,9 +1,9 @@
-"""An encoder for the demo of the study of alignment, which needs no weights."""
+"""An encoder that needs no weights, for the demo of the alignment study."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def patches(pictures: Tensor) -> Tensor:
-    """Each token's own pixels: uint8 (B, 3, H, W) → (B, 16, 3·H·W/16), on a 4×4 grid."""
+    """Return each token's own pixels: uint8 (B, 3, H, W) → (B, 16, 3·H·W/16), on a 4×4 grid."""
     return F.unfold(pictures.float() / 127.5 - 1, pictures.shape[2] // 4, stride=pictures.shape[2] // 4).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The cost of a study before it is run: images, samples and training FLOPs, by arithmetic."""
+"""Computes a study's cost before it is run: images, samples and training FLOPs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +19,9 @@ CLIP_L = TextSettings("clip-l", tokens=77, width=768, pooled=768)
 
 
 def training_flops(training: Training) -> int:
-    """FLOPs of all steps, forward and backward, as metrics.jsonl will count them."""
+    """Return the FLOPs of all training steps, forward and backward, as metrics.jsonl will count them."""
     cfg = training.cfg
-    if cfg.model.takes_text:  # without the data its texts are taken to be CLIP-L's
+    if cfg.model.takes_text:  # without the data, assume texts of CLIP-L
         there = cfg.dataset.embedded or Path(cfg.dataset.path).exists()
         cfg = replace(cfg, text=settings.read_text_settings(cfg) if there else CLIP_L)
     with torch.device("meta"):
@@ -30,7 +30,8 @@ def training_flops(training: Training) -> int:
 
 
 def _aligner(cfg: settings.Settings, network: Backbone) -> Aligner | None:
-    """A run's aligner without weights; pictures stored with latents are taken to have 8 times their side."""
+    """Return a run's aligner without weights, or None; stored pictures are assumed to have 8 times the latents'
+    side."""
     alignment, width, flops = cfg.alignment, network.hidden_size, 0
     if alignment.kind == "none":
         return None
@@ -48,7 +49,7 @@ def _aligner(cfg: settings.Settings, network: Backbone) -> Aligner | None:
 
 
 def estimate(jobs: Sequence[Job]) -> str:
-    """A line per training, and the sum."""
+    """Describe the cost: a line per training, and the sum."""
     lines, whole = [], 0
     for job in jobs:
         drawn = sum(int(score.words[-1].partition("=")[2]) for score in job.scores)

@@ -1,4 +1,4 @@
-"""A study's table and figure, and publishing them."""
+"""Draws a study's figure, writes its table, and publishes both."""
 
 import json
 import math
@@ -22,19 +22,19 @@ Columns = dict[str, dict[str, str]]  # title → arm → cell
 
 
 class Figure(NamedTuple):
-    """A kind of figure: how it is drawn, if there is anything, and the table's further columns."""
+    """A kind of figure: a function that draws it, if there are results, and the further columns of the table."""
 
     draw: Callable[[Study, Results, Path], None]
     columns: Callable[[Study, Results], Columns] = lambda study, results: {}
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """A metric over images or FLOPs."""
+    """Return {x: value} of a run's metric, where x is the "images" or "flops" of its points."""
     return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
 
 
 def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
-    """The points that all runs have with a metric: (the first run's point, the values)."""
+    """Return (the first run's point, all runs' values) for each point where every run has the metric."""
     curves = [curve(run, metric, "images") for run in runs]
     points = runs[0]["points"] if runs else []
     shared = [point for point in points if all(point["images"] in each for each in curves)]
@@ -42,34 +42,34 @@ def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """By arm: the values at the last point at which all its runs have a metric; arms without one are left out."""
+    """Return {arm: its runs' values at the last point where all have the metric}, without arms that lack one."""
     return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
 
 
 def last_means(results: Results, metric: str) -> dict[str, float]:
-    """By arm: the mean of its last values."""
+    """Return {arm: mean of its last values}."""
     return {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """The standard error of the mean; None for a single value."""
+    """Return the standard error of the mean; None for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def at_flops(values: Mapping[float, float], place: float) -> float | None:
-    """A metric after so many FLOPs, on a straight line over their logarithm; None outside of the curve."""
+    """Interpolate a metric {FLOPs: value} at `place` FLOPs, linearly in their logarithm; None outside the curve."""
     within = len(values) > 1 and min(values) <= place <= max(values)
     return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
 
 
 def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """One run's metric less another's, at the last number of images at which both have it."""
+    """Return one run's metric minus another's, at the last number of images where both have it."""
     both = series([run, other], metric)
     return both[-1][1][0] - both[-1][1][1] if both else None
 
 
 def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
-    """One run's metric less another's, at the last training FLOPs that both reach."""
+    """Return one run's metric minus another's, at the largest training FLOPs that both reach; None without a value."""
     curves = [curve(made, metric, "flops") for made in (run, other)]
     place = min(max(each, default=0) for each in curves)
     here, there = (at_flops(each, place) for each in curves)
@@ -77,14 +77,14 @@ def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """by(run, other, *names) of runs and others of the same seed (same data order, same noise), without its Nones."""
+    """Return by(run, other, *names) of runs and others with equal seeds (same data order and noise), without Nones."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
 
 
 def shown(values: Sequence[float], sign: bool = False) -> str:
-    """A mean, with its standard error where there are several values."""
+    """Format a mean (with its plus, if `sign`), and its standard error if there are several values."""
     if not values:
         return "–"
     mean, error, plus = statistics.mean(values), standard_error(values), "+" if sign else ""
@@ -95,12 +95,12 @@ def shown(values: Sequence[float], sign: bool = False) -> str:
 
 
 def measured(names: Sequence[str], results: Results) -> list[str]:
-    """Those of the metrics that some arm has, each once."""
+    """Return the metrics in `names` that some arm has, each once."""
     return [name for name in dict.fromkeys(names) if any(series(runs, name) for runs in results.values())]
 
 
 def table(study: Study, results: Results) -> str:
-    """Markdown, a line per arm: means ± standard errors over the seeds, and paired differences."""
+    """Return a Markdown table with a line per arm: means ± standard errors over the seeds, and paired differences."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
@@ -138,7 +138,7 @@ def table(study: Study, results: Results) -> str:
 
 
 def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:
-    """Means over the seeds at (x, values), with their standard errors where there are several seeds."""
+    """Return a line of the means over the seeds at (x, values), with standard errors if there are several seeds."""
     errors = [standard_error(values) for _, values in points]
     means = [statistics.mean(values) for _, values in points]
     return Line(name, [x for x, _ in points], means, errors if errors and None not in errors else None)
@@ -150,7 +150,7 @@ def _save(path: Path, panels: Sequence[Panel], columns: int = 2) -> None:
 
 
 def draw_curves(study: Study, results: Results, path: Path) -> None:
-    """Each metric against images and against FLOPs: means over the seeds, with bands of a standard error."""
+    """Draw each metric against images and FLOPs: means over the seeds, with bands of a standard error."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
     units = {"images": ("images, thousands", 1e3), "flops": (f"training FLOPs, 10^{power}", 10**power)}
@@ -165,7 +165,7 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_ends(study: Study, results: Results, path: Path) -> None:
-    """Each metric at the end of training, a point per arm and seed."""
+    """Draw each metric at the end of training, with a point per arm and seed."""
     panels = []
     for metric in measured(study.metrics, results):
         ends, points = last_values(results, metric), defaultdict(list)
@@ -178,7 +178,7 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
 
 
 def sampling_flops(results: Results) -> dict[str, float]:
-    """FLOPs to draw one sample, by arm."""
+    """Return {arm: FLOPs to draw one sample}."""
     return {arm: runs[0]["scores"][-1]["flops"] for arm, runs in results.items() if runs and runs[0]["scores"]}
 
 
@@ -187,7 +187,7 @@ def guidance_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
-    """For each metric a panel over ω, a line per network and kind; one over FLOPs, a point per arm."""
+    """Draw each metric over ω (a line per network and guidance) and over sampling FLOPs (a point per arm)."""
     flops, panels = sampling_flops(results), []
     for metric in study.metrics:
         ends = last_values({arm: results[arm] for arm in flops}, metric)
@@ -198,7 +198,7 @@ def draw_guidance(study: Study, results: Results, path: Path) -> None:
             if re.fullmatch(r"[\d.]+", scale):
                 unguided = [(1.0, ends[network])] if network in ends else []
                 over_scale.setdefault(f"{network}, {kind}", unguided).append((float(scale), values))
-            else:  # other steps alone
+            else:  # an arm of other steps without guidance
                 kind = "no guidance"
             over_flops[f"{network}, {kind}"].append((flops[arm] / 1e9, values))
         labels = ("guidance scale ω (1: none)", "FLOPs of the networks a sample, 10^9")
@@ -208,12 +208,12 @@ def draw_guidance(study: Study, results: Results, path: Path) -> None:
     _save(path, panels)
 
 
-LAST = 0.2  # the fraction of the training over whose end a training loss is averaged
+LAST = 0.2  # final fraction of the training over which its loss is averaged
 LOSS_GAP = "training loss above the dense one's"
 
 
 def training_loss(run: Made) -> float | None:
-    """The mean over the last fifth of the training, where a record counts by its steps; None without a record."""
+    """Return the mean training loss over the last fifth of the training, by steps; None without records."""
     losses = curve(run, "loss", "images")
     ends = [max(images, (1 - LAST) * max(losses)) for images in losses]
     weights = [end - before for before, end in zip([(1 - LAST) * max(losses, default=0), *ends], ends)]
@@ -221,13 +221,13 @@ def training_loss(run: Made) -> float | None:
 
 
 def training_gap(run: Made, other: Made) -> float | None:
-    """One run's training loss less another's."""
+    """Return one run's training loss minus another's; None if one has none."""
     losses = training_loss(run), training_loss(other)
     return None if None in losses else losses[0] - losses[1]
 
 
 def loss_gaps(results: Results) -> dict[str, list[float]]:
-    """By routed arm: how far its training loss lies above the dense one's, seed by seed."""
+    """Return {routed arm: by how much its training loss exceeds the dense arm's, per seed}."""
     gaps = {arm: differences(runs, results["dense"], training_gap) for arm, runs in results.items() if arm != "dense"}
     return {arm: less for arm, less in gaps.items() if less}
 
@@ -237,7 +237,7 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """The gap against the blocks of the route, and each metric at the end against the gap."""
+    """Draw the gap in training loss against the route's number of blocks, and each final metric against the gap."""
     mean_gaps = {arm: statistics.mean(less) for arm, less in loss_gaps(results).items()}
     if not mean_gaps:
         return
@@ -254,7 +254,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:
-    """A heat map per metric of the difference to the dense arm, and one of training FLOPs over the dense arm's."""
+    """Draw heat maps over a route's first and last block: each metric minus the dense arm's, and FLOPs over its."""
     places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}
@@ -273,11 +273,11 @@ def draw_placement(study: Study, results: Results, path: Path) -> None:
         save_heat_maps(path, {first: cells}, dict(others), ends, starts, labels)
 
 
-SIMILARITIES = {"dense": "all tokens", "routed": "under its route"}  # key of similarity.json → how it is called
+SIMILARITIES = {"dense": "all tokens", "routed": "under its route"}  # key of similarity.json → title
 
 
 def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
-    """By arm and panel, a matrix per seed."""
+    """Return {(arm, panel): similarity matrices, one per seed}."""
     found = defaultdict(list)
     for arm, runs in results.items():
         for panel, score in product(SIMILARITIES, chain(*(run["scores"] for run in runs))):
@@ -287,7 +287,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """The similarity of a block's output to the next one's, and of the embedding to the last output."""
+    """Return columns with the similarity of neighbouring outputs of blocks, and of the embedding to the last output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -297,7 +297,7 @@ def similarity_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_similarity(study: Study, results: Results, path: Path) -> None:
-    """Means over the seeds, side by side on one scale."""
+    """Draw each mean similarity matrix over the seeds, side by side on one colour scale."""
     means = {key: np.mean(each, axis=0) for key, each in matrices(results).items()}
     if means:
         names = ["in", *range(len(next(iter(means.values()))) - 1)]
@@ -307,7 +307,8 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
 
 
 def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[int, list[float]]]:
-    """(images, routed less dense by seeds) at the routed runs' points whose FLOPs the dense ones have reached too."""
+    """Return (images, metric of routed minus dense runs by seed) at routed points whose FLOPs the dense runs reach
+    too."""
     others = {run["seed"]: curve(run, metric, "flops") for run in dense}
     routed, gaps = [run for run in routed if run["seed"] in others], []
     for point, values in series(routed, metric):
@@ -318,7 +319,7 @@ def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> lis
 
 
 def when_columns(study: Study, results: Results) -> Columns:
-    """The images from which on the routed run is ahead in the evaluation loss, at equal FLOPs."""
+    """Return a column with the images from which the routed run is ahead in evaluation loss, at equal FLOPs."""
     leads = {}
     for routed, dense in study.against.items():
         points = flops_gap(results[dense], results[routed], "eval_loss")
@@ -330,7 +331,8 @@ def when_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_when(study: Study, results: Results, path: Path) -> None:
-    """A panel per metric: a line per condition, below 0 where routing is ahead."""
+    """Draw the difference of routed and dense runs at equal FLOPs: a panel per metric, a line per pair, below 0 if
+    ahead."""
     panels = []
     for metric in study.metrics:
         lines = []
@@ -356,10 +358,8 @@ FIGURES = {
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """results.json (a line per training), figure.png and table.md of what is trained, beside the study's YAML.
-
-    runs  those that were asked for now; the study's other seeds are kept, and the table says what is missing of all.
-    """
+    """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML,
+    for the requested runs and the study's other seeds; the table lists what is missing of all of them."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):
@@ -375,7 +375,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
 
 
 def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """table.md, and figure.png of what there is, if anything. Raises OSError."""
+    """Write table.md, and figure.png if there are results. Raises OSError."""
     results, left = gather(runs, made), missing(runs, made)
     with explain_failure(folder):
         write_whole(folder / "table.md", table(study, results) + (f"\nMissing: {left}.\n" if left else ""))

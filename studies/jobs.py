@@ -1,4 +1,4 @@
-"""Making a study's runs: train.py, then a script for each score, as processes that go on where they were stopped."""
+"""Runs a study's jobs: train.py, then a script for each score, as processes that resume after a stop."""
 
 import json
 import os
@@ -18,17 +18,15 @@ from tread.evaluation.metric_table import names_of
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.training.run_folder import RunLog
 
-# keys of a training's records that are kept, and those of a score's that are not
+# keys of a training's records that are kept, and keys of a score's record that are dropped
 KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")
 LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training with all scores that are wanted of it, and its folder.
-
-    The folder holds train/ (train.py's), score-<key>/ (what the script wrote), result.json and log.txt.
-    """
+    """A training, all scores wanted of it, and their folder, which holds train/ (train.py's output), score-<key>/
+    (the script's output), result.json and log.txt."""
 
     training: Training
     scores: tuple[Score, ...]
@@ -36,12 +34,12 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """Everything that is said to its scripts, with {data} and {step N}."""
+        """All overrides of its scripts, with {data} and {step N} not filled in."""
         return [*self.training.overrides, *(word for score in self.scores for word in score.words)]
 
     @property
     def trained(self) -> bool:
-        """Whether train.py has done all steps."""
+        """Whether train.py has finished all steps."""
         return RunLog(self.folder / "train").read_status().get("state") == "finished"
 
     def training_command(self, data: Path) -> list[str]:
@@ -53,7 +51,7 @@ class Job:
         return [score.script, *(self._filled(word, data) for word in words)]
 
     def _filled(self, word: str, data: Path) -> str:
-        """An override with its {…} replaced by absolute paths, quoted for Hydra."""
+        """Return an override with {data}, {folder} and {step N} replaced by absolute paths, quoted for Hydra."""
         key, _, value = word.partition("=")
         filled = re.sub(r"\{step (\d+)\}", lambda match: f"{{folder}}/train/step_{int(match[1]):07d}", value)
         for name, path in (("data", data), ("folder", self.folder)):
@@ -62,7 +60,7 @@ class Job:
         return word if filled == value else f"{key}='{quoted}'"
 
     def record(self, score: Score) -> dict | None:
-        """The JSON that the script wrote, without this machine's facts; None if it has not run."""
+        """Return the JSON that a score's script wrote, without the keys in LEFT_OUT; None if it has not run."""
         path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
         if not path.exists():
             return None
@@ -70,7 +68,7 @@ class Job:
         return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
 
     def write_result(self) -> None:
-        """result.json of what there is so far: points over training, and all scores by their keys. Raises OSError."""
+        """Write result.json from what exists: points over training, and all scores by their keys. Raises OSError."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
         for start in log.starts()[-1:]:
@@ -91,7 +89,7 @@ class Job:
 
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
-    """One for each training, in the folder where another study began it, else below `place`."""
+    """Return a job per training, in the folder where any study began it, else in a new one in `place`."""
     by_key, jobs = defaultdict(list), []
     for run in runs:
         by_key[run.training.key].append(run)
@@ -103,10 +101,8 @@ def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None]) -> list[str]:
-    """Do jobs, so many at once with an equal share of the cores. Returns what failed, a line each.
-
-    after  called, in this thread, whenever a job has ended.
-    """
+    """Run the jobs, `at_once` at a time with equal shares of the cores, and return a line for each failed one. `after`
+    is called in this thread whenever a job has ended."""
     cores, problems, children = max(1, (os.cpu_count() or 1) // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, cores, children) for job in jobs]
@@ -122,10 +118,10 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 
 
 def make_one(job: Job, data: Path, cores: int, children: "Children") -> str | None:
-    """Train, score and write the result; what is there is kept. Returns what went wrong."""
+    """Train, score and write a job's result, except for what exists; return the error, if any."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
-    lock = Lock(job.folder / ".lock", None)  # waits for what a killed study left running, as its processes inherit it
+    lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock
     commands = [] if job.trained else [job.training_command(data)]
     commands += [job.scoring_command(score, data) for score in job.scores if job.record(score) is None]
     try:
@@ -140,23 +136,21 @@ def make_one(job: Job, data: Path, cores: int, children: "Children") -> str | No
 
 
 class Children:
-    """The processes under way, to be stopped with the study."""
+    """The running child processes, which stop with the study."""
 
     def __init__(self) -> None:
         self.running: set[subprocess.Popen] = set()
         self.stopped = False
 
     def stop(self) -> None:
-        """Ask all of them to save and end; later ones end at once."""
+        """Ask all processes to save and end; processes started later end at once."""
         self.stopped = True
         for child in [*self.running]:
             child.terminate()
 
     def run(self, command: Sequence[str], cores: int, log: Path, lock: Lock) -> None:
-        """Run a Python command, its output to the end of a log. Raises ValueError, saying why it failed.
-
-        lock  held for as long as the process lives, even if this one is killed.
-        """
+        """Run a Python command with its output appended to a log, and raise ValueError with the reason if it fails. The
+        process holds `lock` for as long as it lives, even if this one is killed."""
         with log.open("ab") as file:
             began = file.seek(0, os.SEEK_END)
             child = subprocess.Popen(
@@ -167,7 +161,7 @@ class Children:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": str(cores)},
                 pass_fds=[lock.fileno()],
-                start_new_session=True,  # Ctrl-C is for the study, which hands it on once
+                start_new_session=True,  # only the study gets Ctrl-C, and stops its children
             )
         self.running.add(child)
         if self.stopped:

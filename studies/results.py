@@ -1,4 +1,4 @@
-"""The results of a study's runs, found by their keys: below a folder of results, or published beside the studies."""
+"""Finds results of a study's runs by their keys, in a folder of results or published beside the studies."""
 
 import json
 from collections import defaultdict
@@ -14,18 +14,19 @@ from tread.evaluation.metric_table import METRICS
 
 
 class Made(TypedDict):
-    """An arm with one seed, as far as it has come: points over training, each with images, FLOPs and metrics."""
+    """Results so far of an arm with one seed: points over training (each with images, FLOPs and metrics), and
+    scores."""
 
     seed: int
     points: list[dict]
     scores: list[dict]
 
 
-Results = Mapping[str, list[Made]]  # by arm
+Results = Mapping[str, list[Made]]  # arm → its runs
 
 
 def finished(results: Path) -> dict[str, dict]:
-    """Records of trainings by key: what is published, and what lies below a folder of results."""
+    """Return all records of trainings by key, from published results and from a folder of results."""
     published = [json.loads(path.read_text())["runs"].values() for path in sorted(HERE.glob("*/results.json"))]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
     known: dict[str, dict] = {}
@@ -37,13 +38,13 @@ def finished(results: Path) -> dict[str, dict]:
 
 
 def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
-    """Whether a run is trained, and scored in all ways that are wanted."""
+    """Return whether a run is trained and has all scores that are wanted of it."""
     record = made.get(run.training.key, {"trained": False})
     return record["trained"] and all(score.key in record["scores"] for score in run.scores)
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
-    """The arms and seeds that are not made yet; "" if none."""
+    """List in words the arms and seeds that are not complete; "" if there are none."""
     left = defaultdict(list)
     for run in runs:
         if not is_made(run, made):
@@ -52,7 +53,7 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Results by arm: its complete runs or, while there is none, the one that has come furthest."""
+    """Return the results of each arm: its complete runs or, if there are none, the run with the most points."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     for arm, each in results.items():
         begun = [run for run in runs if run.arm == arm and run.training.key in made]

@@ -1,15 +1,14 @@
-"""A figure or table of the paper, made again: python studies/run.py study=convergence scale=demo|small|paper
+"""Reproduces a figure or table of the paper: python studies/run.py study=convergence scale=demo|small|paper
 
-    seeds=3        another number of seeds than the study's
-    jobs=2         runs at once, each with an equal share of the cores
-    dry=true       only say what would be run: images, FLOPs, samples
-    publish=true   copy results.json, figure.png and table.md to studies/<name>/ (scale=small), as each run ends
-    data=data      where imagenette/ (scale=small) or imagenet256/ (paper) lies
-    results=results/studies   where runs are kept
+    seeds=3        number of seeds, instead of the study's
+    jobs=2         runs at a time, with equal shares of the cores
+    dry=true       only print what would be run: images, FLOPs, samples
+    publish=true   copy results.json, figure.png and table.md to studies/<name>/ as each run ends (scale=small)
+    data=data      the folder of imagenette/ (scale=small) or imagenet256/ (paper)
+    results=results/studies   the folder of the runs
 
-A study is studies/<name>.yaml. Its runs are ordinary runs of train.py and fid.py below results/studies/<name>/<scale>/:
-start it again after whatever stopped it, and it goes on. An interrupted one draws what is there. Without study= all are
-listed.
+A study is studies/<name>.yaml. Its runs are ordinary runs of train.py and fid.py in results/studies/<name>/<scale>/.
+Started again after a stop, it goes on; when it stops, it draws what exists. Without study=, all studies are listed.
 """
 
 import re
@@ -64,7 +63,7 @@ def main() -> None:
 
 
 def run(options: Options) -> None:
-    """Make, draw and publish a study. Raises ValueError or OSError before any run for what can't be."""
+    """Run, draw and publish a study. Raises ValueError or OSError for wrong options before any run."""
     study = read_study(options.study, options.scale)
     runs, data, results = plan(study, options.seeds), Path(options.data), Path(options.results)
     place, made = results / study.name / study.scale, finished(results)
@@ -81,7 +80,7 @@ def run(options: Options) -> None:
         needs = {arm.needs.replace("{data}", str(data)) for arm in study.arms.values() if arm.needs}
         raise ValueError(f"{', '.join(absent)} not found; scale={study.scale} needs {' '.join(needs)}")
     if "reference=" in words:
-        find_weights()  # now rather than after hours of training
+        find_weights()  # fails now rather than after hours of training
     check_place(place, 0)
 
     def after() -> None:

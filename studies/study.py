@@ -1,8 +1,7 @@
-"""A study: one YAML file, and the ordinary runs of train.py and fid.py that it stands for.
+"""Reads a study, which is one YAML file, and plans the runs of train.py and fid.py that it stands for.
 
 A training is identified by a hash of its overrides and seed, a score by a hash of its step, script and overrides.
-Folders do not matter: studies that ask for the same run share it, and a published result counts as made even when its
-folder is gone.
+Folders do not matter: studies share equal runs, and a published result counts as made even without its folder.
 """
 
 import hashlib
@@ -29,18 +28,18 @@ Script = Literal["fid.py", "scripts/similarity.py", "scripts/judge_emoji.py"]
 
 @dataclass(frozen=True)
 class Arm:
-    """One kind of run, at one scale.
+    """A kind of run at one scale.
 
     overrides  of train.py; {data} stands for the data's folder, {75%} for that fraction of the run's steps.
-    images     to train on.
-    seeds      how many: 0, 1, ….
+    images     number of images to train on, with repetition.
+    seeds      number of seeds 0, 1, ….
     evaluate   images between evaluation losses.
     save       images between checkpoints.
-    score      images between scores, a multiple of `save`; 0: only the end is scored.
+    score      images between scores, a multiple of `save`; 0: only the last checkpoint is scored.
     scored_by  the script that scores a checkpoint.
-    scoring    its overrides; {data} as above, {75%} stands for the run's checkpoint nearest to that fraction.
+    scoring    overrides of this script; {data} as above, {75%} stands for the run's checkpoint nearest to it.
     samples    per score; 0: nothing is scored.
-    needs      what must be in the data's folder first, in words; null: nothing.
+    needs      what the data's folder must contain, in words; None: nothing.
     """
 
     overrides: tuple[str, ...]
@@ -57,11 +56,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """The content of a YAML file, at one scale.
+    """A study at one scale.
 
     arms     by name.
-    against  arm → the arm that it is compared with; the others have none.
-    figure   how the metrics are drawn: a key of FIGURES in studies/figures.py.
+    against  arm → the arm that it is compared with; an arm without a key has none.
+    figure   how metrics are drawn: a key of FIGURES in studies/figures.py.
     """
 
     name: str
@@ -76,7 +75,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Training:
-    """A run of train.py, by its overrides except for its place and seed."""
+    """A run of train.py; `overrides` are all of its overrides but those of folder and seed."""
 
     overrides: tuple[str, ...]
     seed: int
@@ -89,18 +88,18 @@ class Training:
 
     @property
     def cfg(self) -> settings.Settings:
-        """The settings that train.py will read, with {data} as data."""
+        """The settings that train.py will read, with {data} replaced by "data"."""
         return replace(settings_of(*self.overrides), seed=self.seed)
 
     @property
     def key(self) -> str:
-        """A hash of the last override of each setting, whatever their order, and of the seed."""
+        """A hash of the seed and the last override of each setting, independent of their order."""
         return _hash([sorted(_last_words(self.overrides)), self.seed])
 
 
 @dataclass(frozen=True)
 class Score:
-    """A measurement at a checkpoint: a script's overrides, with {data}, and {step N} for the run's checkpoints."""
+    """A measurement of a checkpoint by a script; {data} and {step N} in its overrides are placeholders."""
 
     step: int
     script: Script
@@ -113,7 +112,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Planned:
-    """An arm with one seed."""
+    """A planned run: an arm with one seed."""
 
     arm: str
     training: Training
@@ -129,15 +128,13 @@ def _hash(content: object) -> str:
 
 
 def names() -> list[str]:
-    """All studies."""
+    """List the names of all studies."""
     return sorted(path.stem for path in HERE.glob("*.yaml") if path.stem != "scales")
 
 
 def read_study(name: str, scale: ScaleName) -> Study:
-    """A study at a scale: what its arms say over its own `scales`, and these over studies/scales.yaml.
-
-    Raises ValueError for an unknown name or key.
-    """
+    """Read a study at a scale. Arms override the study's own `scales`, which override studies/scales.yaml.
+    Raises ValueError for an unknown name or key."""
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
     tree, shared = (OmegaConf.to_container(OmegaConf.load(HERE / f"{file}.yaml")) for file in (name, "scales"))
@@ -156,12 +153,13 @@ def read_study(name: str, scale: ScaleName) -> Study:
 
 
 def _over(base: dict, said: dict) -> dict:
-    """The keys of an arm or a scale over those that it is based on; lists of overrides are joined."""
+    """Override keys of `base` by those of `said`; lists of overrides are joined."""
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
 def plan(study: Study, seeds: int | None = None) -> list[Planned]:
-    """The runs of a study, seed by seed, so that an interrupted one has all arms of the first. Raises ValueError."""
+    """Return a study's runs, seed by seed so that a stopped study has all arms of the first seeds. `seeds` is their
+    number; None: each arm's own. Raises ValueError."""
     counts = {name: seeds or arm.seeds for name, arm in study.arms.items()}
     order = [(name, seed) for seed in range(max(counts.values())) for name in counts if seed < counts[name]]
     return [_planned(name, study.arms[name], seed) for name, seed in order]
@@ -183,18 +181,18 @@ def _planned(name: str, arm: Arm, seed: int) -> Planned:
 
 
 def _last_words(*overrides: Sequence[str]) -> list[str]:
-    """Overrides one after the other, without those that a later one of the same key replaces."""
+    """Join lists of overrides, without those that a later override of the same key replaces."""
     return list({word.partition("=")[0]: word for words in overrides for word in words}.values())
 
 
 def _fractions(word: str, written: Callable[[float], str]) -> str:
-    """A word with each {75%} replaced by what a function makes of 0.75."""
+    """Return an override with each {75%} replaced by written(0.75)."""
     return re.sub(r"\{(\d+)%\}", lambda match: written(int(match[1]) / 100), word)
 
 
 @cache
 def settings_of(*overrides: str) -> settings.Settings:
-    """The settings that train.py reads from overrides. Raises ValueError."""
+    """Return the settings that train.py reads from overrides. Raises ValueError."""
     schema.check_overrides(overrides, [*settings.known_keys(), "experiment"])
     words = settings.add_unstated(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):

@@ -88,6 +88,17 @@ def test_step_time_of_models_side_by_side(launched, tmp_path):
         assert len(shares) == 6 and abs(sum(map(float, shares)) - 100) < 0.4
 
 
+def test_models_beside_train_by_the_same_overrides(launched, benchmark, monkeypatch):
+    """But for an architecture's own, such as MaskDiT's decoder: the others have no such setting."""
+    step_time, seen = benchmark("step_time"), {}
+    monkeypatch.setattr(step_time, "measure", lambda kinds, pairs: seen.update(kinds))
+    monkeypatch.setattr(step_time, "show", lambda result: None)
+    words = ["dataset=digits", "model=tread", "beside=maskdit,dit", "model.hidden_size=64", "model.num_heads=2"]
+    launched("step_time", *words, "model.depth=6", "train.batch_size=2", "model.mlp_ratio=2")
+    assert [*seen] == ["dense", "routed", "maskdit", "dit"]
+    assert {(cfg.model.hidden_size, cfg.model.mlp_ratio) for _, cfg in seen.values()} == {(64, 2.0)}
+
+
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [

@@ -1,1 +1,1 @@
-"""Checkpoints: what is written and found again, what a network is by its record, and weights of other people."""
+"""Checkpoints: writing, finding and loading them, the networks they describe, and weights of other people."""

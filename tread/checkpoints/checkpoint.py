@@ -1,10 +1,10 @@
-"""Checkpoints: folders of safetensors and JSON, whole or not there, without pickled objects.
+"""Checkpoints: folders of safetensors and JSON, complete or absent, without pickled objects.
 
 results/<run>/step_0001000/
     model.safetensors      weights
     ema.safetensors        averaged weights, same names
-    optimizer.safetensors  <state>/<name>; of AdamW exp_avg/<name>, exp_avg_sq/<name>, step/<name>
-    powers.safetensors     <width>/<name>: averages by power functions, of ema.power alone
+    optimizer.safetensors  <state>/<name>; for AdamW exp_avg/<name>, exp_avg_sq/<name>, step/<name>
+    powers.safetensors     <width>/<name>: averages by power functions; only with ema.power
     info.json              step, config, versions, and size and sha256 of each file
 results/<run>/latest       link to the newest one
 """
@@ -28,7 +28,7 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not what was written, by problem and folder; the text names the checkpoint before it."""
+    """A checkpoint is damaged. Raised with a problem and a folder; the text names the whole checkpoint before it."""
 
     def __str__(self) -> str:
         problem, folder = self.args
@@ -39,11 +39,8 @@ class Damaged(ValueError):
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info: Mapping) -> Path:
-    """Write a checkpoint and let `latest` name it; returns its folder.
-
-    tensors  part ("model", "ema", "optimizer", …) → tensors by name.
-    info     anything JSON can hold: config, versions, …
-    """
+    """Write a checkpoint and make the link `latest` lead to it; returns its folder. `tensors` are given by part
+    ("model", "ema", "optimizer", …) and name; `info` is more content of info.json: config, versions, …"""
     folder = run / f"step_{step:07d}"
     with whole_folder(folder) as partial:
         files = {}
@@ -58,20 +55,18 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
 
 
 def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove checkpoints except the newest keep_last and those at multiples of keep_every.
-
-    Those above `latest` are left alone: a run that went back will replace them.
-    """
+    """Remove checkpoints except the newest keep_last and those at multiples of keep_every. Checkpoints later than
+    `latest` stay, as a run that went back to an earlier step will replace them."""
     for folder in _folders(run)[:-keep_last]:
         if not (keep_every and _step(folder) % keep_every == 0):
-            gone = folder.with_name(f".{folder.name}.old")  # never half a checkpoint under its name
+            gone = folder.with_name(f".{folder.name}.old")  # so that no half-removed checkpoint has its name
             shutil.rmtree(gone, ignore_errors=True)
             folder.rename(gone)
             shutil.rmtree(gone)
 
 
 def sweep(run: Path) -> None:
-    """Remove the leftovers of a process that was killed while it wrote or removed a checkpoint."""
+    """Remove what a process left that was killed while it wrote or removed a checkpoint."""
     for kind in ("partial", "old"):
         for folder in run.glob(f".step_*.{kind}"):
             shutil.rmtree(folder)
@@ -79,7 +74,7 @@ def sweep(run: Path) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk; `info` is its info.json."""
+    """A checkpoint on disk; `info` is the content of its info.json."""
 
     folder: Path
     info: dict
@@ -93,7 +88,7 @@ class Checkpoint:
         return [file.removesuffix(".safetensors") for file in self.info["files"]]
 
     def sha256(self, name: str) -> str:
-        """The hash that info.json states for a part. Raises ValueError if it does not hold the part."""
+        """Return the hash that info.json states for part `name`. Raises ValueError if there is no such part."""
         if name not in self.parts:
             other = {"ema": "model", "model": "ema"}.get(name)
             raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
@@ -101,7 +96,7 @@ class Checkpoint:
         return self.info["files"][f"{name}.safetensors"]["sha256"]
 
     def check(self, name: str) -> Path:
-        """A part's file. Raises ValueError unless it has the size that info.json states."""
+        """Return a part's file. Raises ValueError unless it exists with the size that info.json states."""
         self.sha256(name)
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
@@ -113,22 +108,20 @@ class Checkpoint:
         return path
 
     def verify(self, name: str) -> Path:
-        """As `check`, and raises ValueError unless the file has the hash that info.json states."""
+        """Like `check`, but also raises ValueError unless the file has the hash that info.json states."""
         path = self.check(name)
         if sha256(path) != self.sha256(name):
             raise Damaged(f"{path} is damaged: its content is not what was written, by info.json's hash", self.folder)
         return path
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a part on the CPU. Raises ValueError if it is damaged."""
+        """Load a part's tensors on the CPU. Raises ValueError if it is damaged."""
         return load_file(self.verify(name))
 
 
 def find(path: Path) -> Checkpoint:
-    """Open a checkpoint's folder, a run's `latest`, or a run's folder (its newest).
-
-    Raises FileNotFoundError if there is none, ValueError if it is damaged or not ours.
-    """
+    """Open a checkpoint by its folder, by a run's `latest`, or by a run's folder (the newest). Raises FileNotFoundError
+    if there is none, ValueError if it is damaged or not one of ours."""
     if path.name == "latest" and not path.is_dir():
         other = newest(path.parent)
         use = f"; the newest checkpoint there is {other}" if other else ""
@@ -164,10 +157,7 @@ def find(path: Path) -> Checkpoint:
 
 
 def containing(path: Path) -> Checkpoint | None:
-    """The checkpoint that a file is a part of, where info.json beside it says so; None for other people's files.
-
-    Raises ValueError if that info.json is damaged.
-    """
+    """Return the checkpoint whose info.json names a file, or None. Raises ValueError if that info.json is damaged."""
     folder = path.resolve().parent
     if not (folder / "info.json").is_file() or _parsed(folder).get("format") != "checkpoint":
         return None
@@ -176,7 +166,7 @@ def containing(path: Path) -> Checkpoint | None:
 
 
 def _parsed(folder: Path) -> dict:
-    """The content of info.json; {} for JSON that is no dict."""
+    """Return the content of a folder's info.json; {} for JSON that is no dict."""
     try:
         info = json.loads((folder / "info.json").read_text())
     except ValueError as error:
@@ -185,7 +175,7 @@ def _parsed(folder: Path) -> dict:
 
 
 def _is_complete(info: dict) -> bool:
-    """Whether an info.json holds what every reader of it takes for granted."""
+    """Return whether an info.json has all that its readers rely on."""
     sections = [info.get("files"), info.get("config"), info.get("latents", {})]
     if type(info.get("step")) is not int or not all(isinstance(section, dict) for section in sections):
         return False
@@ -193,7 +183,7 @@ def _is_complete(info: dict) -> bool:
 
 
 def _before(folder: Path) -> Path | None:
-    """The newest checkpoint of a lower step beside a folder whose files have the sizes that were written."""
+    """Return the newest checkpoint beside `folder` of a lower step whose files have the recorded sizes, or None."""
     number = folder.resolve().name.removeprefix("step_")
     for other in reversed(_folders(folder.resolve().parent)):
         if not number.isdecimal() or _step(other) < int(number):
@@ -206,10 +196,10 @@ def _before(folder: Path) -> Path | None:
 
 
 def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest undamaged checkpoint of a run, and what is wrong with newer ones.
+    """Return a run's newest undamaged checkpoint, and what is wrong with newer ones; (None, []) if it has none. Starts
+    at `latest` and goes back in steps, reading all files.
 
-    Begins with what `latest` names and goes back in steps; (None, []) without any. Reads all of the files.
-    Raises ValueError if all are damaged, or if one is of another version.
+    Raises ValueError if all checkpoints are damaged, or if one is of another version.
     """
     problems = []
     for folder in reversed(_folders(run)):
@@ -226,7 +216,7 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
             problems.append(error.args[0])
         except PermissionError:
             raise
-        except (OSError, LookupError, AttributeError, TypeError) as error:  # a disk's error; info.json of another shape
+        except (OSError, LookupError, AttributeError, TypeError) as error:  # of the disk, or of info.json's content
             problems.append(f"{folder} can't be read ({type(error).__name__}: {error})")
     if problems:
         raise ValueError(f"no checkpoint of {run} is whole; name=… starts anew\n  " + "\n  ".join(problems))
@@ -238,20 +228,20 @@ def _step(folder: Path) -> int:
 
 
 def _folders(run: Path) -> list[Path]:
-    """A run's checkpoints up to the one that `latest` names, if it names one; whole or not, by step."""
+    """Return a run's checkpoints by step, whole or not; if `latest` names one, without later ones."""
     folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
     return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)
 
 
 def newest(run: Path) -> Path | None:
-    """The checkpoint `latest` names in a run folder; if it names none, that of the highest step; None without any."""
+    """Return a run's `latest`; if that names no checkpoint, the one of the highest step; None if there is none."""
     steps = [path for path in _folders(run) if (path / "info.json").is_file()]
     return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
 
 
 def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a run's optimizer, by name, in its order: the network's, then any projector's."""
+    """Yield a run's parameters by name, in the optimizer's order: the network's, then any projector's."""
     yield from network.named_parameters()
     if projector is not None:
         yield from projector.named_parameters(prefix="projector")
@@ -260,15 +250,15 @@ def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Ite
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, network: nn.Module, projector: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name: <state>/<parameter>.
+    """Return the optimizer's state as tensors, named <state>/<parameter>.
 
-    Values that the optimizer changed in its groups are state too, <key>/group <number>, as is state without a
-    parameter, <state>/optimizer. State that is no tensor is JSON in the bytes of the tensor `values`: numbers, text,
-    None, and lists, tuples and dicts of these and of tensors. Raises ValueError for anything else.
+    Values that the optimizer changed in its groups are named <key>/group <number>, and state without a parameter
+    <state>/optimizer. Values other than tensors are JSON, as the bytes of a tensor `values`: numbers, text, None, and
+    lists, tuples and dicts of these and of tensors. Raises ValueError for anything else.
     """
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
-    built = getattr(optimizer, "built", itertools.repeat(optimizer.defaults))  # how the groups were, see Optim.build
+    built = getattr(optimizer, "built", itertools.repeat(optimizer.defaults))  # the groups as Optim.build made them
     for number, (group, before) in enumerate(zip(optimizer.param_groups, built)):
         others = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
         changed = {key: v for key, v in others.items() if torch.is_tensor(v) or v != before.get(key)}
@@ -289,7 +279,7 @@ def optimizer_tensors(
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """A value of an optimizer's state as JSON, lists with their kind; its tensors go to `tensors`."""
+    """Convert a value of an optimizer's state to JSON, with the kinds of lists; its tensors are put into `tensors`."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]
@@ -302,7 +292,7 @@ def _pack(value: object, key: str, name: str, device: torch.device, tensors: dic
 
 
 def _unpack(value: object, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """The value that _pack was given, its tensors on this device, or on the CPU if they were not on the parameters'."""
+    """Reverse `_pack`: tensors that were on the parameters' device move to `device`, others stay on the CPU."""
     if not isinstance(value, list):
         return value
     kind, *items = value
@@ -318,10 +308,8 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     projector: nn.Module | None = None,
 ) -> None:
-    """Restore the state from optimizer_tensors; settings such as the learning rate stay as they are.
-
-    optimizer.load_state_dict would give state the parameters' dtype and device.
-    """
+    """Restore the state from optimizer_tensors; settings such as the learning rate stay as they are. In contrast to
+    optimizer.load_state_dict, state keeps its dtype and device."""
     parameters, tensors = dict(optimized_parameters(network, projector)), dict(tensors)
     groups = {f"group {number}": group for number, group in enumerate(optimizer.param_groups)}
     values = json.loads(bytes(tensors.pop("values", torch.tensor([*b"{}"])).tolist()))
@@ -337,33 +325,33 @@ def load_optimizer(
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training run saves: the modules and the optimizer whose tensors are the parts of its checkpoints."""
+    """The modules and the optimizer of a run, whose tensors are the parts of its checkpoints."""
 
     network: nn.Module
     averaged: nn.Module
     optimizer: torch.optim.Optimizer
-    powers: Mapping[float, nn.Module]  # averages by power functions, by width; without any there is no such part
-    projector: nn.Module | None = None  # alignment's; without one there is no such part
+    powers: Mapping[float, nn.Module]  # averages by power functions, by width; without them, no part `powers`
+    projector: nn.Module | None = None  # of alignment; without it, no part `projector`
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The modules whose state dict is a part, by its name."""
+        """The modules whose state dicts are parts, by the part's name."""
         modules = {"model": self.network, "ema": self.averaged, "projector": self.projector}
         return {name: module for name, module in modules.items() if module is not None}
 
     @property
     def power_tensors(self) -> dict[str, nn.Parameter]:
-        """The parameters of the averages by power functions, as <width>/<name>."""
+        """The parameters of the averages by power functions, by <width>/<name>."""
         return {f"{width}/{name}": p for width, power in self.powers.items() for name, p in power.named_parameters()}
 
     def parts(self) -> dict[str, Mapping[str, Tensor]]:
-        """Part → tensors by name."""
+        """Return the tensors to save, by part and name."""
         parts = {name: module.state_dict() for name, module in self.modules.items()}
         parts["optimizer"] = optimizer_tensors(self.optimizer, self.network, self.projector)
         return parts | ({"powers": self.power_tensors} if self.powers else {})
 
     def restore(self, checkpoint: Checkpoint, with_optimizer: bool) -> None:
-        """Load a checkpoint's parts in place, on the modules' devices; the optimizer's state only if asked."""
+        """Load a checkpoint's parts into the modules, and its optimizer state if `with_optimizer`."""
         for name, module in self.modules.items():
             module.load_state_dict(checkpoint.tensors(name))
         if with_optimizer:

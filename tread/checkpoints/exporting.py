@@ -1,4 +1,4 @@
-"""What an export changes if asked: weights in half precision, public names, a record without this machine's paths."""
+"""Optional changes of an exported checkpoint: half precision, public parameter names, no local paths in its record."""
 
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -16,12 +16,12 @@ TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def stored_dtype(info: Mapping) -> Dtype:
-    """The type of a checkpoint's weights; training writes fp32 and does not record it."""
+    """Return the type of a checkpoint's weights; training writes fp32 and does not record it."""
     return info.get("dtype", "fp32")
 
 
 def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
-    """The tensors rounded to a type. Raises ValueError where that leaves numbers that are not finite."""
+    """Round floating-point tensors to a type. Raises ValueError if numbers are not finite then."""
     rounded = {n: value.to(TYPES[dtype]) if value.is_floating_point() else value for n, value in tensors.items()}
     if lost := [name for name, value in rounded.items() if not value.isfinite().all()]:
         limit = f"{torch.finfo(TYPES[dtype]).max:,.0f}"
@@ -30,10 +30,10 @@ def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
 
 
 def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """MaskDiT's weights by the names of its released files, labels as a matrix (D, classes) without the null class.
+    """Rename MaskDiT's weights as in its released files, with labels as a matrix (D, classes) without the null class.
 
-    Raises ValueError for other networks, whose names are public already, or if the null class is not zero, since those
-    files have no place for it.
+    Raises ValueError for other networks, whose names are public already, and if the null class is not zero, since those
+    files can't hold it.
     """
     if MASKDIT not in tensors:
         raise ValueError("public=true is of MaskDiT: this network's names are those of its public files already")
@@ -46,12 +46,11 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
-    """info.json's content for other people.
+    """Return info.json's content for publication. Raises ValueError if the network has no autoencoder to rename, or the
+    name is no hub id.
 
-    paths        "short" leaves the last two names of each absolute path, as in "imagenette/train".
-    autoencoder  a hub id to name in place of the recorded one, whose fingerprint stays; None keeps the recorded one.
-
-    Raises ValueError for a name that is no hub id, or if there is no autoencoder.
+    paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train".
+    autoencoder  hub id to record in place of the present one, whose fingerprint stays; None: no change.
     """
     content, latents = dict(info), dict(info.get("latents", {}))
     if autoencoder is not None:
@@ -62,12 +61,12 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
         latents["autoencoder"] = autoencoder
     if paths == "short":
         content = shortened(content)
-        latents["autoencoder"] = shortened(latents.get("autoencoder"))  # nothing else there is a path
+        latents["autoencoder"] = shortened(latents.get("autoencoder"))  # no other entry is a path
     return {key: latents if key == "latents" else value for key, value in content.items()}
 
 
 def shortened(value: object) -> object:
-    """A tree of JSON with only the last two names of each absolute path."""
+    """Return a tree of JSON with only the last two names of each absolute path."""
     if isinstance(value, Mapping):
         return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A checkpoint as sampling sees it: what it says of its network, checked before any weights are read."""
+"""Opens checkpoints for sampling: checks what they record of their networks before any weights are read."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +16,13 @@ from tread.diffusion.sampling import Model
 
 @dataclass(frozen=True)
 class SavedNetwork:
-    """A trained network on disk."""
+    """A trained network in a checkpoint, whose weights are not loaded yet."""
 
     found: checkpoint.Checkpoint
     weights: str  # "ema" or "model"
     cfg: Network
     label_drop: float  # train.label_drop; above 0, the network knows the null class
-    path_drop: float | None  # train.path_drop; above 0, it was trained without its sparse part too; None: it has none
+    path_drop: float | None  # train.path_drop; above 0: trained without its sparse part too; None: it has no such part
 
     @property
     def process(self) -> Process:
@@ -30,7 +30,7 @@ class SavedNetwork:
 
     @property
     def shift(self) -> float | None:
-        """The shift of the sampling times; None: its process has none."""
+        """The shift of rectified flow's sampling times (rf.shift); None for EDM."""
         return self.cfg.rf.shift if self.cfg.objective == "rf" else None
 
     @property
@@ -39,7 +39,7 @@ class SavedNetwork:
 
     @property
     def text(self) -> dict[str, object] | None:
-        """The settings of its texts; None: it takes classes."""
+        """The settings of the text that it takes as its condition; None: it takes classes."""
         return self.cfg.text.decisive if self.cfg.model.takes_text else None
 
     @property
@@ -47,27 +47,25 @@ class SavedNetwork:
         return self.found.sha256(self.weights)
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """The routes of its training; without any, and if a guidance is forced, its architecture's usual one."""
+        """Return the routes of its training; if it had none and a guidance is forced, its architecture's usual one."""
         model = self.cfg.model
         forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
 
     def without_weights(self, guidance: Guidance) -> Model:
-        """The network without weights, to count tokens and FLOPs."""
+        """Build the network on the meta device, without weights, to count tokens and FLOPs."""
         with torch.device("meta"):
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
-        """The network in eval mode, with its weights."""
+        """Build the network in eval mode and load its weights."""
         network = build_network(self.cfg)
         network.load_state_dict(self.found.tensors(self.weights))
         return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))
 
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
-    """Read a checkpoint's info.
-
-    shift  of rectified flow's sampling times; None: the run's own (rf.shift).
+    """Read what a checkpoint records of its network; `shift` replaces the run's shift of rectified-flow sampling times.
 
     Raises ValueError or FileNotFoundError, also if the weights are damaged, or predict something that no sampler takes.
     """
@@ -94,10 +92,8 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
 
 
 def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
-    """Open the weak network of a guidance, with every check; None where the strong one is also the weak one.
-
-    Raises ValueError or FileNotFoundError, also if the two can't be combined.
-    """
+    """Open the weak network of a guidance and check that its predictions can be combined with the strong one's. Returns
+    None if the strong network is also the weak one. Raises ValueError or FileNotFoundError."""
     weak = None
     if guidance.checkpoint is not None:
         given = f"guidance.checkpoint={guidance.checkpoint}"
@@ -120,10 +116,8 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
 
 
 def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwork | None = None) -> None:
-    """Raise ValueError unless networks were trained for what a guidance asks of them; without `weak` there is one.
-
-    path_drop of other networks than SPRINT's is None, which check_ratios refuses.
-    """
+    """Raise ValueError unless the networks were trained for what a guidance asks of them; if weak is None, `strong`
+    plays both roles. Networks other than SPRINT, whose path_drop is None, are refused by check_ratios."""
     row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} asks a network"
     for name, network in (("strong", strong), ("weak", other)):
         if any(ends_of(getattr(guidance, name))) and not network.cfg.model.routes and not guidance.force:
@@ -140,5 +134,5 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
 
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:
-    """What two networks must share for their predictions to be combined."""
+    """Return the properties that two networks must share for their predictions to be combined, by name."""
     return {"objective": saved.cfg.objective, "text": saved.text, **saved.latents.to_network_scale}

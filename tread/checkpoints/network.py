@@ -1,4 +1,4 @@
-"""The settings that a network depends on, read from a checkpoint's config; its process; and building it."""
+"""Reads the settings that a network depends on from a checkpoint's config, and builds its process and the network."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
@@ -35,7 +35,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Network:
-    """The part of the settings that a checkpoint's network depends on."""
+    """The part of a run's settings that its network depends on."""
 
     model: AnyOptions
     dataset: Dataset
@@ -47,15 +47,15 @@ class Network:
 
 
 def read_network(config: dict) -> Network:
-    """The network's settings in a checkpoint's config. Raises ValueError."""
+    """Read the network's settings from a checkpoint's config. Raises ValueError for unknown or mistyped ones."""
     return read({item.name: config[item.name] for item in fields(Network) if item.name in config}, Network)
 
 
 def process_of(cfg: Network) -> Process:
-    """The diffusion process that a network is trained on and sampled by; a run's Settings serve too."""
+    """Return the diffusion process that a network is trained on and sampled by; also takes a run's Settings."""
     return cfg.edm if cfg.objective == "edm" else cfg.rf
 
 
 def build_network(cfg: Network) -> Backbone:
-    """The network of these or of a run's settings, initialised by torch's global generator on the default device."""
+    """Build the network, initialised by torch's global generator on the default device; also takes a run's Settings."""
     return cfg.model.build(cfg.dataset.size, cfg.dataset.channels, cfg.dataset.num_classes, cfg.text)

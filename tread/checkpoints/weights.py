@@ -1,5 +1,4 @@
-"""Weights from other people and other runs: which settings they need, whether they fit a network, and whether they
-mean in it what they meant where they were trained.
+"""Loads weights of other runs and other people, and checks that they fit a network and have the same meaning in it.
 
 Shapes don't tell how many heads a network has, which way its time runs or which class is number 3. Our checkpoints
 record it in info.json beside their files; other people's files do not.
@@ -32,14 +31,14 @@ def fit(
     ours: Mapping[str, object] | None = None,
     recorded: Mapping[str, object] | None = None,
 ) -> dict[str, Tensor]:
-    """The weights from `where` that a network with the state dict `expected` is to load, in its own types.
+    """Return the weights that a network with the state dict `expected` is to load, in its own types.
 
+    where     the file of the weights, for messages.
     ours      the network's settings by dotted name, for those that shapes do not tell.
-    recorded  the same of the weights, by their own record; None without one.
+    recorded  the settings recorded with the weights, by dotted name; None: there is no record.
 
-    Positions and rotary tables are fixed numbers: the network's own serve where the file has none, and others are
-    refused. Raises ValueError, with the settings that would fit, unless all names, shapes and recorded settings are the
-    network's.
+    Positions and rotary tables are fixed numbers: if the file lacks them the network's own are used, and different ones
+    are refused. Raises ValueError, with fitting settings, unless names, shapes and recorded settings match.
     """
     ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
     tables = {name: state[name] for name in TABLES if name in state}
@@ -77,7 +76,7 @@ def fit(
     theirs |= unlike
     kind, plain = _kind_of(theirs), _usual(theirs)
     if fitting := {key: value for key, value in theirs.items() if ours.get(key, plain.get(key)) != value}:
-        if "model.architecture" in fitting and (kind.masks or kind.has_path):  # its config file brings the route
+        if "model.architecture" in fitting and (kind.masks or kind.has_path):  # its config file sets the route
             fitting = {"model": fitting.pop("model.architecture"), **fitting}
         settings = " ".join(f"{key}={written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")
@@ -85,7 +84,7 @@ def fit(
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError for numbers that are not finite, other positions than the formula's, or a trained null class."""
+    """Raise ValueError for numbers that are not finite, wrong positions, or a trained null class of MaskDiT."""
     if broken := [name for name in expected if not state[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
     for name in (name for name in POSITIONS if name in expected):
@@ -102,12 +101,12 @@ def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 def usual_heads(hidden_size: int) -> int | None:
-    """The heads that a DiT of a width usually has: as published, else 64 channels a head; None if neither."""
+    """Return the usual number of heads for a DiT's width: as published, else width / 64 if whole, else None."""
     return USUAL_HEADS.get(hidden_size, hidden_size // 64 if hidden_size % 64 == 0 else None)
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """The settings that names and shapes tell; heads and rotary positions only where there are rotary tables."""
+    """Return the settings that follow from names and shapes; heads and rotary positions only from rotary tables."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -132,13 +131,13 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """The defaults of an architecture's options, and its constants, by dotted name."""
+    """Return the defaults of an architecture's options, and its constants, by dotted name."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
 
 def describe(settings: Mapping[str, int | float | bool]) -> str:
-    """Sizes in words, "hidden_size 384, depth 12, …", without defaults."""
+    """Return settings in words, "hidden_size 384, depth 12, …", without defaults."""
     plain = _usual(settings)
     told = {key: value for key, value in settings.items() if key not in plain or plain[key] != value}
     return ", ".join(f"{key.partition('.')[2]} {written(value)}" for key, value in told.items())
@@ -151,7 +150,7 @@ LATENTS = ("autoencoder", "scale", "shift", "channel_shift", "channel_scale")
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights by the network's names, and what is known of them."""
+    """Weights by the network's names, and what is known of their origin."""
 
     where: str  # the file
     kind: str | None  # "ema" or "model"; None where the file does not say
@@ -159,7 +158,7 @@ class StoredWeights:
     source: checkpoint.Checkpoint | None = None  # the checkpoint that the file is a part of; None for files of others
 
     def describe(self) -> str:
-        """Kind, file and step, as far as they are known."""
+        """Return kind, file and step in words, as far as they are known."""
         kind = KINDS.get(self.kind, "averaged or raw, which is not recorded,")
         if self.source is None:
             return f"{kind} of {self.where}, at a step that is not recorded"
@@ -168,10 +167,8 @@ class StoredWeights:
         return f"{kind} of {self.where}, step {self.source.step:,}{origin}"
 
     def recorded(self) -> dict[str, object] | None:
-        """The recorded settings that decide about the network's weights, by dotted name; None without a record.
-
-        An option that a record is too old to know has its default.
-        """
+        """Return the recorded settings of model and text, by dotted name, with defaults for options that are younger
+        than the record; None without a record."""
         if self.source is None:
             return None
         config = self.source.info.get("config", {})
@@ -186,19 +183,15 @@ class StoredWeights:
     def fit(
         self, expected: Mapping[str, Tensor], model: NetworkOptions | None = None, text: TextSettings | None = None
     ) -> dict[str, Tensor]:
-        """The tensors that a network with the state dict `expected`, built by `model` and `text`, is to load.
-
-        Raises ValueError unless names, shapes and recorded settings are the network's.
-        """
+        """Return the tensors to load into a network with the state dict `expected`, built from `model` and `text`.
+        Raises ValueError unless names, shapes and recorded settings match."""
         state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
         texts = text.decisive if model and text and model.takes_text else {}
         return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded())
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
-        """A line for each setting that differed where these weights were trained, and for what nobody recorded.
-
-        latents   what the network is to see.
-        predicts  "objective", or "noise", see scripts/import_checkpoint.py.
+        """Return a line for each setting that differed where the weights were trained, and for what was not recorded.
+        `latents` is what the network will see; `predicts` is "objective", or "noise", see scripts/import_checkpoint.py.
         """
         lines = []
         if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
@@ -223,7 +216,7 @@ class StoredWeights:
         return lines
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
-        """The settings, beside a network's options, on which the weights' meaning depends: (as recorded, as now)."""
+        """Return (recorded, present) values of what the weights' meaning depends on besides a network's options."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
@@ -247,7 +240,7 @@ class StoredWeights:
 
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
-    """Weights "ema" or "model" of a checkpoint or a file; a checkpoint's file has the kind that its name says.
+    """Read the weights "ema" or "model" from a checkpoint or a file; the name of a checkpoint's file tells its kind.
 
     Raises FileNotFoundError or ValueError.
     """
@@ -269,21 +262,19 @@ def load_weights(
     model: NetworkOptions | None = None,
     text: TextSettings | None = None,
 ) -> StoredWeights:
-    """Load weights "ema" or "model" into a network (init_from), built by the settings `model` and `text`.
-
-    Raises FileNotFoundError, or ValueError for a misfit, also of the weights' own record with these settings.
-    """
+    """Load weights "ema" or "model" from `path` (init_from) into a network, built from the settings `model` and `text`.
+    Raises FileNotFoundError, or ValueError if names, shapes or recorded settings do not match."""
     stored = read_weights(Path(path).expanduser(), weights)
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored
 
 
 def _conventions(cfg: Network) -> dict[str, object]:
-    """The process's settings that decide what a network's input and output mean, by dotted name."""
+    """Return the process's settings that decide what a network's input and output mean, by dotted name."""
     process = process_of(cfg)
     return {f"{cfg.objective}.{name}": getattr(process, name) for name in process.conventions}
 
 
 def _numbered(classes: tuple[str, ...]) -> bool:
-    """Whether classes have numbers and no names, as imports give them."""
+    """Return whether the names of classes are just their numbers, as imports without names have them."""
     return classes == tuple(map(str, range(len(classes))))

@@ -1,1 +1,1 @@
-"""What stored numbers mean, and the way from disk to a batch."""
+"""Prepared datasets: what the stored numbers mean, how they are written, and how they are read into batches."""

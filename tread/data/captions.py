@@ -1,9 +1,7 @@
-"""Captions of a dataset's samples as text, in captions.jsonl beside its shards.
+"""The captions of a dataset's samples as text, in captions.jsonl beside its shards. columns.py reads their encodings.
 
-    ["woman firefighter, medium skin tone", "a firefighter"]        line i: the captions of sample i, at least one
-    ["red apple"]
-
-columns.py reads their encodings.
+["woman firefighter, medium skin tone", "a firefighter"]        line i: the captions of sample i, at least one
+["red apple"]
 """
 
 import hashlib
@@ -18,14 +16,12 @@ FILE = "captions.jsonl"
 
 
 def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = False) -> None:
-    """Write the captions of a dataset's samples, in its order, and let its index.json name them.
+    """Write captions.jsonl into a dataset's folder and name it in index.json. Raises ValueError if captions are
+    missing, too many or blank, or if the dataset has others already; nothing has changed then.
 
-    folder    that holds index.json, of a finished dataset or of one that its writer has just assembled (writer.data).
-    captions  of each sample, at least one, none of them blank.
-    again     replace other captions; the encoded text of those stays, and is refused when it is opened.
-
-    Raises ValueError that names the sample if some are missing, too many or blank, or where there are others; nothing
-    that was there has changed then.
+    folder    holds the index.json of a finished dataset, or of one that its writer has just assembled (writer.data).
+    captions  for each sample, in order, a sequence of at least one caption, none of them blank.
+    again     replace other captions. The encoded text of those stays, and is refused when it is opened.
     """
     path = folder / "index.json"
     index, captions = json.loads(path.read_text()), list(captions)
@@ -37,14 +33,14 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
     entry, before = {"file": FILE, "sha256": hashlib.sha256(text.encode()).hexdigest()}, index.pop("captions", None)
     if before not in (None, entry) and not again:
         raise ValueError(f"{folder} has other captions already: again=true replaces them")
-    write_json(path, index)  # which names none while the file changes
+    write_json(path, index)  # names no captions while their file changes
     with explain_failure(folder / FILE):
         write_whole(folder / FILE, text)
     write_json(path, {**index, "captions": entry})
 
 
 def check_captions(captions: object, whose: str) -> None:
-    """Raise ValueError unless these are a sample's captions."""
+    """Raise ValueError, with `whose` in the message, unless `captions` is a list of texts, not empty and none blank."""
     if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
     if not captions or not all(caption.strip() for caption in captions):
@@ -54,7 +50,7 @@ def check_captions(captions: object, whose: str) -> None:
 
 
 def read_captions(folder: Path, index: dict) -> list[list[str]]:
-    """The captions of each sample of a dataset. Raises FileNotFoundError or ValueError."""
+    """Return each sample's captions, checked by hash. Raises FileNotFoundError, or ValueError if there are none."""
     entry = index.get("captions")
     if entry is None:
         raise ValueError(
@@ -67,7 +63,7 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
 
 
 def parse_captions(file: Path) -> Iterable[list[str]]:
-    """The captions of each sample, from a .jsonl or .txt file. Raises OSError, or ValueError that names the line."""
+    """Yield each sample's captions from a .jsonl or .txt file. Raises OSError, or ValueError that names the line."""
     if file.suffix not in (".jsonl", ".txt"):
         raise ValueError(
             f"{file} must be a .jsonl file, a line of JSON for each sample, or a .txt file, a caption a line"
@@ -76,7 +72,7 @@ def parse_captions(file: Path) -> Iterable[list[str]]:
         for number, line in enumerate(lines, 1):
             where = f"{file}, line {number:,},"
             try:
-                text = line.decode("utf-8-sig").rstrip("\r\n")  # editors put a mark before the first line
+                text = line.decode("utf-8-sig").rstrip("\r\n")  # editors may begin a file with a byte-order mark
                 entry = text if file.suffix == ".txt" else json.loads(text)
             except ValueError as error:
                 kind = "JSON" if file.suffix == ".jsonl" else "UTF-8"

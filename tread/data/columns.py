@@ -1,23 +1,22 @@
-"""Pictures, features and encoded text that lie beside the latents.
+"""Reads what is stored beside a dataset's latents: pictures, features and encoded text.
 
-Pictures and features are of the same samples in the same shards:
+Pictures and features are of the same samples as the latents, in the same shards:
 
-    pictures-00000.npy       (n, 3, H, W) uint8, as they were cropped; of a flipped view the mirror image is read
+    pictures-00000.npy       (n, 3, H, W) uint8, as cropped; for a flipped view the mirror image is read
     features-00000.npy       (n, views, T, z) float16, T = grid² tokens row by row; a flipped view has its own
 
 index.json names them: `pictures` is (3, H, W), with a file and a hash in each shard's entry; `features` is a section,
 see FeatureSpec. They are many times larger than the latents, and stay memory-mapped wherever those are placed.
 
-Text has files of its own:
+Text has its own files, with captions in the order of samples, whatever the shards of the latents:
 
     text-words-00000.npy            (n, T, C) float16, or (n, T) int32 word numbers
     text-words-00000.lengths.npy    (n,) int32: how many of the T tokens are the caption's; the others are padding
-    text-words-00000.pooled.npy     (n, P) float16, where the encoder pools
+    text-words-00000.pooled.npy     (n, P) float16, if the encoder pools
     text-words-counts.npy           (samples,) int32: how many captions each sample has
-    text-words-00007.npy            and its .lengths and .pooled, the last: the empty caption, n = 1
+    text-words-00007.npy            the last one, with its .lengths and .pooled: the empty caption, n = 1
 
-Captions lie one behind the other in the order of samples, whatever shards those lie in. index.json has a section for
-each encoder, text[<name>], see TextSpec. section_writer.py writes all this.
+index.json has a section text[<encoder>] for each encoder, see TextSpec. section_writer.py writes features and text.
 """
 
 import bisect
@@ -37,7 +36,7 @@ from tread.data.shards import ShardRows, open_arrays
 from tread.models.conditions import Text
 from tread.runtime.schema import Count, read
 
-LOOKED_AT = 32  # rows, spread over all, that must be finite for a dataset to open
+LOOKED_AT = 32  # rows that are checked when a dataset is opened
 
 
 def check_rows(
@@ -48,11 +47,12 @@ def check_rows(
     make: str,
     vocabulary: Sequence[str] | None = None,
 ) -> None:
-    """Raise ValueError that names a row of some shards that holds numbers which are not finite, or no word's.
+    """Raise ValueError, which names a row, if rows hold numbers that are not finite or not in the vocabulary.
 
-    full        look at all rows; else at LOOKED_AT of them, spread over all.
-    make        the command that replaces them.
-    vocabulary  for arrays of word numbers.
+    arrays, entries  shards and their entries of index.json, which name their files.
+    full             look at all rows; else at LOOKED_AT of them, evenly spaced.
+    make             the command that replaces the files, for the message.
+    vocabulary       the words that arrays of word numbers refer to.
     """
     firsts = np.cumsum([0, *map(len, arrays)]).tolist()
     count = firsts[-1] if full else min(LOOKED_AT, firsts[-1])
@@ -70,13 +70,13 @@ def check_rows(
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """The features beside some latents: the section "features" of index.json without its shards.
+    """The encoder and shape of stored features: the section "features" of index.json without its shards.
 
-    encoder      its name, as tread/encoders/vision.py records it.
-    fingerprint  hash of its weights, or of its source; None where nobody knows.
+    encoder      name, as tread/encoders/vision.py records it.
+    fingerprint  hash of the encoder's weights, or of its source; None if unknown.
     grid         tokens along a side; there are grid² of them.
-    width        numbers of a token, z.
-    of           latents_hash of the dataset that they are of.
+    width        z, numbers per token.
+    of           latents_hash of the dataset that was encoded.
     """
 
     encoder: str
@@ -87,13 +87,13 @@ class FeatureSpec:
 
 
 def latents_hash(index: dict) -> str:
-    """Hex sha256 of a dataset's content, by the hashes in its parsed index.json."""
+    """Return a hex sha256 of a dataset's latents and labels, computed from the hashes in its parsed index.json."""
     content = [[shard[key] for key in ("count", "file_sha256", "labels_sha256")] for shard in index["shards"]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def check_grid(grid: int, side: int, whose: str) -> None:
-    """Raise ValueError unless features have as many tokens along a side as the network they are compared with."""
+    """Raise ValueError unless features, named by `whose`, have as many tokens along a side as the network, `side`."""
     if grid != side:
         raise ValueError(
             f"{whose} have {grid}×{grid} tokens, but the network has {side}×{side}: choose the grid of the features "
@@ -102,15 +102,14 @@ def check_grid(grid: int, side: int, whose: str) -> None:
 
 
 def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
-    """The pictures that were kept with a dataset. Raises FileNotFoundError or ValueError, KeyError for a bad index."""
+    """Open the pictures kept with a dataset; `full` hashes them. Raises FileNotFoundError, ValueError or KeyError."""
     arrays = open_arrays(folder, index["shards"], "pictures", "uint8", index["pictures"], full)
     return ShardRows([array[:, None] for array in arrays])
 
 
 def open_features(folder: Path, index: dict, encoder: str, full: bool) -> tuple[FeatureSpec, ShardRows]:
-    """The features of a dataset, checked: they are there, of this encoder and these latents, and finite.
-
-    full  look at all of them, hashes too; else at headers and sizes, and at some samples.
+    """Open a dataset's features, after checking that they are finite, and of this encoder and these latents. `full`
+    checks all numbers and hashes, else headers, sizes and some samples.
 
     Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
     """
@@ -141,21 +140,21 @@ CLIP_L = "openai/clip-vit-large-patch14"  # its short name is clip-l
 
 
 def text_encoder_name(name: str) -> str:
-    """An encoder's recorded name: CLIP-L's short one, a folder's full path, others as given."""
+    """Return the name that is recorded for an encoder: clip-l for CLIP-L, a folder's full path, others as given."""
     return "clip-l" if name == CLIP_L else str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 @dataclass(frozen=True)
 class TextSpec:
-    """An encoder of text and the shape of what it makes.
+    """A text encoder and the shape of its output.
 
-    encoder      its name, as language.py records it.
-    fingerprint  hash of its weights and of how it cuts text up, or of its vocabulary; None where nobody knows.
-    tokens       T: every caption is cut off or padded to so many.
-    width        C, numbers of a token; None: tokens are word numbers.
-    pooled       P, numbers of a whole caption; None: none are stored.
-    vocabulary   of word numbers, in their order: "<begin>", "<unknown>", and words.
-    padding      True: the encoder's padding tokens count as words, as in U-ViT's features; nothing is masked.
+    encoder      name, as tread/encoders/language.py records it.
+    fingerprint  hash of its weights and tokenizer, or of its vocabulary; None if unknown.
+    tokens       T: every caption is cut off or padded to this length.
+    width        C, numbers per token; None: tokens are word numbers.
+    pooled       P, numbers for a caption as a whole; None: none are stored.
+    vocabulary   the words in the order of their numbers: "<begin>", "<unknown>", then words; None unless width is None.
+    padding      True: the encoder's padding tokens count as words, as in U-ViT's features, and nothing is masked.
     """
 
     encoder: str
@@ -173,23 +172,23 @@ class TextSpec:
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """(T, C), or (T,) of word numbers."""
+        """The shape of a caption's tokens: (T, C), or (T,) for word numbers."""
         return (self.tokens,) if self.width is None else (self.tokens, self.width)
 
     @property
     def stem(self) -> str:
-        """How the names of its files begin."""
+        """The first part of its files' names: "text-" and the encoder, with a hash if characters were replaced."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
         digest = hashlib.sha256(self.encoder.encode()).hexdigest()[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"
 
     @property
     def caption_bytes(self) -> int:
-        """Size of one stored caption."""
+        """Bytes of one stored caption."""
         return int(np.prod(self.token_shape)) * np.dtype(self.dtype).itemsize + 2 * (self.pooled or 0) + 4
 
     def describe(self) -> str:
-        """For people."""
+        """Return the encoder, the shape of its text and its hash in a few words."""
         what = f"{self.tokens} tokens of {self.width}"
         if self.width is None:
             what = f"{self.tokens} word numbers below {len(self.vocabulary):,}"
@@ -197,11 +196,12 @@ class TextSpec:
 
 
 class EncodedText:
-    """An encoder's text of a dataset, opened for reading.
+    """A dataset's captions, encoded by one encoder and opened for reading.
 
-    counts  (samples,) captions of each sample; those of sample i are numbers firsts[i] to firsts[i] + counts[i] − 1.
-    rows    the tokens of all captions and, where the encoder pools, their pooled numbers.
-    null    the empty caption, one row.
+    counts   (samples,) captions per sample: sample i has numbers firsts[i] to firsts[i] + counts[i] − 1.
+    lengths  (captions,) tokens of each caption without padding.
+    rows     the tokens of all captions and, if the encoder pools, their pooled numbers.
+    null     the empty caption, B = 1.
     """
 
     def __init__(
@@ -212,12 +212,12 @@ class EncodedText:
         self._lengths = torch.from_numpy(lengths.astype(np.int64))
 
     def numbers(self, indices: np.ndarray, uniform: np.ndarray | float = 0.0) -> np.ndarray:
-        """Caption numbers of samples; of a sample's captions the one that a uniform number in [0, 1) chooses."""
+        """Return a caption number for each sample index; `uniform` in [0, 1) chooses among the sample's captions."""
         counts = self.counts[indices]
         return self.firsts[indices] + np.minimum((np.asarray(uniform) * counts).astype(np.int64), counts - 1)
 
     def read(self, numbers: np.ndarray, pin: bool = False) -> Text:
-        """Captions by number: tokens (B, T, C) float16 or (B, T) int64, in CPU memory or where they were placed."""
+        """Return captions by number: tokens (B, T, C) float16 or (B, T) int64, on the device that holds the rows."""
         numbers, count = np.asarray(numbers, dtype=np.int64), len(self._lengths)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
             raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {count:,}")
@@ -225,19 +225,19 @@ class EncodedText:
         return as_text(self.spec, tokens, self._lengths[torch.from_numpy(numbers)], *pooled)
 
     def expect(self, numbers: np.ndarray) -> None:
-        """Have the operating system read what `read` will need, all at once."""
+        """Make the operating system prefetch all that `read` will need for these captions."""
         for rows in self.rows:
             rows.expect(numbers)
 
 
 def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
-    """Stored tokens, lengths (B,) and pooled → Text on the tokens' device."""
+    """Build a Text on the tokens' device from stored tokens, lengths (B,) and pooled numbers."""
     mask = (torch.arange(spec.tokens) < lengths[:, None]).to(tokens.device)
     return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
 
 
 def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
-    """An encoder's text by a parsed index.json; None if there is none. Raises ValueError for a damaged section."""
+    """Return an encoder's TextSpec from a parsed index.json, or None. Raises ValueError for a damaged section."""
     section = index.get("text", {}).get(text_encoder_name(encoder))
     if section is None:
         return None
@@ -248,11 +248,10 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
 
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
-    """An encoder's text of a dataset's captions, checked: of these latents and captions, whole and finite.
+    """Open a dataset's text by one encoder, after checking that it is whole, finite, and of these latents and captions.
+    `full` checks all numbers and hashes, else headers, sizes, all lengths, and some captions.
 
-    full  look at all of it, hashes too; else at headers and sizes, at all lengths, and at some captions.
-
-    Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
+    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
     """
     sections = index.get("text", {})
     make = f"python scripts/prepare_text.py dataset={folder} encoder={encoder}"
@@ -276,7 +275,7 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     )
     if not counts.sum() == section["captions"] == sum(map(len, lengths[:-1])):
         raise ValueError(f"the text of {encoder} in {folder} disagrees on how many captions there are; {make}")
-    for arrays in (tokens, *pooled):  # the empty caption first: it is looked at in any case
+    for arrays in (tokens, *pooled):  # reversed, so that the empty caption is always checked
         check_rows(folder, arrays[::-1], entries[::-1], full, make, spec.vocabulary)
     whole = np.concatenate(lengths)
     if not 1 <= whole.min() <= whole.max() <= spec.tokens:

@@ -1,14 +1,13 @@
-"""The latent format: a folder that is checked when opened and read at the speed of memory.
+"""Reads datasets of latents: folders that are checked when they are opened and read at the speed of memory.
 
-    index.json               what the numbers mean, and size and sha256 of every file
+    index.json               what the numbers mean, and the files with their hashes
     shard-00000.npy          (n, views, channels, S, S) float16 or float32, read by memory map
     shard-00000.labels.npy   (n,) int64
 
-`content` says what is stored: "latents", or "moments", a posterior's mean and spread stacked along
-the channels (2C of them), where `spread` is "logvar" or "std". The network sees
-(z − shift)·scale; `scale_applied` says whether the stored numbers already are on that scale.
-A second view, where stored, is the horizontally flipped picture. writer.py writes the format. Pictures and features
-may lie beside the shards, see columns.py; they are read where they are asked for.
+In index.json, `content` is "latents", or "moments": a posterior's mean and spread stacked along the channels (2C),
+where `spread` is "logvar" or "std". The network sees (z − shift)·scale; `scale_applied` says whether the stored numbers
+are on that scale already. A second view, if stored, is the horizontally flipped picture. writer.py writes the format.
+Pictures and features beside the shards, which columns.py reads, are opened on request.
 """
 
 import functools
@@ -32,10 +31,10 @@ from tread.runtime.schema import check
 
 
 class Batch(NamedTuple):
-    """Samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
+    """B samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
 
-    Where the dataset was opened with them: the same views' features (B, T, z) float16 and pictures (B, 3, H, W) uint8,
-    and the text of one caption of each sample.
+    If the dataset was opened with them: features (B, T, z) float16 and pictures (B, 3, H, W) uint8 of the same views,
+    and the text of one caption per sample.
     """
 
     stored: Tensor
@@ -47,11 +46,11 @@ class Batch(NamedTuple):
 
     @property
     def condition(self) -> Condition:
-        """The network's condition: the text where the dataset was opened with it, else the labels."""
+        """The network's condition: the text if the dataset was opened with text, else the labels."""
         return self.labels if self.text is None else self.text
 
     def rows(self, rows: slice) -> "Batch":
-        """Some of the samples."""
+        """Return the samples in a slice of the batch."""
         return Batch(*(None if part is None else conditions.rows(part, rows) for part in self))
 
 
@@ -61,25 +60,22 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 @functools.lru_cache(maxsize=2)  # two: batches are prepared ahead, across the end of an epoch
 def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The epoch's global shuffle: a permutation of 0..count−1 given by (seed, epoch)."""
+    """Return the order of an epoch's samples, a permutation of 0..count−1 that follows from (seed, epoch)."""
     return torch.randperm(count, generator=generator(seed, epoch, "order")).numpy()
 
 
 @dataclass
 class LatentDataset:
-    """A dataset opened for reading: checked, addressed by (seed, step), held where `placement` says.
+    """A dataset opened for reading, by (seed, step) or by sample index. Raises FileNotFoundError or ValueError that
+    says which file does not fit, and why.
 
-    verify     "open" checks headers and sizes of all files, and the labels' hashes; "full" also hashes the latents.
-    placement  "mmap": memory-mapped, so that the operating system keeps in memory what it can; "ram": read into this
-               process's memory at once; "device": read into the memory of `device`.
-    features   the encoder whose features are read too; `feature_spec` describes them.
-    pictures   read the pictures too: those that were kept, or the latents themselves if they are pixels;
-               `picture_size` is their side.
-    text       the encoder whose text of the captions is read too; `text_spec` describes it.
-
-    Features and pictures are memory-mapped, whatever the placement; text lies where the latents do.
-
-    Raises FileNotFoundError or ValueError that says which file and why, or what does not fit.
+    verify     "open" checks headers and sizes of all files, and the labels' hashes; "full" hashes the latents too.
+    placement  "mmap": memory-mapped, so that the operating system keeps in memory what it can; "ram": copied to this
+               process's memory; "device": copied to the memory of `device`. Text is placed like the latents; features
+               and pictures are always memory-mapped.
+    features   encoder whose features are read too; `feature_spec` describes them.
+    pictures   read pictures too: stored ones, or the latents if they are pixels; `picture_size` is their side.
+    text       encoder whose text of the captions is read too; `text_spec` describes it.
     """
 
     folder: Path
@@ -95,8 +91,8 @@ class LatentDataset:
     picture_size: int | None = field(init=False, default=None)
     labels: np.ndarray = field(init=False, repr=False)
     statistics: Statistics | None = field(init=False)  # mean, std of each channel
-    normal: Statistics | None = field(init=False)  # those that `normalize` takes
-    attribution: str | None = field(init=False)  # what its licence asks to be named, as the index states it
+    normal: Statistics | None = field(init=False)  # mean, std that `normalize` uses
+    attribution: str | None = field(init=False)  # attribution that the data's licence requires, from index.json
 
     def __post_init__(self) -> None:
         check("verify", self.verify, Verify)
@@ -108,7 +104,7 @@ class LatentDataset:
             self.latents = LatentSpec.from_json(index)
             known = "channel_mean" in index
             self.statistics = (tuple(index["channel_mean"]), tuple(index["channel_std"])) if known else None
-            given = index.get("normalize_by")  # an import's source may have said it
+            given = index.get("normalize_by")  # by an import's source
             self.normal = (tuple(given["mean"]), tuple(given["std"])) if given else self.statistics
         except (ValueError, KeyError, TypeError) as error:
             raise damaged(path, error) from error
@@ -137,7 +133,7 @@ class LatentDataset:
             )
 
     def __reduce__(self) -> tuple:
-        # another process opens the files anew, rather than being sent what they hold
+        # pickling sends the arguments, by which another process opens the files anew
         how = (self.folder, "open", self.placement, self.device, self.features, self.pictures, self.text)
         return LatentDataset, how, {"latents": self.latents}
 
@@ -145,15 +141,12 @@ class LatentDataset:
         return len(self.labels)
 
     def locate(self, index: int) -> tuple[Path, int]:
-        """The shard's file that holds a sample, and its number in there."""
+        """Return the shard's file that holds a sample, and the sample's row in it."""
         return self._latents.locate(index)
 
     def normalize(self, std: float) -> None:
-        """Let the network see each channel with mean 0 and this standard deviation (`LatentSpec.channel_scale`).
-
-        By the numbers that an import's source gave, where it did, else by measured ones. Raises ValueError
-        if the dataset's statistics are not known or a channel is constant.
-        """
+        """Scale each channel of the network latents to mean 0 and standard deviation `std`, by an import's statistics
+        if they are given, else by measured ones. Raises ValueError without statistics or for a constant channel."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(
                 f"{self.folder} can't be normalised: its index.json has no channel_mean and channel_std above 0. "
@@ -163,23 +156,21 @@ class LatentDataset:
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Whole batches an epoch; the samples left over (others each epoch) wait for the next one."""
+        """Return the number of whole batches in an epoch. Left-over samples, others each epoch, are not drawn."""
         if len(self) < batch_size:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size
 
     def batch(self, seed: int, step: int, batch_size: int, rows: slice = slice(None), pin: bool = False) -> Batch:
-        """Rows of the global batch of a step (0, 1, …), the same whoever reads them.
-
-        No sample comes twice in a batch or an epoch. The view and the caption are drawn by (seed, step).
-        """
+        """Return `rows` of the global batch of step `step` (0, 1, …), in page-locked memory with `pin`. Samples, views
+        and captions follow from (seed, step); no sample comes twice in a batch or an epoch."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
         return self.read(indices, views, pin, captions)
 
     def _chosen(
         self, seed: int, step: int, batch_size: int, rows: slice
     ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray | None]:
-        """Indices, views and, where there is text, caption numbers of rows of the global batch of a step."""
+        """Return indices, views and, with text, caption numbers for rows of a step's global batch."""
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
         indices = _epoch_order(seed, epoch, len(self))[number * batch_size : (number + 1) * batch_size][rows]
         views, captions = 0, None
@@ -192,7 +183,7 @@ class LatentDataset:
         return indices, views, captions
 
     def expect(self, seed: int, step: int, batch_size: int, rows: slice = slice(None)) -> None:
-        """Have the operating system read what `batch` will need, all at once; memory-mapped data only."""
+        """Make the operating system prefetch all that `batch` will read from memory-mapped files."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
         for part in (self._latents, self._features, self._pictures):
             if part is not None:
@@ -203,12 +194,13 @@ class LatentDataset:
     def read(
         self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False, captions: np.ndarray | None = None
     ) -> Batch:
-        """Samples by index, in the order given; views chooses the stored view of each.
+        """Return samples by index, in the given order. Raises IndexError for an index or view that does not exist.
 
-        captions  numbers of their captions among all of the dataset; None: of each its first one.
+        views     the stored view of each sample, or one for all.
+        pin       use page-locked memory.
+        captions  a caption number per sample, counted over the dataset; None: each sample's first caption.
 
-        They lie in CPU memory, page-locked with `pin`; with placement "device" the stored numbers lie in
-        that device's. Raises IndexError for an index or view that is not there.
+        Tensors are in CPU memory, except for stored numbers and text with placement "device".
         """
         indices, views = np.asarray(indices), np.asarray(views)
         if len(indices) and not (0 <= indices.min() <= indices.max() < len(self) and 0 <= views.min()):
@@ -226,14 +218,14 @@ class LatentDataset:
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text)
 
     def text_of(self, captions: np.ndarray) -> Text:
-        """The text of captions, given their dataset-wide numbers; the dataset must be opened with text."""
+        """Return the text of captions by their numbers in the dataset, which must have been opened with text."""
         return self._text.read(captions)
 
     def null_text(self) -> Text:
-        """The text of the empty caption, one row."""
+        """Return the text of the empty caption, B = 1."""
         return self._text.null
 
     @functools.cached_property
     def captions(self) -> list[list[str]]:
-        """The captions of each sample. Raises FileNotFoundError or ValueError where there are none."""
+        """The captions of each sample as text. Raises FileNotFoundError, or ValueError if there are none."""
         return read_captions(self.folder, read_index(self.folder))

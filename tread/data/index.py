@@ -1,4 +1,4 @@
-"""A dataset's index.json."""
+"""Reads a dataset's index.json, and checks the files and labels that it describes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ VERSION = 1
 
 
 def read_index(folder: Path) -> dict:
-    """The parsed index.json of a dataset. Raises FileNotFoundError or ValueError."""
+    """Return a dataset's parsed index.json. Raises FileNotFoundError, or ValueError if it can't be read."""
     path = Path(folder) / "index.json"
     if not path.is_file():
         how = "prepare or import one there"
@@ -22,7 +22,7 @@ def read_index(folder: Path) -> dict:
     try:
         index = json.loads(path.read_text())
         version = index["version"]
-    except (ValueError, KeyError, TypeError) as error:  # of JSON and UTF-8 too, which are ValueErrors
+    except (ValueError, KeyError, TypeError) as error:  # errors of JSON and UTF-8 are ValueErrors
         raise damaged(path, error) from error
     if version != VERSION:
         raise ValueError(f"{path} has version {version}, but this code reads version {VERSION}")
@@ -30,15 +30,12 @@ def read_index(folder: Path) -> dict:
 
 
 def prepared_heldout(folder: Path) -> Path | None:
-    """The folder of the held-out data that was prepared with a dataset; None if there is none.
-
-    Raises FileNotFoundError if index.json names it and it is not there, or as read_index.
-    """
+    """Return the folder of held-out data that index.json names, or None. Raises FileNotFoundError, or as read_index."""
     name = read_index(folder).get("heldout")
     if name is None:
         return None
     place = Path(folder) / str(name)
-    plain = Path(os.path.normpath(place))  # of a folder that is a link, another place
+    plain = Path(os.path.normpath(place))  # differs if `folder` is a link
     place = plain if plain.exists() else place
     if not (place / "index.json").is_file():
         raise FileNotFoundError(
@@ -49,7 +46,7 @@ def prepared_heldout(folder: Path) -> Path | None:
 
 
 def named_file(folder: Path, name: object) -> Path:
-    """A file that a dataset's index.json names. Raises FileNotFoundError, or ValueError for one of another folder."""
+    """Return a file that index.json names. Raises FileNotFoundError, or ValueError if the name has a folder in it."""
     file = folder / plain_name(name, folder / "index.json")
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")
@@ -57,7 +54,7 @@ def named_file(folder: Path, name: object) -> Path:
 
 
 def damaged(path: Path, error: Exception) -> ValueError:
-    """The error for an index.json that cannot be read."""
+    """Return the ValueError to raise if reading an index.json failed with `error`."""
     return ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: {error}")
 
 
@@ -68,6 +65,6 @@ def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
 
 
 def check_sha256(file: Path, expected: str) -> None:
-    """Raise ValueError unless a file has the hash that index.json states."""
+    """Raise ValueError unless a file has the hash `expected`, which index.json states."""
     if (actual := sha256(file)) != expected:
         raise ValueError(f"{file} was changed: its sha256 is {actual}, but index.json says {expected}; make it anew")

@@ -1,10 +1,10 @@
-"""The meaning of stored numbers, and how they become the latents that the network sees, and back.
+"""The meaning of stored numbers, and their conversion to the latents that the network sees, and back.
 
     pixels --encode--> stored (latents or moments) --to_network--> network latents      (autoencoder.py encodes)
     network latents --from_network--> the autoencoder's z --decode--> pixels
 
-Network latents are (z − shift)·scale of the autoencoder's z, and then (x − channel_shift)·channel_scale
-where a run normalises channels. This is the only file that knows how the two relate.
+Network latents are (z − shift)·scale of the autoencoder's z, and then (x − channel_shift)·channel_scale in runs that
+normalise channels. No other file converts between the two.
 """
 
 import functools
@@ -24,17 +24,16 @@ Alpha = Literal["white", "drop"]
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """The meaning of a dataset's numbers: the part of index.json that is neither a count nor a file.
+    """The meaning of a dataset's numbers: index.json without counts and files.
 
-    shape          (C, S, S) of the latents (of one view; moments hold twice the channels).
-    classes        class names; a label is an index into them.
-    autoencoder    what made the latents and decodes them: a hub id, a folder or file, or "pixels".
-    scale, shift   network latents = (z − shift)·scale.
-    fingerprint    hash of the autoencoder's weights; None where nobody knows.
-    channel_shift, channel_scale
-                   a further (x − shift)·scale for each channel, as dataset.normalize sets it; () is none.
-    orientation, alpha
-                   how the photos were read, see images.read_rgb; before they were recorded it was as ADM does.
+    shape                         (C, S, S) of the latents of one view; moments are stored with 2C channels.
+    classes                       class names; a label is an index into them.
+    autoencoder                   what made the latents and decodes them: a hub id, a folder or file, or "pixels".
+    content, spread, views        what is stored, see dataset.py.
+    scale, shift, scale_applied   network latents = (z − shift)·scale; whether stored numbers are on that scale.
+    fingerprint                   hash of the autoencoder's weights; None if unknown.
+    channel_shift, channel_scale  then (x − channel_shift)·channel_scale per channel, by dataset.normalize; (): none.
+    orientation, alpha            how photos were decoded, see images.read_rgb; the defaults are ADM's way.
     """
 
     shape: tuple[int, int, int]
@@ -70,27 +69,27 @@ class LatentSpec:
 
     @property
     def to_network_scale(self) -> dict:
-        """The fields that agree if two networks see the same latents, by name."""
+        """The fields, by name, that must agree for two networks to see the same latents."""
         names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_json(cls, tree: dict) -> "LatentSpec":
-        """From a parsed index.json or a checkpoint's info.json. Raises KeyError for a missing key."""
-        # not yet in the first files of version 1
+        """Build from a parsed index.json, or `latents` of an info.json. Raises KeyError for a missing key."""
+        # missing in the first files of version 1
         later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
     @property
     def stored_shape(self) -> tuple[int, int, int, int]:
-        """(views, stored channels, S, S): the shape of one sample in a shard."""
+        """The shape of one sample in a shard: (views, stored channels, S, S)."""
         channels = self.shape[0] * (2 if self.content == "moments" else 1)
         return (self.views, channels, *self.shape[1:])
 
     @property
     def sample_bytes(self) -> int:
-        """Size of one sample with all its views."""
+        """Bytes of one sample with all its views."""
         return int(np.prod(self.stored_shape)) * np.dtype(self.dtype).itemsize
 
 
@@ -98,11 +97,8 @@ class LatentSpec:
 
 
 def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = None) -> Tensor:
-    """Stored numbers (B, C or 2C, S, S) → network latents (B, C, S, S) fp32.
-
-    posterior  standard normal (B, C, S, S), which moments are sampled with: mean + std·posterior.
-               Without it their mean is taken.
-    """
+    """Convert stored numbers (B, C or 2C, S, S) to network latents (B, C, S, S) fp32. `posterior`, standard normal
+    (B, C, S, S), samples moments as mean + std·posterior; None takes their mean."""
     x, std = mean_and_std(stored, latents)
     if posterior is not None and std is not None:
         x = x + std * posterior
@@ -113,10 +109,8 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
 
 
 def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
-    """Mean and standard deviation of the network latents, (…, C, S, S) fp32 each; plain latents have None.
-
-    Only here are scale and shift applied to stored numbers.
-    """
+    """Return mean and standard deviation of the latents (z − shift)·scale, (…, C, S, S) fp32 each; for plain latents
+    the latter is None. No other function applies shift and scale to stored numbers."""
     scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":
         return (stored.float() - shift) * scale, None
@@ -128,12 +122,12 @@ def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | 
 
 @functools.lru_cache(maxsize=8)  # copied to a GPU once, for a copy makes the CPU wait
 def _per_channel(shift: tuple[float, ...], scale: tuple[float, ...], device: torch.device) -> Tensor:
-    """(2, C, 1, 1)"""
+    """Return shift and scale on a device, (2, C, 1, 1)."""
     return torch.tensor([shift, scale], device=device)[..., None, None]
 
 
 def from_network(x: Tensor, latents: LatentSpec) -> Tensor:
-    """Network latents (B, C, S, S) → the autoencoder's z."""
+    """Convert network latents (B, C, S, S) to the autoencoder's z, fp32."""
     x = x.float()
     if latents.channel_scale:
         shift, scale = _per_channel(latents.channel_shift, latents.channel_scale, x.device)
@@ -142,15 +136,15 @@ def from_network(x: Tensor, latents: LatentSpec) -> Tensor:
 
 
 def to_uint8(pixels: Tensor) -> Tensor:
-    """Pixels in −1..1 → uint8, rounded and clipped."""
+    """Convert pixels in −1..1 to uint8, rounded and clipped."""
     return (pixels.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def holds_pixels(latents: LatentSpec) -> bool:
-    """Whether stored samples are pictures themselves, grey or RGB."""
+    """Return whether the stored samples are pictures themselves, grey or RGB."""
     return latents.autoencoder == "pixels" and latents.content == "latents" and latents.shape[0] in (1, 3)
 
 
 def stored_pictures(stored: Tensor, latents: LatentSpec) -> Tensor:
-    """The pictures (B, 3, S, S) uint8 that stored pixels (B, 1 or 3, S, S) are; grey ones have three equal channels."""
+    """Convert stored pixels (B, 1 or 3, S, S) to pictures (B, 3, S, S) uint8; grey is repeated in three channels."""
     return to_uint8(from_network(to_network(stored, latents), latents)).expand(-1, 3, -1, -1).contiguous()

@@ -1,7 +1,7 @@
-"""Batches that lie on the device before they are asked for.
+"""Reads batches ahead, so that they lie on the device before the training step asks for them.
 
-Threads read the coming steps' samples while the device computes, and copy them to a GPU from page-locked memory on a
-separate stream. A step's samples follow from (seed, step) alone, so reading ahead only changes the time.
+Threads read the samples of coming steps while the device computes, and copy them to a GPU from page-locked memory on a
+separate stream. A step's samples follow from (seed, step) alone, so reading ahead changes only the time.
 """
 
 import sys
@@ -18,12 +18,12 @@ from tread.models.conditions import Text, each
 
 
 class Loader:
-    """A process's rows of each global batch, on its device.
+    """Reads this process's rows of each global batch onto its device.
 
-    seed           of the data order.
-    micro_batches  the rows of the global batch that this process takes: adjacent slices, see split_batch.
+    seed           decides the order of the data.
+    micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
     steps          reading ahead stops before this step; None: never.
-    ahead          how many steps are read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading.
+    ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Loader:
         self.ahead = (0 if self.device.type == "cpu" else 4) if ahead is None else ahead
         self.waited = 0.0  # seconds that `batches` has waited for samples; the caller may reset it
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        # a thread of its own would begin on GPU 0, and open a context there
+        # else each thread would begin on GPU 0, and open a context there
         start = {"initializer": torch.cuda.set_device, "initargs": (self._stream.device,)} if self._stream else {}
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="loader", **start)
         self._coming: dict[int, Future] = {}
 
     def batches(self, step: int) -> list[Batch]:
-        """A step's micro-batches, in the order of micro_batches, on the device; features and pictures as asked for."""
+        """Return a step's micro-batches, in the order of micro_batches, on the device."""
         began = time.perf_counter()
         if self.ahead:
             for coming in range(step, min(step + 1 + self.ahead, self.steps)):
@@ -78,7 +78,7 @@ class Loader:
                 part = part.pin_memory()
             return part.to(self.device, non_blocking=to_gpu)
 
-        with torch.cuda.stream(self._stream) if to_gpu else nullcontext():  # the gather too, which may be on the GPU
+        with torch.cuda.stream(self._stream) if to_gpu else nullcontext():  # with the gather, which may be on the GPU
             batch = self.data.batch(self.seed, step, self.batch_size, self.rows, to_gpu)
             moved = Batch(*(each(move, part) if isinstance(part, (Tensor, Text)) else part for part in batch))
             return moved, self._stream and self._stream.record_event()

@@ -1,8 +1,8 @@
-"""Writing what lies beside a dataset's latents: encoded text and features, each a section of its index.json.
+"""Writes encoded text or features beside a dataset's latents, as a section of its index.json.
 
-    <dataset>/.<stem>.unfinished/    the work on their shards, see store.py
+    <dataset>/.<stem>.unfinished/    unfinished shards, see store.py
 
-When all shards are there they move beside the latents and index.json names them: until then the dataset is as it was.
+When all shards are done they move beside the latents and index.json names them; until then the dataset is unchanged.
 """
 
 import itertools
@@ -24,16 +24,18 @@ from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure, plain_name, sync, write_json
 
 SHARD = 1 << 28  # bytes of a shard of text, about
-Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → what SectionWriter.write takes of each
+Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → for each the part that SectionWriter.write takes
 
 
 class SectionWriter(ShardStore, ABC):
-    """A section of index.json in the making.
+    """Writes one section of index.json in shards.
 
-    folder  the dataset: one that is finished, or that its writer has just assembled (writer.data).
-    place   the keys in index.json that lead to the section.
-    stem    the beginning of its files' names.
-    facts   the section without its shards, as JSON: a finished section with other facts is another one.
+    folder     the dataset: a finished one, or one that its writer has just assembled (writer.data).
+    place      the keys in index.json that lead to the section.
+    stem       the first part of the files' names.
+    facts      the section without its shards, as JSON: a section with other facts is a different one.
+    ranges     the rows of each shard.
+    row_bytes  bytes of a row, to check the free space.
     """
 
     def __init__(
@@ -46,24 +48,24 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def open(self, index: dict, full: bool) -> object:
-        """Open what a finished section names. Raises ValueError or OSError for what is damaged."""
+        """Open the files that a finished section names; `full` hashes them. Raises ValueError or OSError if damaged."""
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """The part of the section that names its shards."""
+        """Return the part of the section that names its shards, from the `entry` of each shard's note."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
-        """Write a shard, which comes in parts."""
+        """Write shard `number`, whose rows come in parts."""
 
     def _around(self, index: dict) -> tuple[dict, str]:
-        """The part of a parsed index.json that holds the section, and the section's key in there."""
+        """Return the part of a parsed index.json that contains the section, and the section's key in it."""
         for key in self._place[:-1]:
             index = index.setdefault(key, {})
         return index, self._place[-1]
 
     def is_finished(self, again: bool = False) -> bool:
-        """Whether the dataset has this section already. Raises ValueError if it is damaged or another, unless again."""
+        """Return whether the section exists. If damaged or different, it raises an error or, with `again`, is False."""
         index = read_index(self.folder)
         around, key = self._around(index)
         if (section := around.get(key)) is None:
@@ -78,19 +80,19 @@ class SectionWriter(ShardStore, ABC):
             if not again:
                 raise
             return False
-        self.remove()  # a process may have been killed just then
+        self.remove()  # left by a process that was killed just then
         return True
 
     def make(
         self, processes: Processes, again: bool, lines: Iterable[str], unit: str, batch_size: int, encode: Encode
     ) -> bool:
-        """Make the missing shards together with other processes and publish them; False if the section was there.
+        """Make missing shards together with other processes and publish them; False if the section was there already.
+        Raises ValueError or OSError if it is another or damaged, FileExistsError if another launch is making it.
 
-        again  replace another or a damaged section, and discard unfinished work on another.
-        lines  describe the work to people.
-        unit   the name of a row.
-
-        Raises ValueError for another or a damaged section, FileExistsError if another launch is making it.
+        again   replace another or a damaged section, and discard unfinished work by another plan.
+        lines   describe the work to people.
+        unit    what a row is, for the progress bar.
+        encode  batches of rows → for each batch the part that `write` takes.
         """
         if processes.from_main(lambda: self.is_finished(again)):
             processes.say(f"{self.folder} holds the same {self._what} already")
@@ -107,7 +109,7 @@ class SectionWriter(ShardStore, ABC):
     def encode(
         self, batch_size: int, encode: Encode, numbers: Iterable[int], done: Callable[[int], object] = lambda rows: None
     ) -> None:
-        """Write some shards from batches of rows, which never cross shards; `done` is told of each count of rows."""
+        """Write shards from batches of rows, which never cross shards; `done` is called with each batch's row count."""
         batches = [pieces_of(self.ranges[number], batch_size) for number in numbers]
         coming = encode(list(itertools.chain(*batches)))
 
@@ -120,18 +122,18 @@ class SectionWriter(ShardStore, ABC):
             self.write(number, parts(shard))
 
     def publish(self) -> None:
-        """Move all shards beside the latents and have index.json name them. Raises OSError if some are missing."""
+        """Move all shards beside the latents and name them in index.json. Raises OSError if some are missing."""
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path, index = self.folder / "index.json", read_index(self.folder)
         around, key = self._around(index)
         with explain_failure(path):
             if before := around.pop(key, None):
-                write_json(path, index)  # which names none while files change
+                write_json(path, index)  # names no section while its files change
                 for name in section_files(before):
                     (self.folder / plain_name(name, path)).unlink(missing_ok=True)
             for name in section_files(section):
-                if (self.data / name).exists():  # else a process was killed behind it
+                if (self.data / name).exists():  # else a killed process had moved it
                     (self.data / name).rename(self.folder / name)
             sync(self.folder)
             around[key] = section
@@ -140,13 +142,13 @@ class SectionWriter(ShardStore, ABC):
 
 
 def section_files(section: dict) -> list[str]:
-    """The names of all files that a section of index.json names."""
+    """Return the names of all files that a section of index.json names."""
     entries = [{"file": section.get("counts")}, *section["shards"], section.get("null", {})]
     return [entry[kind] for entry in entries for kind in ("file", "lengths", "pooled") if entry.get(kind)]
 
 
 class TextWriter(SectionWriter):
-    """An encoder's text of a dataset in the making. Its last shard is the empty caption, one row.
+    """Writes a dataset's captions, encoded by one encoder. The last shard is the empty caption, one row.
 
     counts      (samples,) number of captions of each sample, at least 1.
     shard_size  captions in a shard, the unit of resuming; None: as many as take 256 MB.
@@ -172,7 +174,7 @@ class TextWriter(SectionWriter):
         return {**self.save("counts", 0, self.counts), "shards": entries[:-1], "null": entries[-1]}
 
     def write(self, number: int, parts: Iterable[Text]) -> None:
-        """Write a shard of text, in parts. Raises ValueError if it is not as `spec` says, or not finite in float16."""
+        """Write a shard from parts of its text. Raises ValueError unless it matches `spec` and is finite in float16."""
         spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
         text = reduce(join, parts)
         mask = text.mask.cpu().numpy()
@@ -197,7 +199,7 @@ class TextWriter(SectionWriter):
 
 
 class FeatureWriter(SectionWriter):
-    """Features of a dataset in the making; `spec` is their encoder and shape."""
+    """Writes a dataset's features, whose encoder and shape `spec` gives."""
 
     def __init__(self, folder: Path, spec: FeatureSpec) -> None:
         index = read_index(folder)
@@ -213,5 +215,5 @@ class FeatureWriter(SectionWriter):
         return {"shards": [{"file": entry["file"], "sha256": entry["file_sha256"]} for entry in entries]}
 
     def write(self, number: int, parts: Iterable[np.ndarray]) -> None:
-        """Write a shard, in parts (n, views, T, z) float16."""
+        """Write a shard from parts (n, views, T, z) float16."""
         self.keep(number, {"file": Stream("float16", (len(self.ranges[number]), *self.row_shape), parts)})

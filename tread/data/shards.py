@@ -1,4 +1,4 @@
-"""Memory-mapped .npy files: written, checked, and read as one matrix of rows."""
+"""Writes and checks .npy files, and reads memory-mapped ones as one matrix of rows."""
 
 import ctypes
 import mmap
@@ -22,7 +22,7 @@ PLACEMENTS = get_args(Placement)
 
 @dataclass(frozen=True)
 class Stream:
-    """An array whose parts, along its first axis, are made while it is written: only one is held at a time."""
+    """An array whose parts, along its first axis, are made while it is written, so that memory holds one at a time."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,10 +30,8 @@ class Stream:
 
 
 def write_array(file: BinaryIO, array: np.ndarray | Stream) -> None:
-    """As np.save, but by the file's own write method: NumPy's does not notice that the disk is full.
-
-    Raises ValueError if the parts of a stream do not add up to its shape.
-    """
+    """Write an array like np.save, but by the file's own write method, since NumPy's does not notice that the disk is
+    full. Raises ValueError if the parts of a Stream do not add up to its shape."""
     descr, count = np.lib.format.dtype_to_descr(np.dtype(array.dtype)), 0
     np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": array.shape})
     for part in array.parts if isinstance(array, Stream) else [array]:
@@ -48,13 +46,11 @@ def write_array(file: BinaryIO, array: np.ndarray | Stream) -> None:
 def open_arrays(
     folder: Path, entries: Iterable[Mapping], kind: str, dtype: str, row: Sequence[int], hashed: bool
 ) -> list[np.memmap]:
-    """Memory-map .npy files of a dataset read-only.
+    """Memory-map a dataset's .npy files read-only. Raises FileNotFoundError or ValueError unless they match index.json.
 
-    entries  the parts of index.json that name a file each by its kind, with its sha256 and its count of rows.
+    entries  a dict of index.json for each file: its name under `kind`, sha256 under <kind>_sha256, rows under "count".
     row      the shape of a row.
     hashed   compare the hashes too.
-
-    Raises FileNotFoundError or ValueError unless the files are what index.json says.
     """
     arrays = []
     for entry in entries:
@@ -78,11 +74,10 @@ def open_arrays(
 
 
 def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> tuple[list[np.memmap], np.ndarray]:
-    """A dataset's shards, memory-mapped, and its labels (n,), checked against its parsed index.json.
+    """Memory-map a dataset's shards and read its labels (n,), checked against its parsed index.json. `full` compares
+    the hashes of the latents too, not only those of the labels.
 
-    full  compare the hashes of the latents too, not only those of the labels.
-
-    Raises FileNotFoundError or ValueError, KeyError or TypeError for a bad index.
+    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
     """
     path, shards = folder / "index.json", index["shards"]
     arrays = open_arrays(folder, shards, "file", latents.dtype, latents.stored_shape, full)
@@ -102,11 +97,11 @@ def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> 
 
 
 def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, list[int]]:
-    """Memory-mapped shards as one matrix, without a copy, so that one gather reads from all of them.
+    """View memory-mapped shards as one matrix without a copy, so that one gather reads from all of them. Also returns
+    the row at which each shard starts.
 
-    The matrix spans the addresses from the first shard to the last. Its row i holds the `width`
-    numbers that start at the i-th address, so rows overlap, and most lie between the shards: only
-    rows within a shard may be read. Returns it with the row at which each shard starts.
+    The matrix spans the addresses from the first shard to the last. Its row i holds the `width` numbers from the i-th
+    address on. Rows overlap, and most lie between the shards: only rows within a shard may be read.
     """
     size = shards[0].itemsize
     starts = [shard.ctypes.data for shard in shards]
@@ -117,16 +112,13 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
 
 
 class ShardRows:
-    """Shards (n, views, …) as one matrix with a row for each view of each sample.
-
-    They are memory-mapped, or, after `place`, in a device's memory. A view that is not stored is the mirror image of a
-    stored one.
-    """
+    """Shards (n, views, …) as one matrix with a row for each view of each sample; memory-mapped or, after `place`, in a
+    device's memory. A view that is not stored is the mirror image of a stored one."""
 
     def __init__(self, arrays: Sequence[np.memmap]) -> None:
         self._arrays, counts = list(arrays), list(map(len, arrays))
         self._views, *self._shape = arrays[0].shape[1:]
-        self._firsts = np.cumsum([0, *counts])  # of each shard, the first sample; behind them the number of all
+        self._firsts = np.cumsum([0, *counts])  # the first sample of each shard, then the number of all samples
         self._stride = int(np.prod(self._shape))  # rows of the matrix from one view to the next
         self._in_place = True
         for array in arrays:  # the kernel's reading ahead would be wasted on samples in random order
@@ -135,14 +127,14 @@ class ShardRows:
         self._index(self._starts)
 
     def _index(self, starts: Sequence[int]) -> None:
-        """Note each sample's first row, by the row at which its shard starts."""
+        """Compute each sample's first row from the row at which its shard starts."""
         counts, step = np.diff(self._firsts), self._views * self._stride
         samples = [start + step * np.arange(count) for start, count in zip(starts, counts)]
         self._row_of = torch.from_numpy(np.concatenate(samples))
 
     @property
     def nbytes(self) -> int:
-        """Size of all rows."""
+        """Bytes of all rows."""
         return sum(array.nbytes for array in self._arrays)
 
     def place(self, device: torch.device) -> None:
@@ -156,12 +148,12 @@ class ShardRows:
         self._index(firsts)
 
     def locate(self, index: int) -> tuple[Path, int]:
-        """The file that holds a sample, and its number in there."""
+        """Return the file that holds a sample, and the sample's row in it."""
         shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return Path(self._arrays[shard].filename), int(index - self._firsts[shard])
 
     def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Tensor:
-        """Views of samples, (B, …), where the rows lie; in page-locked CPU memory with `pin`."""
+        """Return views of samples, (B, …), in the memory that holds the rows; page-locked with `pin` on the CPU."""
         views, mirrored = np.asarray(views), None
         if views.max(initial=0) >= self._views:
             mirrored, views = np.broadcast_to(views >= self._views, indices.shape).copy(), views % self._views
@@ -175,10 +167,8 @@ class ShardRows:
         return batch
 
     def expect(self, indices: np.ndarray, views: np.ndarray | int = 0) -> None:
-        """Have the operating system read what `read` will need, all at once; nothing to do for rows that were placed.
-
-        A gather alone would meet the disk's latency page after page.
-        """
+        """Make the operating system prefetch all that `read` will need, unless `place` has read it. A gather alone
+        would wait for the disk page after page."""
         if not self._in_place:
             return
         size = self._arrays[0][0, 0].nbytes
@@ -191,7 +181,7 @@ class ShardRows:
 
 
 def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device | str, folder: Path) -> None:
-    """Move the rows of the dataset in `folder` to where `placement` asks. Raises ValueError if memory is short."""
+    """Move a dataset's rows to where `placement` says. Raises ValueError, which names `folder`, if memory is short."""
     if placement == "mmap":
         return
     to = torch.device(device if placement == "device" else "cpu")
@@ -206,5 +196,5 @@ def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device 
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a GPU, or the CPU, has left."""
+    """Return the free bytes of a GPU's memory, or of the CPU's."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

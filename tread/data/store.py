@@ -1,11 +1,11 @@
-"""Shards that processes make in any order, kept on disk until all of them are there.
+"""Shards that processes make in any order, kept on disk until all of them are done.
 
-    <work>/plan.json          what the shards are made of
+    <work>/plan.json          what determines the shards' content
     <work>/data/              their arrays, such as shard-00003.npy
-    <work>/done/00003.json    written last of a shard: its files with their sha256, and facts about it
+    <work>/done/00003.json    a shard's note, written last: its files with their sha256, and facts about it
 
-Work that was stopped goes on with the missing shards. A shard's content follows from the plan and its rows alone, so
-it does not matter which process made it, or when.
+Interrupted work continues with the missing shards. A shard's content follows from the plan and its rows alone, so it
+does not matter which process makes it, or when.
 """
 
 import itertools
@@ -21,22 +21,22 @@ from tread.data.shards import Stream, write_array
 from tread.runtime.distributed import Processes
 from tread.runtime.files import check_place, explain_failure, sha256, sync, whole_file, write_json, write_whole
 
-FORMAT = 2  # of the work folder; work in another format counts as work by another plan
+FORMAT = 2  # version of the work folder; work of another version counts as work by another plan
 
 
 def pieces_of(rows: range | np.ndarray, size: int) -> list[range | np.ndarray]:
-    """Rows in pieces of one size, such as shards or batches; the last one may be smaller."""
+    """Cut rows into pieces of one size, such as shards or batches; the last one may be smaller."""
     return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
 class ShardStore:
-    """Shards in the making.
+    """Makes and keeps shards in a work folder.
 
-    work       the folder that holds them.
-    plan       everything that decides what they hold, as JSON.
+    work       the folder.
+    plan       everything that determines the shards' content, as JSON.
     ranges     the rows of each shard.
-    names      file names by kind of array, with {} for the shard's number; other kinds are named after themselves.
-    row_bytes  size of a row's arrays, where the disk's space is to be checked.
+    names      file name by kind of array, with {} for the shard's number; other kinds are named after themselves.
+    row_bytes  bytes of a row's arrays, to check the free space.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class ShardStore:
         self.row_bytes = row_bytes
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Prepare the folder, or go on with the work in it; one process does this before any of them writes.
+        """Create the work folder, or continue the work in it; one process must call this before any of them writes.
 
-        again  discard shards that were made by another plan; otherwise they are refused.
-        begun  the part of the plan that was different when the work in the folder was begun.
+        again  discard shards made by another plan, which otherwise raise ValueError.
+        begun  entries of the plan as they were when unfinished work was begun, if they may have changed since.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """
@@ -84,21 +84,21 @@ class ShardStore:
         return self.done / f"{number:05d}.json"
 
     def note(self, number: int) -> dict:
-        """A finished shard's facts, and its `entry`: count, and for each kind of array its file and sha256."""
+        """Return a finished shard's facts, and its `entry`: count, and for each kind of array its file and sha256."""
         return json.loads(self._note(number).read_text())
 
     def notes(self, forgotten: bool = False) -> Iterator[dict]:
-        """The notes of all finished shards, in order; with `forgotten` also the older ones of shards made again."""
+        """Yield the notes of all finished shards, in order; with `forgotten` also the notes that `forget` set aside."""
         files = self.done.glob("[0-9]*.json*" if forgotten else "[0-9]*.json")
         for file in sorted(files, key=lambda file: int(file.name.split(".")[0])):
             yield json.loads(file.read_text())
 
     def rows(self, numbers: Iterable[int]) -> int:
-        """Rows of some shards."""
+        """Return the number of rows in these shards."""
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """The shards that are not there. `verify` reads all files: then one that was changed is missing, too."""
+        """Return the shards to be made; with `verify`, which shows the progress, also those with changed files."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
@@ -115,29 +115,29 @@ class ShardStore:
             return False
 
     def check_complete(self, verify: Processes | None = None) -> None:
-        """Raise OSError if shards are still `missing` after every process has made its part."""
+        """Raise OSError if shards are `missing` after every process has made its part."""
         if missing := self.missing(verify):
             raise OSError(f"shards {missing} of {self.work} are missing: all processes must share this folder")
 
     @property
     def nbytes(self) -> int:
-        """Size of all shards."""
+        """Bytes of all shards."""
         return self.rows(range(len(self.ranges))) * self.row_bytes
 
     def check_space(self, rows: int, further: int = 0) -> None:
-        """Raise OSError unless the disk can take so many rows more, and `further` bytes of other files."""
+        """Raise OSError unless the disk has room for `rows` more rows and `further` bytes of other files."""
         check_place(self.work, int(1.01 * rows * self.row_bytes) + further)
 
     def save(self, kind: str, number: int, array: np.ndarray | Stream) -> dict[str, str]:
-        """Write one array's file; return its name and hash, as a shard's note has them."""
+        """Write one array's file; returns its name and hash as a shard's note states them."""
         path = self.data / self._names.get(kind, f"{kind}-{{}}.npy").format(f"{number:05d}")
         with explain_failure(path), whole_file(path) as partial, partial.open("wb") as file:
             write_array(file, array)
         return {kind: path.name, f"{kind}_sha256": sha256(path)}
 
     def keep(self, number: int, arrays: Mapping[str, np.ndarray | Stream], **facts: object) -> None:
-        """Write a shard: arrays by kind, with a row for each of its rows, and facts as JSON. Without rows it has no
-        files. Raises OSError that names the file; then the shard is not there."""
+        """Write a shard: arrays by kind, with one entry for each of its rows, and facts as JSON. A shard without rows
+        has no files. Raises OSError that names the file; then the shard stays missing."""
         entry: dict[str, object] = {"count": next(iter(arrays.values())).shape[0]}
         for kind, array in arrays.items() if entry["count"] else ():
             entry |= self.save(kind, number, array)
@@ -146,7 +146,7 @@ class ShardStore:
             write_whole(self._note(number), json.dumps({"entry": entry, **facts}) + "\n")
 
     def forget(self, which: Callable[[dict], bool]) -> None:
-        """Have those shards made again whose notes `which` picks; the notes themselves are kept."""
+        """Mark the shards whose notes `which` selects as missing; the notes themselves are kept as .json.old."""
         for file in self.done.glob("[0-9]*.json"):
             if which(json.loads(file.read_text())):
                 file.replace(file.with_suffix(".json.old"))
@@ -162,9 +162,9 @@ class ShardStore:
         """Make the missing shards, each process its part of them, and wait for the others.
 
         what    the progress bar's title.
-        make    (shard numbers, callback that takes the number of rows just finished) → None.
-        unit    of the bar's rows.
-        verify  see `missing`.
+        make    function of the shards' numbers and a callback, to be called with each number of rows finished.
+        unit    what a row is, for the bar.
+        verify  make shards with changed files again.
         """
         missing = processes.from_main(lambda: self.missing(processes if verify else None))
         work = f"{len(missing)} of {len(self.ranges)} shards, {processes.count} processes on {processes.device}"
@@ -175,13 +175,13 @@ class ShardStore:
         processes.wait()
 
     def arrays(self, kind: str) -> Iterator[np.ndarray]:
-        """The arrays of one kind, shard by shard, by memory map."""
+        """Yield the arrays of one kind, memory-mapped, shard by shard."""
         for entry in (self.note(number)["entry"] for number in range(len(self.ranges))):
             if entry["count"]:
                 yield np.load(self.data / entry[kind], mmap_mode="r", allow_pickle=False)
 
     def first(self, kind: str, count: int) -> np.ndarray:
-        """The first rows of one kind, at most `count`, over as many shards as they take."""
+        """Return the first rows of one kind of array, at most `count`, from as many shards as they take."""
         shards = math.ceil(count / len(self.ranges[0]))
         return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
 
@@ -191,6 +191,6 @@ class ShardStore:
 
 
 def differences(there: Mapping, here: Mapping) -> str:
-    """How two plans differ, for people: a line for each key, with both values."""
+    """Describe how two plans differ, a line for each key with both values."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return "\n".join(f"  {key}: {str(there.get(key))[:80]} there, {str(here.get(key))[:80]} here" for key in keys)

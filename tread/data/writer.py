@@ -1,6 +1,6 @@
-"""Writing a dataset; dataset.py describes the format and reads it.
+"""Writes datasets of latents; dataset.py describes the format and reads it.
 
-.<name>.unfinished/    beside the future dataset: shards in progress, see store.py
+.<name>.unfinished/    unfinished shards, beside the future dataset, see store.py
     data/              becomes the dataset's folder when all shards are done
 """
 
@@ -20,17 +20,16 @@ from tread.data.latents import LatentSpec, mean_and_std
 from tread.data.store import ShardStore, differences
 from tread.runtime.files import Lock, sync, write_json
 
-EARLIER = {"orientation": "stored", "alpha": "drop"}  # of a plan that does not say how photos were read
+EARLIER = {"orientation": "stored", "alpha": "drop"}  # for old plans, which do not say how photos were read
 
 
 class DatasetWriter(ShardStore):
-    """A dataset in the making.
+    """Writes a dataset in shards, which may be interrupted.
 
-    folder    where it will be.
-    plan      everything that decides its content, as JSON: an unfinished dataset by another plan is not continued.
-    pictures  (3, H, W) of the uint8 pictures that are kept beside the latents; None: none are.
-    besides   the part of the plan that shards do not depend on: it tells finished datasets apart, but not unfinished
-              work.
+    folder    the future dataset.
+    plan      everything that determines its content, as JSON: unfinished work by another plan is not continued.
+    pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: none are.
+    besides   parts of the plan that do not affect shards: they distinguish finished datasets, not unfinished work.
     ranges    the rows of each shard; may be set later.
     """
 
@@ -57,18 +56,18 @@ class DatasetWriter(ShardStore):
         self._report_plan = self.plan | json.loads(json.dumps(besides or {}))
 
     def is_finished(self) -> bool:
-        """Whether the dataset is there already, made by the same plan; leftovers of the work on it are removed."""
+        """Return whether the dataset exists, made by the same plan; then also removes leftovers of the work on it."""
         made = self._made()
         finished = bool(made) and EARLIER | made.get("plan", {}) == self._report_plan
-        if finished:  # a process may have been killed just then
+        if finished:  # leftovers of a process that was killed just then
             self.remove()
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """As ShardStore.begin. Raises FileExistsError if the folder is there already, or another process writes it."""
+        """As ShardStore.begin. Raises FileExistsError if the dataset exists, or another process is writing it."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
-        self.check_free()  # from now on it stays so
+        self.check_free()  # again: nobody else can make it from now on
         try:
             super().begin(again, begun)
         except ValueError:
@@ -77,7 +76,7 @@ class DatasetWriter(ShardStore):
         self._lock = lock
 
     def check_free(self) -> None:
-        """Raise FileExistsError, which says how it was made otherwise, if the folder is there already."""
+        """Raise FileExistsError, which says how it was made otherwise, if the folder exists already."""
         if self.folder.exists():
             made = self._made()
             left_out = len(made.get("left_out", ()))
@@ -86,7 +85,7 @@ class DatasetWriter(ShardStore):
             raise FileExistsError(f"{self.folder} exists already{skipped}; remove it or choose another folder{differ}")
 
     def _made(self) -> dict:
-        """The report of the dataset that is there already, or {}."""
+        """Return the report of the dataset that exists already, or {}."""
         report = self.folder / "report.json"
         return json.loads(report.read_text()) if report.is_file() else {}
 
@@ -94,9 +93,9 @@ class DatasetWriter(ShardStore):
         self, number: int, stored: np.ndarray, labels: np.ndarray, pictures: np.ndarray | None = None, **facts: object
     ) -> None:
         """Write a shard: stored (n, *latents.stored_shape), labels (n,), pictures (n, 3, H, W) uint8; n may be 0.
+        `facts` are kept in its note.
 
-        facts are noted with it. Raises ValueError if the shard does not match `latents`, OSError if the disk is full;
-        either way no shard of this number is left.
+        Raises ValueError if the shard does not match `latents`, OSError if the disk is full; the shard is missing then.
         """
         expected = (len(labels), *self.latents.stored_shape)
         if stored.shape != expected:
@@ -116,12 +115,11 @@ class DatasetWriter(ShardStore):
         self.keep(number, arrays, class_counts=counts, sums=channel_sums(stored, self.latents), **facts)
 
     def assemble(self, **fields: object) -> None:
-        """Write index.json into `data`, once all shards are there.
+        """Write index.json into `data`, once all shards are done. Raises ValueError if the dataset would be empty,
+        OSError if shards are missing.
 
-        fields  further fields of index.json: the folder of the dataset that belongs to this one (heldout, train), or
-                the mean and std by which channels are normalised, if those are not the measured ones (normalize_by).
-
-        Raises ValueError if the dataset would be empty, OSError if shards are missing.
+        fields  more fields of index.json: `heldout` or `train`, the folder of the other part of the data;
+                `normalize_by`, the mean and std to normalise channels by in place of the measured ones.
         """
         self.check_complete()
         notes = list(self.notes())
@@ -145,7 +143,7 @@ class DatasetWriter(ShardStore):
         write_json(self.data / "index.json", index)
 
     def publish(self, report: dict | None = None) -> None:
-        """Give the dataset its name and, for `is_finished`, a report.json with the plan; remove the work folder."""
+        """Rename `data` to the dataset's folder, with `report` and the plan in report.json; remove the work folder."""
         if report is not None:
             write_json(self.data / "report.json", report | {"plan": self._report_plan})
         sync(self.data)
@@ -154,7 +152,7 @@ class DatasetWriter(ShardStore):
         self.discard()
 
     def discard(self) -> None:
-        """Remove the unfinished work."""
+        """Remove the unfinished work, and release its lock."""
         self.remove()
         self._lock.release()
 
@@ -167,14 +165,13 @@ def write_dataset(
     once: bool = False,
     **fields: object,
 ) -> None:
-    """Write a dataset in one go; the folder appears under its name only when it is whole.
+    """Write a dataset in one go; its folder appears only when it is complete. Raises FileExistsError if the folder
+    exists already, ValueError for a shard that does not match `latents`.
 
-    shards    (stored (n, *latents.stored_shape), labels (n,)) of each.
-    captions  of each sample, if there are any.
-    once      several processes may write it at once: each writes its own copy, and the first one to finish names it.
-    fields    further fields of index.json.
-
-    Raises FileExistsError if the folder is there already, ValueError for a shard that is not what `latents` says.
+    shards    (stored (n, *latents.stored_shape), labels (n,)) for each shard.
+    captions  the captions of each sample; (): none.
+    once      several processes may write it at the same time: each writes a copy, and the first to finish is kept.
+    fields    more fields of index.json, see DatasetWriter.assemble.
     """
     folder = Path(folder)
     if folder.exists() and not once:
@@ -198,10 +195,8 @@ def write_dataset(
 
 
 def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[float, list[float], list[float]]:
-    """Count, sums and sums of squares of each channel of network latents, before any normalisation.
-
-    stored is (n, views, C or 2C, S, S). Moments stand for the samples drawn from them: E[x²] = mean² + std².
-    """
+    """Return count, sums and sums of squares of each channel of stored (n, views, C or 2C, S, S), on the network's
+    scale before normalisation. Moments stand for the samples drawn from them: E[x²] = mean² + std²."""
     channels = latents.shape[0]
     total, squares = np.zeros(channels), np.zeros(channels)
     for part in torch.from_numpy(stored).split(256):

@@ -1,7 +1,7 @@
-"""EDM: preconditioning, loss and noise schedule (Karras et al. 2022, arXiv 2206.00364).
+"""EDM: preconditioning, loss and noise levels (Karras et al. 2022, arXiv 2206.00364).
 
-Equation numbers are that paper's. Everything random comes in as a tensor. Its noise level is σ,
-that of rf.py is t; both are a Process (process.py). Samples are drawn by solvers.py.
+Equation and table numbers are that paper's. All random numbers are arguments. The interface, shared with rectified flow
+(rf.py), is Process in process.py; solvers.py draws the samples.
 
 Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
 """
@@ -19,12 +19,11 @@ from tread.runtime.schema import Positive, check
 
 @dataclass(frozen=True)
 class EDM(Process):
-    """EDM's process; its constants are in units of the latents.
+    """EDM's diffusion process; its constants are in units of the latents.
 
-    P_mean, P_std         training noise levels: ln σ ~ Normal(P_mean, P_std²) (Table 1).
-    sigma_data            standard deviation of the data that the preconditioning assumes.
-    sigma_min, sigma_max  the sampler's range of noise levels.
-    rho                   the sampler's spacing of them.
+    P_mean, P_std              training noise levels: ln σ ~ Normal(P_mean, P_std²) (Table 1).
+    sigma_data                 standard deviation of the data that the preconditioning assumes.
+    sigma_min, sigma_max, rho  range of the sampler's noise levels, and the exponent of their spacing (Eq. 5).
     """
 
     default_steps, default_solver, level_name, variance_exploding = 40, "heun", "σ", True
@@ -45,24 +44,24 @@ class EDM(Process):
 
     @property
     def data_std(self) -> float:
-        """The standard deviation that dataset.normalize gives latents."""
+        """Standard deviation to which dataset.normalize scales latents."""
         return self.sigma_data
 
     def noise_level(self, normal: Tensor) -> Tensor:
-        """Training noise levels from standard normal numbers, elementwise."""
+        """Map standard normal numbers to training noise levels σ, elementwise."""
         return (normal * self.P_std + self.P_mean).exp()
 
     def weight(self, sigma: Tensor) -> Tensor:
-        """Loss weight λ(σ) = (σ² + σ_data²) / (σ·σ_data)² (Table 1)."""
+        """Return the loss weight λ(σ) = (σ² + σ_data²) / (σ·σ_data)² (Table 1)."""
         return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
 
     def precondition(self, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """The network's input x / √(σ² + σ_data²) and time ln σ / 4 (B,), fp32 (Table 1)."""
+        """Return the network's input x / √(σ² + σ_data²) and its time input ln σ / 4 (B,), both fp32 (Table 1)."""
         sigma = per_sample(sigma, x)
         return x.float() / self._norm(sigma), sigma.log() / 4
 
     def combine(self, F: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-        """D = c_skip·x + c_out·F in fp32 (Eq. 7, Table 1), using the first C channels of F."""
+        """Return D = c_skip·x + c_out·F in fp32 (Eq. 7, Table 1), using the output's first C channels as F."""
         sigma = per_sample(sigma, x)
         norm = self._norm(sigma)
         c_skip, c_out = self.sigma_data**2 / norm**2, sigma.view(-1, 1, 1, 1) * self.sigma_data / norm
@@ -72,17 +71,17 @@ class EDM(Process):
         return (sigma.view(-1, 1, 1, 1) ** 2 + self.sigma_data**2).sqrt()
 
     def denoise(self, network: Network, x: Tensor, sigma: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        """D(x; σ, y), the predicted data, in fp32."""
+        """Run the network and return D(x; σ, y), the predicted data, in fp32."""
         return self.combine(network(*self.precondition(x, sigma), y, routes=routes), x, sigma)
 
     def noised(self, x: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
-        """x + σ·noise."""
+        """Return x + σ·noise."""
         return x + sigma.float().view(-1, 1, 1, 1) * noise
 
     def errors(
         self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The squared errors (D − x)², D and the noisy input (Eq. 2, 8), each (B, C, S, S) fp32."""
+        """Return (D − x)², the predicted data D and the noisy input (Eq. 2, 8), each (B, C, S, S) fp32."""
         noisy = self.noised(x, sigma, noise)
         D = self.denoise(network, noisy, sigma, y, routes)
         return (D - x).square(), D, noisy
@@ -90,12 +89,12 @@ class EDM(Process):
     def loss(
         self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """λ(σ)·mean (D − x)² of each sample: (B,) fp32. x clean latents, noise standard normal, sigma (B,)."""
+        """Return each sample's λ(σ)·mean (D − x)², (B,) fp32, for clean latents x and standard normal noise."""
         squared = self.errors(network, x, y, sigma, noise, routes)[0]
         return self.weight(sigma.float()) * squared.mean(dim=(1, 2, 3))
 
     def schedule(self, num_steps: int = 40) -> Tensor:
-        """Noise levels σ_0 = sigma_max .. σ_{N−1} = sigma_min, σ_N = 0 (Eq. 5): (N+1,) fp64."""
+        """Return the sampler's noise levels σ_0 = sigma_max .. σ_{N−1} = sigma_min, σ_N = 0 (Eq. 5): (N+1,) fp64."""
         if num_steps < 2:
             raise ValueError(f"steps is {num_steps}, but EDM's schedule needs at least 2")
         ramp = torch.arange(num_steps, dtype=torch.float64) / (num_steps - 1)

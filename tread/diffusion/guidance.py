@@ -1,21 +1,20 @@
-"""Guidance: a denoiser made of a strong and a weak one, D = D_weak + ω·(D_strong − D_weak).
+"""Guidance: a strong and a weak denoiser are combined into D = D_weak + ω·(D_strong − D_weak).
 
-All kinds use this convention, on all channels, for EDM and for rectified flow (whose velocity is linear in D, so
-guiding one guides the other). With ω = 1 only the strong branch runs.
+All kinds use this formula, on all channels, for EDM and for rectified flow (its velocity is linear in D, so guiding D
+guides the velocity). With ω = 1 only the strong branch runs.
 
-    kind           strong branch        weak branch
-    none           class                –
-    cfg            class                no class              Ho & Salimans 2022, arXiv 2207.12598
-    autoguidance   class                class, weaker network Karras et al. 2024, arXiv 2406.02507
-    sparse         class, ratio γ_s     class, ratio γ_w      Sparse Guidance, arXiv 2601.01608; the weak
-                                                              network may be another
-    sparse_cfg     class, ratio γ_s     no class, ratio γ_w   likewise
-    sparse_uncond  no class, ratio γ_s  no class, ratio γ_w   for comparison only: labels have no effect
-    path_drop      class                no class, without g   SPRINT's, arXiv 2510.21986: g is its sparse part
-    path_drop_class class               class, without g      likewise
+    kind             strong branch        weak branch
+    none             class                –
+    cfg              class                no class               Ho & Salimans 2022, arXiv 2207.12598
+    autoguidance     class                class, weaker network  Karras et al. 2024, arXiv 2406.02507
+    sparse           class, ratio γ_s     class, ratio γ_w       Sparse Guidance, arXiv 2601.01608
+    sparse_cfg       class, ratio γ_s     no class, ratio γ_w    Sparse Guidance
+    sparse_uncond    no class, ratio γ_s  no class, ratio γ_w    for comparison only: labels have no effect
+    path_drop        class                no class, without g    SPRINT, arXiv 2510.21986; g is its sparse part
+    path_drop_class  class                class, without g       SPRINT
 
-A ratio is the fraction of tokens that skip the routes which the network was trained with. For a network that takes
-texts, "class" means the caption, and "no class" the empty caption.
+A ratio is the fraction of tokens that skip the routes which the network was trained with. The weak branch of sparse and
+sparse_cfg may be another network. If a network takes texts, "class" means the caption, "no class" the empty caption.
 """
 
 import itertools
@@ -37,8 +36,8 @@ Shape = Literal["cosine", "linear"]
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table: which branches see the class, whether they are routed, whether the weak branch may use
-    another network, and whether it leaves out SPRINT's sparse part."""
+    """Properties of a kind of guidance: which branches see the class, whether they are routed, whether the weak branch
+    may be another network, and whether it leaves out SPRINT's sparse part."""
 
     strong_class: bool
     weak_class: bool | None  # None: there is no weak branch
@@ -61,10 +60,8 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """A number that goes from `start` at the first noise level to `end` at the last, over u = 0 .. 1.
-
-    cosine: end + (start − end)·(1 + cos πu) / 2; linear: start + (end − start)·u.
-    """
+    """A number that goes from `start` at the first noise level (u = 0) to `end` at the last (u = 1): "linear", or
+    "cosine", which is end + (start − end)·(1 + cos πu) / 2."""
 
     schedule: Shape
     start: float
@@ -95,7 +92,7 @@ def _show(value: float | Schedule) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the guided denoiser: ω and the ratio of each branch; with weak None only the strong branch runs."""
+    """Settings of one denoiser call: ω, and each branch's fraction of skipped tokens; weak=None: no weak branch."""
 
     scale: float
     strong: float
@@ -104,18 +101,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Guidance:
-    """How a denoiser is guided. scale, strong and weak are numbers, or schedules over the sampling.
+    """How a denoiser is guided; scale, strong and weak are numbers, or schedules over the noise levels.
 
-    kind          a row of KINDS.
-    scale         ω.
-    strong, weak  fractions of tokens that skip the routes in each branch, in [0, 1); for the sparse kinds. Out of N
-                  tokens int(N·fraction) skip, or that part of the rows on row routes.
-    interval      noise levels (lowest, highest), both included, EDM's σ or rectified flow's t; outside them only the
+    kind          a key of KINDS, such as "cfg".
+    scale         the guidance weight ω in D_weak + ω·(D_strong − D_weak).
+    strong, weak  fraction of tokens that skip the routes in each branch, in [0, 1), for the sparse kinds. Of N tokens
+                  int(N·fraction) skip; routes of rows count rows instead.
+    interval      (lowest, highest) noise level, both included, EDM's σ or rectified flow's t; outside of it only the
                   strong branch runs (Kynkäänniemi et al. 2024, arXiv 2404.07724).
-    checkpoint    path of the weak network; None: the strong one serves.
-    weights       which weights of that checkpoint, "ema" or "model".
-    same_ids      both branches choose their tokens by the same random numbers.
-    force         allow what is refused as a likely mistake: a network trained without routes, strong above weak.
+    checkpoint    path of the weak branch's network; None: the strong branch's network.
+    weights       weights to load from that checkpoint, "ema" or "model".
+    same_ids      True: both branches choose their tokens by the same random numbers.
+    force         True: allow likely mistakes, such as a network trained without routes, or strong above weak.
     """
 
     kind: str = "none"
@@ -174,11 +171,11 @@ class Guidance:
 
     @property
     def scheduled(self) -> bool:
-        """Whether the fractions of tokens change over the sampling."""
+        """Whether `strong` or `weak` changes over the noise levels."""
         return isinstance(self.strong, Schedule) or isinstance(self.weak, Schedule)
 
     def describe(self) -> str:
-        """For people: "cfg 1.5", "sparse 1.5 with ratios 0.3 and 0.7"."""
+        """Return a text such as "cfg 1.5" or "sparse 1.5 with ratios 0.3 and 0.7"."""
         if self.kind == "none":
             return "none"
         parts = [f"{self.kind} {_show(self.scale)}"]
@@ -189,8 +186,8 @@ class Guidance:
         return " ".join(parts)
 
     def plan(self, levels: Sequence[float], progress: Sequence[float]) -> list[Call]:
-        """The denoiser's calls, one for each noise level and its progress u (0 to 1). Raises ValueError if no level
-        lies in `interval`."""
+        """Return the settings of each denoiser call, given its noise level and its progress u (0 to 1) through the
+        sampling. Raises ValueError if no level lies in `interval`."""
         low, high = self.interval or (-math.inf, math.inf)
         if not any(low <= level <= high for level in levels):
             raise ValueError(
@@ -209,11 +206,11 @@ NO_GUIDANCE = Guidance()
 
 @dataclass(frozen=True)
 class Branch:
-    """The strong or the weak denoiser.
+    """One of guidance's two denoisers, with its inputs.
 
-    denoise  (x, level, y, routes) → D, the predicted data.
-    y        conditions: (B,) int64 labels or the null class, or texts.
-    routes   call number → routes with their ids; () runs all tokens.
+    denoise  function (x, level, y, routes) → D, the predicted data.
+    y        conditions: (B,) int64 labels, which may be the null class, or texts.
+    routes   function from the call's number to pairs (Route, ids_keep), or to () for all tokens.
     """
 
     denoise: Callable[[Tensor, Tensor, Condition, Routes], Tensor]
@@ -222,12 +219,9 @@ class Branch:
 
 
 def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The guided denoiser (x, level) → D for one batch of samples. It counts its calls, from 0.
-
-    scale  number of the call → ω; with 1, as with weak None, only the strong branch runs.
-
-    Branches that share `denoise` and whose routes agree in shape and rejoin run as one batch, others in turn.
-    """
+    """Return the guided denoiser (x, level) → D for one batch. `scale` maps the call's number, from 0, to ω; if ω is 1
+    or weak is None, only the strong branch runs. Branches with the same `denoise` and routes of equal shape run as one
+    batch, others one after the other."""
     calls = itertools.count()
 
     def denoiser(x: Tensor, level: Tensor) -> Tensor:
@@ -250,7 +244,8 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """The facts in which two branches' routes must agree to run as one; if a rule scores tokens, the whole route."""
+    """Return what must be equal for two branches' routes to run as one batch: shapes, blocks, fp32 and rejoin, or for a
+    rule that scores tokens the whole route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

@@ -1,4 +1,4 @@
-"""Labels for samples: drawn by seeds, given as class numbers, or spread over all classes."""
+"""Class labels of samples: drawn from seeds, given as class numbers, or spread over all classes."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -13,7 +13,7 @@ Labels = Literal["random", "balanced"]
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Raise ValueError unless labels (n,) lie in 0..num_classes, where num_classes is no class (or prompt)."""
+    """Raise ValueError unless labels (n,) lie in 0..num_classes; num_classes itself means no class (or no prompt)."""
     if not 0 <= int(labels.min()) <= int(labels.max()) <= num_classes:
         raise ValueError(
             f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{num_classes - 1}, "
@@ -22,11 +22,8 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 
 
 def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tensor:
-    """(n,) int64 classes, each a function of its seed.
-
-    mode  "random": uniform over the classes, as for scoring against reference batches; "balanced": the seed modulo
-          num_classes, so that consecutive seeds have each class equally often.
-    """
+    """Return classes (n,) int64, each drawn from its seed. "random": uniform over the classes, as for scoring against
+    reference batches; "balanced": the seed modulo num_classes, so consecutive seeds have each class equally often."""
     check("labels", mode, Labels)
     if mode == "balanced":
         return torch.tensor([seed % num_classes for seed in seeds])
@@ -34,12 +31,8 @@ def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tenso
 
 
 def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: float) -> list[int]:
-    """Labels for class numbers, where None is no class: label num_classes, the null class.
-
-    label_drop  in the network's training; with 0 the null class was never trained.
-
-    Raises ValueError for classes that the network does not know.
-    """
+    """Return class numbers as labels; None means no class and becomes num_classes, the null class. Raises ValueError
+    for unknown classes, and for None if training had label_drop 0, so that the null class was never trained."""
     for position, number in enumerate(classes):
         if number is not None and not 0 <= number < num_classes:
             raise ValueError(
@@ -54,5 +47,5 @@ def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: fl
 
 
 def spread_classes(num_classes: int, count: int) -> list[int]:
-    """`count` class numbers (at most all), spread evenly from the first to the last."""
+    """Return `count` class numbers (at most num_classes), spread evenly from the first to the last."""
     return torch.linspace(0, num_classes - 1, min(count, num_classes)).round().int().tolist()

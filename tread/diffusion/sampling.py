@@ -1,6 +1,6 @@
-"""Sampling: seeds and labels in, a stream of latents or pictures out.
+"""Sampling: from seeds and labels to a stream of latents or pictures.
 
-A sample depends on its seed and label only: the seed gives its noise and its route ids.
+A sample depends only on its label and its seed, from which its noise and its routes' ids_keep are drawn.
 
 Shapes: B samples, N tokens; latents (B, C, S, S).
 """
@@ -25,11 +25,11 @@ from tread.runtime.randomness import seeded_normal, seeded_uniform
 
 @dataclass(frozen=True)
 class Model:
-    """A network ready to be sampled.
+    """A network ready for sampling.
 
     process  the diffusion process that it was trained on.
-    routes   those that it was trained under, whose ratios a guidance sets; () runs all tokens.
-    prompts  for a network that takes texts: label i means the i-th prompt; None: labels are classes.
+    routes   the routes that it was trained with; guidance sets their ratios. () runs all tokens.
+    prompts  the encoded prompts of a network that takes texts: label i is the i-th prompt. None: labels are classes.
     """
 
     process: Process
@@ -39,11 +39,11 @@ class Model:
 
     @property
     def num_labels(self) -> int:
-        """Labels are 0..num_labels−1, classes or prompts; num_labels itself is no class, or the empty caption."""
+        """Number of classes or prompts. The label num_labels itself means no class, or the empty caption."""
         return self.network.num_classes if self.prompts is None else count(self.prompts)
 
     def condition(self, labels: Tensor, device: torch.device) -> Condition:
-        """The network's conditions for labels (n,), on a device."""
+        """Return the network's conditions for labels (n,) on a device."""
         if self.prompts is None:
             return labels.to(device)
         known = to(rows(self.prompts, labels.clamp(max=self.num_labels - 1)), device)
@@ -52,12 +52,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How samples are drawn: everything that decides about them beside networks, seeds and labels.
+    """How samples are drawn: all settings but the networks, seeds and labels.
 
-    steps       N, of the solver.
-    batch_size  samples at once. The last batch is padded to it, so that all have one shape.
+    steps       number N of the solver's steps.
+    batch_size  samples per batch. The last batch is padded to this size, so that all have one shape.
     solver      "heun" calls the denoiser 2N−1 times, "euler" N times.
-    churn       fresh noise in each step, for EDM and "heun" only.
+    churn       fresh noise in each step, for EDM with "heun" only.
     """
 
     steps: int = 40
@@ -78,12 +78,12 @@ class Sampler:
         guidance: Guidance = NO_GUIDANCE,
         churn: Churn | None = None,
     ) -> "Sampler":
-        """The process's default steps and solver serve where these are None, and no churn."""
+        """Create a Sampler; None means the process's default steps and solver, and no churn."""
         steps = process.default_steps if steps is None else steps
         return cls(steps, batch_size, precision, guidance, solver or process.default_solver, churn or Churn())
 
     def plan(self, process: Process) -> list[Call]:
-        """The denoiser's calls. Raises ValueError for impossible steps, solver or churn."""
+        """Return the settings of each denoiser call. Raises ValueError for steps, solver or churn that do not fit."""
         if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
             raise ValueError(
                 f"churn={self.churn.amount:g} needs EDM and solver=heun: only these can add noise between steps"
@@ -93,11 +93,11 @@ class Sampler:
         return self.guidance.plan([levels[i] for i in order], [i / max(1, order[-1]) for i in order])
 
     def nfe(self, process: Process) -> int:
-        """Network function evaluations per sample; each branch of a guidance counts."""
+        """Return the network function evaluations per sample; each branch of a guidance counts."""
         return sum(1 + (call.weak is not None) for call in self.plan(process))
 
     def flops(self, model: Model, weak: Model | None = None, attention: bool = True) -> int:
-        """FLOPs per sample, see Backbone.forward_flops; weak: the guidance's second network."""
+        """Return the FLOPs per sample (see Backbone.forward_flops); `weak` is the guidance's second network, if any."""
 
         def cost(model: Model, ratio: float, **more: bool) -> int:
             routes = [with_ratio(route, ratio) for route in model.routes]
@@ -111,8 +111,8 @@ class Sampler:
 
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
-    """Raise ValueError if a guidance's ratios do not suit the networks' routes (`check_ratio`; 0 always does), or if it
-    leaves out a path that the network does not have."""
+    """Raise ValueError if the guidance's ratios do not suit the networks' routes (see check_ratio in
+    tread/routing/ids.py), or if the guidance leaves out a sparse part (SPRINT's) that the network does not have."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
         raise ValueError(
@@ -130,21 +130,20 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """FLOPs per sample, relative to the same steps without guidance and with all tokens."""
+    """Return the FLOPs per sample, relative to the same steps without guidance and with all tokens."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 
 def draw(
     model: Model, seeds: Sequence[int], labels: Tensor, sampler: Sampler, weak: Model | None = None
 ) -> Iterator[Tensor]:
-    """Samples of classes or of prompts, batch by batch.
+    """Draw samples batch by batch: yields latents (b, C, S, S) fp32 on the network's device, in the order of the seeds.
 
-    seeds   one for each sample; its noise and route ids depend on it alone.
+    seeds   one for each sample; its noise and its routes' ids_keep are drawn from it.
     labels  (n,) int64 classes, or indices of the model's prompts, on the CPU.
-    weak    the guidance's second network; None: the strong one serves.
+    weak    the guidance's second network; None: the weak branch uses `model` too.
 
-    Yields network latents (b, C, S, S) fp32 on the network's device, in the order of the seeds. A sample does not
-    depend on the others of its batch; batches of another size change it by rounding.
+    A sample does not depend on the others of its batch; another batch size changes it by rounding only.
     """
     if len(seeds) != len(labels) or not len(seeds):
         raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of both")
@@ -165,7 +164,7 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
     routes = _routes(model, seeds, [call.strong for call in plan], "strong", device)
     strong, other = Branch(denoise, y if row.strong_class else network.null(len(seeds)), routes), None
     if row.weak_class is not None:
-        if weak is not None:  # else one function, so that branches of one shape run as one batch
+        if weak is not None:  # else both branches share a function and can run as one batch
             denoise = _denoiser(weak, sampler.precision)
         elif row.drops_path:
             denoise = _denoiser(model, sampler.precision, path_drop=True)
@@ -193,8 +192,8 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Number of a call → the model's routes under that call's ratio, with ids drawn for each call and route. A sample's
-    ids follow from its seed. Routes trained with ids that a batch shares draw them for each sample here."""
+    """Return a function from the call's number to the model's routes with that call's ratio and ids_keep. Each call and
+    route draws from the samples' seeds, also for routes that shared their tokens over the batch in training."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     uniform = [
@@ -218,10 +217,8 @@ def draw_pictures(
     weak: Model | None = None,
     check: bool = False,
 ) -> Iterator[Tensor]:
-    """`draw`, decoded: yields pictures (b, 1 or 3, H, W) uint8 on the CPU.
-
-    check  raise ValueError for samples that are not finite, which would be scored as black pictures.
-    """
+    """Like `draw`, but yield decoded pictures (b, 1 or 3, H, W) uint8 on the CPU. check=True raises ValueError for
+    samples that are not finite, which would be scored as black pictures."""
     for x in draw(model, seeds, labels, sampler, weak):
         if check and not x.isfinite().all():
             raise ValueError(
@@ -231,6 +228,6 @@ def draw_pictures(
 
 
 def to_pictures(x: Tensor, decoder: Callable[[Tensor], Tensor], size: int = 16) -> Tensor:
-    """Network latents (n, C, S, S) → pictures (n, 1 or 3, H, W) uint8 on the CPU, decoded in batches of this size."""
+    """Decode network latents (n, C, S, S) to pictures (n, 1 or 3, H, W) uint8 on the CPU, in batches of `size`."""
     padded = torch.cat([x, x[-1:].expand(-len(x) % size, -1, -1, -1)])
     return torch.cat([decoder(part).cpu() for part in padded.split(size)])[: len(x)]

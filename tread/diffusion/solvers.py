@@ -1,9 +1,8 @@
-"""Solvers of the probability-flow ODE dx/dl = (x − D(x; l)) / l, from high noise levels l to 0, for any denoiser.
+"""Solvers of the probability-flow ODE dx/dl = (x − D(x; l)) / l, from high noise levels l to 0, for any denoiser D.
 
 A denoiser is a function (x, level) → D, with x (B, C, S, S) and level a 0-d tensor. The level is EDM's σ (Karras et al.
 2022, arXiv 2206.00364, Eq. 1) or rectified flow's t, whose velocity is (x − D) / t. Guidance is part of the denoiser.
-
-The state is float64 (float32 on devices without it), and so are the samples.
+State and samples are float64 (float32 on devices without it).
 """
 
 import math
@@ -22,7 +21,7 @@ Solver = Literal["heun", "euler"]
 
 @dataclass(frozen=True)
 class Churn:
-    """Stochastic sampling of EDM (Algorithm 2): amount S_churn within S_min..S_max, noise scaled by S_noise."""
+    """EDM's stochastic sampling (Algorithm 2): S_churn (amount), S_min and S_max (sigma_…), S_noise (noise)."""
 
     amount: float = 0.0
     sigma_min: float = 0.0
@@ -38,13 +37,13 @@ class Churn:
 
 
 def call_order(solver: str, steps: int) -> list[int]:
-    """The index of each call's noise level: 0..N−1 for euler's N calls, 0, 1, 1, 2, 2, … for heun's 2N−1."""
+    """Return the index of each call's noise level: 0..N−1 for euler's N calls, 0, 1, 1, 2, 2, … for heun's 2N−1."""
     check("solver", solver, Solver)
     return list(range(steps)) if solver == "euler" else [(call + 1) // 2 for call in range(2 * steps - 1)]
 
 
 def _start(noise: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """The first state and the levels, on the noise's device and in the state's precision."""
+    """Return the first state noise·levels[0] and the levels, on the noise's device and in the state's precision."""
     precision = torch.float32 if noise.device.type == "mps" else torch.float64
     levels = levels.to(noise.device, precision)
     return noise.to(precision) * levels[0], levels
@@ -52,11 +51,8 @@ def _start(noise: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def euler(denoiser: Denoiser, noise: Tensor, levels: Tensor) -> Tensor:
-    """Euler's first-order method: N calls for N steps.
-
-    noise   (B, C, S, S) standard normal; scaled by levels[0] to start.
-    levels  (N+1,) falling noise levels, the last one 0.
-    """
+    """Solve by Euler's first-order method, with N calls for N steps. noise (B, C, S, S) is standard normal and scaled
+    by levels[0] to start; levels (N+1,) fall to 0."""
     x, levels = _start(noise, levels)
     for level, level_next in zip(levels, levels[1:]):
         x = x + (level_next - level) * (x - denoiser(x, level).to(x)) / level
@@ -71,11 +67,11 @@ def heun(
     churn: Churn = Churn(),
     churn_noise: Callable[[int], Tensor] | None = None,
 ) -> Tensor:
-    """Heun's second-order method (Algorithms 1 and 2): 2N−1 calls for N steps, the last step Euler's.
+    """Solve by Heun's second-order method (Algorithms 1 and 2): 2N−1 calls for N steps, since the last step is Euler's.
 
     noise        (B, C, S, S) standard normal; scaled by levels[0] to start.
     levels       (N+1,) falling noise levels, the last one 0.
-    churn_noise  step number → standard normal tensor like `noise`; needed if churn.amount > 0.
+    churn_noise  function from the step's number to a standard normal tensor like `noise`; needed if churn.amount > 0.
     """
     if churn.amount > 0 and churn_noise is None:
         raise ValueError(f"churn.amount is {churn.amount}, but no churn_noise function was given")
@@ -99,6 +95,6 @@ def heun(
 
 
 def solve(solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object) -> Tensor:
-    """Run the solver of that name; `churning` is heun's churn and churn_noise."""
+    """Run the solver of that name; `churning` are heun's arguments churn and churn_noise."""
     check("solver", solver, Solver)
     return heun(denoiser, noise, levels, *churning) if solver == "heun" else euler(denoiser, noise, levels)

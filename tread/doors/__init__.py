@@ -1,4 +1,4 @@
-"""What tread-train, tread-sample and tread-fid call: the doors, here in a wheel, at the root of a checkout."""
+"""The commands tread-train, tread-sample and tread-fid, which run train.py, sample.py and fid.py."""
 
 import runpy
 from functools import partial
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def _open(name: str) -> None:
-    """Run a door as `python <name>` does."""
+    """Run a script as `python <name>` does: from this folder (in a wheel), or from the root of a checkout."""
     here = Path(__file__).resolve().parent
     runpy.run_path(str((here if (here / name).exists() else here.parents[1]) / name), run_name="__main__")
 

@@ -1,1 +1,1 @@
-"""Pictures of numbers: curves, bars, and grids of samples."""
+"""Figures: curves, heat maps, and grids of samples."""

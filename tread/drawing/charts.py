@@ -1,4 +1,4 @@
-"""Curves and heat maps for easy comparison: panels side by side, one colour per name, readable ticks."""
+"""Curves and heat maps by matplotlib: panels side by side, one colour for each name, readable ticks."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,16 @@ import numpy as np
 
 from tread.runtime.files import explain_failure, whole_file
 
-logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # its first use is no news in a progress bar
-NUMBERED = 14  # rows or columns: in a heat map of more, the numbers could not be read
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # its note at first use would break a progress bar
+NUMBERED = 14  # rows or columns up to which a heat map shows numbers
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points (x, y) under a name, in one colour in all panels.
+    """A named curve of points (x, y), in the same colour in all panels.
 
-    spread  of y, drawn as a band y ± spread; None: none.
-    dashed  for a line that must not be compared with solid ones.
+    spread  half the height of a band around y; None: no band.
+    dashed  True for a curve that must not be compared with solid ones.
     """
 
     name: str
@@ -30,11 +30,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes.
+    """One pair of axes with its lines.
 
     log     axes with a logarithmic scale: "", "x", "y" or "xy".
-    levels  name → height of a dotted line over the whole width.
-    names   the labels of 0, 1, … on x, where those are no quantities; the points are not joined then.
+    levels  name → y of a dotted horizontal line.
+    names   tick labels for x = 0, 1, … if x is a category; points are then not joined by lines.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Panel:
 
 
 def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
-    """Draw panels in rows of `columns`; the names stand once, below. Raises OSError if it can't be written."""
+    """Draw panels into an image file, in rows of `columns`, with one legend below. Raises OSError if writing fails."""
     from matplotlib import ticker  # imported here because it takes a second and only the main process draws
     from matplotlib.figure import Figure
 
@@ -92,7 +92,7 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
 
 
 def make_logarithmic(axis: object, letter: str) -> None:
-    """Give an axis, "x" or "y", a logarithmic scale whose ticks are plain numbers, also within one decade."""
+    """Give the x or y axis of matplotlib axes a logarithmic scale with plain numbers as ticks, even within a decade."""
     from matplotlib import ticker
 
     getattr(axis, f"set_{letter}scale")("log")
@@ -107,10 +107,8 @@ def make_logarithmic(axis: object, letter: str) -> None:
 
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: Mapping[str, str]) -> None:
-    """Draw training and evaluation loss over the steps, from the records of metrics.jsonl.
-
-    evaluations  a record's key of each evaluation loss → what people call it.
-    """
+    """Draw training and evaluation losses over the steps. `records` are lines of metrics.jsonl; `routed` adds a note on
+    the training loss; `evaluations` maps the key of each evaluation loss to its name in the legend."""
     names = {"loss": "training loss" + ", with routes: not comparable to runs without" * routed}
     names |= {key: f"{called}: EMA weights, all tokens, held-out data" for key, called in evaluations.items()}
     lines = []
@@ -128,12 +126,13 @@ def save_heat_maps(
     rows: Sequence[float | str],
     labels: tuple[str, str],
 ) -> None:
-    """Draw matrices (rows, columns) side by side, with their numbers in the cells; NaN stays empty.
+    """Draw matrices (rows, columns) side by side, with numbers in the cells; cells that are NaN stay empty. Beyond 14
+    rows or columns the cells are small, with a colour bar instead of numbers and fewer ticks.
 
-    Large ones have small cells, a colour bar in the place of the numbers, and not all of their ticks.
-
-    panels  title → matrix; they share one colour scale. others have one each.
-    labels  of the axes, x and y.
+    panels         title → matrix; these share one colour scale.
+    others         title → matrix, each with a colour scale of its own.
+    columns, rows  tick labels.
+    labels         titles of the x and the y axis.
     """
     from matplotlib.figure import Figure  # imported here because it takes a second and only the main process draws
 

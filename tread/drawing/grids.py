@@ -1,4 +1,4 @@
-"""Pictures for people: grids, with names beside their rows, and PNGs that know how they were made."""
+"""Grids of pictures, with names beside their rows, and PNG files that record how they were made."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from PIL.PngImagePlugin import PngInfo
 from tread.runtime.files import whole_file
 
 GAP = 2  # pixels between the pictures of a grid
-FACTS = "tread"  # the key of a PNG's text that holds what made it, as JSON
+FACTS = "tread"  # key of a PNG's text that holds the facts as JSON
 
 
 def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:
-    """Pictures (n, 1 or 3, H, W) uint8 as a grid, row by row; small ones are enlarged to 64 px."""
+    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, row by row; small ones are enlarged to at most 64 px."""
     n, channels, height, width = pictures.shape
     zoom = max(1, 64 // max(height, width))
     pictures = pictures.repeat(zoom, axis=2).repeat(zoom, axis=3)
@@ -27,11 +27,8 @@ def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:
 
 
 def name_rows(grid: Image.Image, names: Sequence[str]) -> Image.Image:
-    """A grid with a margin to its left that names each row; its own pixels stay.
-
-    Long names are wrapped over as many lines as a row has room for, and end in … where these are too few.
-    """
-    import matplotlib  # for its font alone, which has more letters than Pillow's; imported where used: it takes a while
+    """Return the grid with a left margin that names each row; names longer than the margin are wrapped or cut."""
+    import matplotlib  # only for its font, which has more letters than Pillow's; imported here because it is slow
 
     pitch = (grid.height + GAP) // len(names)
     font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", max(12, pitch // 16))
@@ -67,7 +64,7 @@ def name_rows(grid: Image.Image, names: Sequence[str]) -> Image.Image:
 
 
 def save_png(path: Path, picture: Image.Image, facts: Mapping | None = None) -> None:
-    """Write a PNG in one piece, with facts that JSON can hold in its text: Image.open(path).text[FACTS]."""
+    """Write a PNG file atomically, with `facts` as JSON in its text, which Image.open(path).text[FACTS] reads."""
     info = PngInfo()
     if facts is not None:
         info.add_text(FACTS, json.dumps(facts))
@@ -76,7 +73,7 @@ def save_png(path: Path, picture: Image.Image, facts: Mapping | None = None) -> 
 
 
 def save_grid(path: Path, pictures: np.ndarray, columns: int, names: Sequence[str] = ()) -> None:
-    """Write pictures as a grid, see `draw_grid`; its rows may have names."""
+    """Write pictures (n, 1 or 3, H, W) uint8 into a PNG as a grid (see draw_grid), with row names if given."""
     path.parent.mkdir(parents=True, exist_ok=True)
     grid = draw_grid(pictures, columns)
     save_png(path, name_rows(grid, names) if names else grid)

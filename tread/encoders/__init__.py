@@ -1,1 +1,1 @@
-"""Networks of other people that this project only runs: of pictures, of text, autoencoders."""
+"""Frozen networks by others: autoencoders, text encoders, picture encoders, CLIP and Inception."""

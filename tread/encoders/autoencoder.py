@@ -1,7 +1,7 @@
-"""From pixels to the stored latents, and from network latents to pixels, by a diffusers autoencoder.
+"""Convert pixels to stored latents, and network latents to pixels, with a diffusers autoencoder.
 
-The autoencoder "pixels" is the identity: its z is the picture itself, with 0..255 mapped to −1..1; autoencoder=none
-chooses it. Imported latents whose source does not name their autoencoder have "unknown".
+The autoencoder "pixels" (autoencoder=none) is the identity: a latent is the picture itself, with 0..255 mapped to
+−1..1. "unknown" is the autoencoder of imported latents whose source does not name one.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from tread.runtime.tensor_files import listed, read_state_dict
 
 Decoder = Callable[[Tensor], Tensor]
 LatentEncoder = Callable[[Tensor], np.ndarray]
-HUB_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # of weights
+HUB_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # weight files on the hub
 KINDS = ("AutoencoderKL", "AutoencoderTiny")
 UNKNOWN = "unknown"
 INSTEAD = (
@@ -33,7 +33,7 @@ INSTEAD = (
     "(sampling.decode=false); sample.py save_latents=true writes them into a file"
 )
 Content = Literal["auto", "moments", "latents"]
-PIXELS_UP_TO = 128  # pixels along the side of pictures that are stored without an autoencoder
+PIXELS_UP_TO = 128  # longest side in pixels of pictures stored without an autoencoder
 # Stable Diffusion 1's autoencoder, for weight files in diffusers' names that come without a config
 SD_CONFIG = {
     "_class_name": "AutoencoderKL",
@@ -48,19 +48,17 @@ SD_CONFIG = {
 
 
 def preview(x: Tensor) -> Tensor:
-    """The first 3 channels of network latents, or the first of fewer, as uint8 pictures: −3..3 → 0..255."""
+    """Show the first 3 channels of network latents (if fewer, the first) as uint8 pictures: −3..3 → 0..255."""
     return to_uint8(x[:, : 3 if x.shape[1] >= 3 else 1] / 3)
 
 
 def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module:
-    """A frozen diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
+    """Load a frozen diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
 
-    name  a hub id, a folder with config.json and weights, or a weight file. A file has no config: it is an
-          AutoencoderKL in LDM's parameter names (Stable Diffusion's, VA-VAE's), whose tensors say its sizes, or
-          Stable Diffusion 1's or TAESD's in diffusers' names.
-
-    A hub id that was fetched once is taken from its cache without asking the hub. Raises ValueError if it is none of
-    these or can't be had; without a network after some seconds.
+    `name` is a hub id, a folder with config.json and weights, or a weight file. A file has no config: it must be an
+    AutoencoderKL in LDM's parameter names (Stable Diffusion's, VA-VAE's), whose tensors tell its sizes, or Stable
+    Diffusion 1's or TAESD's in diffusers' names. A hub id is taken from the local cache if it is there, without asking
+    the hub. Raises ValueError for anything else, and, after some seconds, if the hub can't be reached.
     """
     try:
         local = Path(name).exists() or is_cached(name, HUB_FILES)
@@ -76,7 +74,7 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 
 
 def located(name: str) -> str:
-    """An autoencoder's name that holds from any folder: paths in full, hub ids and UNKNOWN as they are."""
+    """Return an autoencoder's name that is valid in any folder: paths become absolute, hub ids and "unknown" stay."""
     return str(Path(name).resolve()) if name != UNKNOWN and Path(name).exists() else name
 
 
@@ -84,7 +82,7 @@ def _from_folder_or_hub(name: str, local: bool) -> nn.Module:
     import diffusers  # imported here because it takes seconds and "pixels" does not need it
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")  # of diffusers, about itself
+        warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")  # from diffusers' own code
         kind = diffusers.AutoencoderKL.load_config(name, local_files_only=local)["_class_name"]
         if kind not in KINDS:
             raise ValueError(f"it is a {kind}")
@@ -104,7 +102,7 @@ def _from_file(path: Path) -> nn.Module:
         if aside:
             kinds = listed(sorted({name.partition(".")[0] for name in aside}))
             told = f"{path}: {len(aside)} tensors beside the autoencoder's are set aside: {kinds}"
-            logging.getLogger(__name__).warning(told)  # on stderr, where nobody set up anything else
+            logging.getLogger(__name__).warning(told)  # goes to stderr unless logging is configured
         config, state = ldm_names.config_of(state), ldm_names.renamed(state)
         as_sd = all(config[key] == SD_CONFIG[key] for key in ("block_out_channels", "latent_channels"))
         config["scaling_factor"] = SD_CONFIG["scaling_factor"] if as_sd else 1.0
@@ -114,7 +112,7 @@ def _from_file(path: Path) -> nn.Module:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Hex sha256 of a module's parameter names and their values in fp32, whatever file they came from."""
+    """Return the hex sha256 of a module's parameter names and their values in fp32, whatever file they are from."""
     digest = hashlib.sha256()
     for key, value in sorted(model.state_dict().items()):
         digest.update(key.encode() + b"\0")
@@ -123,10 +121,10 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
-    """The fingerprint of the weights that load_decoder would decode with, or "pixels"."""
+    """Return the fingerprint of the autoencoder that load_decoder would use, or "pixels" if it would use none."""
     if latents.autoencoder == "pixels":
         return "pixels"
-    known = latents.fingerprint if autoencoder is None else None  # then load_decoder takes no other
+    known = latents.fingerprint if autoencoder is None else None  # load_decoder refuses other weights in that case
     return known or fingerprint(load_autoencoder(_chosen(latents, autoencoder)))
 
 
@@ -142,13 +140,13 @@ def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
 def encoded(
     model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Content, **kept
 ) -> LatentSpec:
-    """The shape, content and scale of the latents that `encoder` will store for pictures of this size.
+    """Describe the latents that `encoder` will make from pictures of size `resolution`: shape, content and scale.
 
-    store  "moments" of an AutoencoderKL's posterior, "latents" (its mean, or an AutoencoderTiny's latents), or "auto":
-           moments where there is a posterior.
-    kept   dtype and views of the dataset.
+    store  "moments" of an AutoencoderKL's posterior; "latents", its mean or an AutoencoderTiny's latents; "auto":
+           moments if there is a posterior.
+    kept   the dataset's dtype and views, for LatentSpec.
 
-    Raises ValueError if the autoencoder decodes its latents to another size.
+    Raises ValueError for a `store` that the autoencoder can't give, or if it decodes its latents to another size.
     """
     posterior = type(model).__name__ == "AutoencoderKL"
     if store == "moments" and not posterior:
@@ -177,7 +175,7 @@ def encoded(
 
 
 def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept) -> LatentSpec:
-    """As `encoded`, of pictures stored without an autoencoder, (3, R, R) in −1..1. Raises ValueError for large ones."""
+    """Like `encoded`, for pictures stored without an autoencoder, (3, R, R) in −1..1. Raises ValueError for R > 128."""
     if store == "moments":
         raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
     if resolution > PIXELS_UP_TO:
@@ -189,18 +187,13 @@ def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept)
 
 
 def patch_for(side: int, tokens: int = 256) -> int:
-    """The smallest model.patch_size, at least 2, that cuts (side, side) into at most so many tokens."""
+    """Return the smallest model.patch_size ≥ 2 that cuts latents (side, side) into at most `tokens` patches."""
     return next((p for p in range(2, side) if side % p == 0 and (side // p) ** 2 <= tokens), side)
 
 
 def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> LatentEncoder:
-    """A function from uint8 pictures (B, 3, R, R) to the numbers to store, (B, views, C or 2C, S, S) float32.
-
-    model      None: the pixels themselves are stored.
-    precision  fp32, or bf16 for autocast.
-
-    With views=2 the second view is the flipped picture.
-    """
+    """Return a function from pictures (B, 3, R, R) uint8 to the arrays to store, (B, views, C or 2C, S, S) float32.
+    model=None stores pixels; precision is "fp32", or "bf16" for autocast. A second view (latents.views) is flipped."""
     device = torch.device("cpu") if model is None else next(model.parameters()).device
 
     def encode_view(pixels: Tensor) -> Tensor:
@@ -222,12 +215,9 @@ def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32
 
 
 def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:
-    """A function from network latents (B, C, S, S) to uint8 pictures (B, 1 or 3, H, W).
-
-    autoencoder  another than latents.autoencoder, which may have moved: a name as load_autoencoder takes.
-
-    Raises ValueError if the autoencoder can't be had, or is not the one that made the latents.
-    """
+    """Return a function from network latents (B, C, S, S) to pictures (B, 1 or 3, H, W) uint8. `autoencoder` (a name as
+    in load_autoencoder) replaces latents.autoencoder. Raises ValueError if the autoencoder can't be loaded, or if
+    latents.autoencoder is not the one that made the latents."""
     if latents.autoencoder == "pixels":
         return lambda x: to_uint8(from_network(x, latents))
     name = _chosen(latents, autoencoder)

@@ -1,7 +1,7 @@
 """The CLIP score, how well pictures fit their captions: 100·max(cos, 0) of CLIP's two embeddings (arXiv 2104.08718).
 
-Its authors multiply by 2.5; with 100 it is the number that text-to-image papers print. ViT-L/14 and ViT-B/32 give
-different scores, so fid.json records the hash of the weights.
+That paper multiplies by 2.5; text-to-image papers report the score with 100. ViT-L/14 and ViT-B/32 give different
+scores, so fid.json records the hash of the weights.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,19 @@ from torch import Tensor
 from tread.encoders.pretrained import TOKENIZER, hash_of_text_model, load_pretrained
 from tread.runtime.device import exact
 
-AT_ONCE = 64  # pictures in one pass
+AT_ONCE = 64  # pictures per batch
 
 
 class ClipScore:
-    """Both towers of CLIP, in fp32.
-
-    name    a hub id, or a folder as transformers saves it.
-    sha256  the hash of its weights and its vocabulary.
-
-    Raises ValueError if it can't be loaded.
-    """
+    """CLIP with both towers, in fp32. `name` is a hub id, or a folder saved by transformers; `sha256` is the hash of
+    weights and vocabulary. Raises ValueError if the model can't be loaded."""
 
     def __init__(self, name: str, device: torch.device | str) -> None:
         known = (
             "It must be a hub id (to be downloaded once while online) or a folder of a whole CLIP, such as "
             "openai/clip-vit-large-patch14"
         )
-        parts = (TOKENIZER, ("CLIPImageProcessorPil", "CLIPImageProcessor"))  # by Pillow, as CLIP's own code resizes
+        parts = (TOKENIZER, ("CLIPImageProcessorPil", "CLIPImageProcessor"))  # Pillow resizes as in CLIP's own code
         model, (self._tokenizer, self._processor) = load_pretrained(
             f"clip={name}", name, {"clip": "CLIPModel"}, "requirements-text.txt", known, parts=parts
         )
@@ -40,7 +35,7 @@ class ClipScore:
 
     @torch.no_grad()
     def score(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
-        """(n,) float32 of pictures (n, 1 or 3, H, W) uint8, each with its caption; long ones are cut off by CLIP."""
+        """Return the scores (n,) float32 of pictures (n, 1 or 3, H, W) uint8 and their captions, cut off if long."""
         length, scores = self._model.config.text_config.max_position_embeddings, []
         cut = {"truncation": True, "max_length": length, "padding": "max_length"}
         for start in range(0, len(pictures), AT_ONCE):

@@ -1,8 +1,8 @@
-"""The Inception-v3 of 2015-12-05 whose features define FID, in plain torch.
+"""The Inception-v3 of 2015-12-05, whose features define FID, in plain PyTorch.
 
-It is the graph that the TTUR code and ADM's evaluator run in TensorFlow, and differs from later Inception-v3s:
-average pools leave the padding out, the last block's pool takes the maximum, batch norm has no scale,
-and there are 1,008 classes. Parameter names are those of pytorch-fid's weight file, which `find_weights` fetches once.
+It is the graph that the TTUR code and ADM's evaluator run in TensorFlow. It differs from later Inception-v3s: average
+pools leave out the padding, the last block's pool takes the maximum, batch norm has no scale, and there are 1,008
+classes. Parameter names are those of pytorch-fid's weight file, which `find_weights` downloads once.
 """
 
 import os
@@ -25,17 +25,17 @@ URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 VARIABLE = "TREAD_INCEPTION"
 SIZE = 299
-CPU_BATCH, GPU_BATCH = 8, 128  # pictures that `extract` takes at once
+CPU_BATCH, GPU_BATCH = 8, 128  # pictures per batch in `extract`
 Branches = dict[str, list[tuple]]
 
 
 def sizes_of(narrow: int) -> dict[str, int]:
-    """How many features of each kind a network with `narrow` times fewer channels gives."""
+    """Return the number of "pool" and "spatial" features of a network with `narrow` times fewer channels."""
     return {"pool": 2048 // narrow, "spatial": max(1, 7 // narrow) * 17 * 17}
 
 
 class Conv(nn.Module):
-    """Convolution without bias, batch norm, ReLU. `narrow` divides the channels on both sides, but not a picture's."""
+    """Convolution without bias, batch norm, ReLU. `narrow` divides both channel counts, except the 3 of a picture."""
 
     def __init__(
         self,
@@ -56,26 +56,26 @@ class Conv(nn.Module):
 
 
 def average(x: Tensor) -> Tensor:
-    """3×3 average pool at stride 1; the padding does not count."""
+    """Apply a 3×3 average pool at stride 1 that leaves out the padding."""
     return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
 
 
 def largest(x: Tensor) -> Tensor:
-    """3×3 max pool at stride 1."""
+    """Apply a 3×3 max pool at stride 1."""
     return F.max_pool2d(x, 3, stride=1, padding=1)
 
 
 def halved(x: Tensor) -> Tensor:
-    """3×3 max pool at stride 2, without padding."""
+    """Apply a 3×3 max pool at stride 2, without padding."""
     return F.max_pool2d(x, 3, stride=2)
 
 
 class Mixed(nn.Module):
-    """An Inception block: chains of convolutions side by side, and a pool, concatenated by channel.
+    """An Inception block: parallel chains of convolutions and a pool, concatenated by channel.
 
-    branches  name → its convolutions, each as (channels, size). Those of a longer chain are named <name>_1, <name>_2,
-              …; two sizes fork the chain into <name>_2a and <name>_2b. "branch_pool" sees the pooled input.
-    pool      the block's pool; `halved` is a branch of its own, and each chain then ends at stride 2 too.
+    branches  name → the chain's convolutions as (channels, size). They are named <name>_1, <name>_2, … if there are
+              several; two sizes fork the chain into <name>_2a and <name>_2b. "branch_pool" gets the pooled input.
+    pool      the block's pool; with `halved` the pooled input is a branch by itself, and each chain ends at stride 2.
     """
 
     def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):
@@ -103,7 +103,7 @@ class Mixed(nn.Module):
 
 
 def mixed_5(pooled: int) -> Branches:
-    """35×35 → 35×35."""
+    """Return the branches of a block 35×35 → 35×35; `pooled` is the number of channels of the pool's branch."""
     return {
         "branch1x1": [(64, 1)],
         "branch5x5": [(48, 1), (64, 5)],
@@ -113,7 +113,7 @@ def mixed_5(pooled: int) -> Branches:
 
 
 def mixed_6(width: int) -> Branches:
-    """17×17 → 17×17."""
+    """Return the branches of a block 17×17 → 17×17; `width` is the number of channels inside the 7×7 branches."""
     row, column = (1, 7), (7, 1)
     return {
         "branch1x1": [(192, 1)],
@@ -137,12 +137,11 @@ MIXED_7 = {  # 8×8 → 8×8
 
 
 class Inception(nn.Module):
-    """The graph from normalised pixels to features. fc is left out where a weight file lacks it.
+    """The network from normalised pixels to features; with_classes adds the layer fc, which some weight files lack.
 
-    narrow  divides all numbers of channels (1, 2, 4, 8 or 16): a cheap network of the same graph, to try the code
-            around it. Its features are not FID's.
-    sizes   how many features of each kind a picture has.
-    sha256  of the file of its weights.
+    narrow  divides all numbers of channels (1, 2, 4, 8 or 16), for cheap trials of code; its features are not FID's.
+    sizes   number of features of each kind for a picture.
+    sha256  hash of the weight file.
     """
 
     sha256 = ""
@@ -169,11 +168,9 @@ class Inception(nn.Module):
         self.fc = nn.Linear(self.sizes["pool"], 1008) if with_classes else None
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """x (n, 3, 299, 299) in about −1..1 → pool (n, 2048), spatial (n, 2023) and, with fc, probabilities (n, 1008).
-
-        spatial is TensorFlow's mixed_6/conv, its first 7 channels, flattened as (H, W, C). The probabilities are
-        those of the logits without their bias, as ADM's evaluator takes them.
-        """
+        """Map x (n, 3, 299, 299) in about −1..1 to pool (n, 2048), spatial (n, 2023) and, with fc, probabilities
+        (n, 1008). spatial is TensorFlow's mixed_6/conv, its first 7 channels, flattened as (H, W, C). Probabilities are
+        computed from logits without their bias, as in ADM's evaluator."""
         x = self._until_6d(x)  # branch1x1's channels first
         spatial = x[:, : self.sizes["spatial"] // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))  # (n, 2048, 8, 8)
@@ -183,11 +180,11 @@ class Inception(nn.Module):
         return features
 
     def feature_map(self, x: Tensor) -> Tensor:
-        """x (n, 3, 299, 299) in about −1..1 → the output of Mixed_6e, (n, 768, 17, 17): the last map of that size."""
+        """Map x (n, 3, 299, 299) in about −1..1 to the output of Mixed_6e, (n, 768, 17, 17), its last 17×17 map."""
         return self.Mixed_6e(self._until_6d(x))
 
     def _until_6d(self, x: Tensor) -> Tensor:
-        """(n, 768, 17, 17)"""
+        """Map x (n, 3, 299, 299) to the output of Mixed_6d, (n, 768, 17, 17)."""
         x = halved(self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x))))
         x = halved(self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x)))
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))  # (n, 288, 35, 35)
@@ -195,7 +192,7 @@ class Inception(nn.Module):
 
 
 def resize(x: Tensor) -> Tensor:
-    """(n, C, H, W) → (n, C, 299, 299), bilinear as TensorFlow 1 has it: pixel i lies at i·(size / 299)."""
+    """Resize (n, C, H, W) to (n, C, 299, 299), bilinearly as TensorFlow 1 does: pixel i is taken at i·(size / 299)."""
     for dim in (2, 3):
         size = x.shape[dim]
         at = torch.arange(SIZE, device=x.device, dtype=torch.float32) * (size / SIZE)
@@ -207,19 +204,19 @@ def resize(x: Tensor) -> Tensor:
 
 
 def as_input(pictures: Tensor) -> Tensor:
-    """Pictures (n, 3, H, W) uint8 → the network's input, (n, 3, 299, 299) fp32."""
+    """Convert pictures (n, 3, H, W) uint8 to the network's input (n, 3, 299, 299) fp32."""
     return resize(pictures.contiguous(memory_format=torch.channels_last).float().sub_(128).div_(128))
 
 
 def check_pictures(pictures: Tensor) -> None:
-    """Raise ValueError unless these are pictures (n, 3, H, W) uint8."""
+    """Raise ValueError unless pictures are (n, 3, H, W) uint8."""
     if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
         raise ValueError(f"pictures are {pictures.dtype} {tuple(pictures.shape)}, but must be uint8 (n, 3, H, W)")
 
 
 @torch.no_grad()
 def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
-    """Features of pictures (n, 3, H, W) uint8 by name, computed on the network's device, always in fp32."""
+    """Return the features of pictures (n, 3, H, W) uint8 by name, computed in fp32 on the network's device."""
     check_pictures(pictures)
     device = next(network.parameters()).device
     parts = pictures.split(CPU_BATCH if device.type == "cpu" else GPU_BATCH)
@@ -233,15 +230,13 @@ def _cached() -> Path:
 
 
 def at_hand(path: str | None = None) -> bool:
-    """Whether `find_weights` would fetch nothing."""
+    """Return whether find_weights would find a file without downloading."""
     return bool(path or os.environ.get(VARIABLE)) or _cached().is_file()
 
 
 def find_weights(path: str | None = None) -> Path:
-    """The weight file: `path`, else $TREAD_INCEPTION, else pytorch-fid's file in torch's cache, fetched if needed.
-
-    Raises FileNotFoundError, or ValueError for a damaged file in the cache.
-    """
+    """Return the weight file: `path`, else $TREAD_INCEPTION, else pytorch-fid's file in torch's cache, downloaded if
+    needed. Raises FileNotFoundError, or ValueError if the cached file is damaged."""
     if given := path or os.environ.get(VARIABLE):
         if not Path(given).is_file():
             raise FileNotFoundError(f"{given} is not there; inception=… or {VARIABLE} must name the Inception weights")
@@ -251,7 +246,7 @@ def find_weights(path: str | None = None) -> Path:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             check_answer(URL, lambda url, seconds: urlopen(Request(url, method="HEAD"), timeout=seconds).status or 200)
-            torch.hub.download_url_to_file(URL, str(file), hash_prefix=SHA256)  # named once its hash is right
+            torch.hub.download_url_to_file(URL, str(file), hash_prefix=SHA256)  # renamed after the check of its hash
         except (RuntimeError, OSError) as error:  # URLError is an OSError
             raise FileNotFoundError(
                 f"the Inception weights could not be fetched ({error}). On a machine without internet, fetch {URL} "
@@ -263,9 +258,9 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """The frozen network of a file in pytorch-fid's names, with fc or without. Raises ValueError for other weights."""
+    """Load a frozen network from a file in pytorch-fid's names, with or without fc. Raises ValueError for others."""
     state = read_state_dict(path, "any")
-    channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 of FID's network
+    channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 in FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)
     try:
         network.load_state_dict(state)

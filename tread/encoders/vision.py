@@ -1,11 +1,10 @@
-"""Encoders of pictures; a network is aligned with their patch features.
+"""Picture encoders, with whose patch features a network can be aligned in training.
 
-    inception        the FID Inception's map of 17×17×768, see inception.py: no further package, no download of its own
+    inception        the FID Inception's map of 17×17×768 (inception.py): no further package, no download of its own
     dinov2-s|b|l|g   DINOv2 from the hub, or a hub id or a folder of such a model, by transformers
-    module:function  anything that maps pictures (B, 3, H, W) uint8 to (B, T, z), T a square number, tokens row by row;
-                     a torch module does too
+    module:function  a function or torch module: pictures (B, 3, H, W) uint8 → (B, T, z), T = side², row by row
 
-All run frozen, in fp32, whatever the training's precision.
+All are frozen and run in fp32, whatever the precision of training.
 """
 
 import functools
@@ -32,11 +31,11 @@ from tread.runtime.device import exact
 DINOV2 = {f"dinov2-{size[0]}": f"facebook/dinov2-{size}" for size in ("small", "base", "large", "giant")}
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of RGB
 INCEPTION_GRID = 16
-WIDTHS = {"inception": 768, "dinov2-s": 384, "dinov2-b": 768, "dinov2-l": 1024, "dinov2-g": 1536}  # z, without loading
+WIDTHS = {"inception": 768, "dinov2-s": 384, "dinov2-b": 768, "dinov2-l": 1024, "dinov2-g": 1536}  # z
 
 
 class Cost(NamedTuple):
-    """The tokens of one picture, their width, and the FLOPs to compute them."""
+    """Number T and width z of one picture's tokens, and the FLOPs to compute them."""
 
     tokens: int
     width: int
@@ -45,12 +44,12 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Pictures (B, 3, H, W) uint8 → features (B, T, z) float32 of T = side² tokens, row by row.
+    """A frozen encoder from pictures (B, 3, H, W) uint8 to features (B, T, z) float32 of T = side² tokens, row by row.
 
-    name         the recorded name: encoders of one name are taken for the same.
-    run          the network, without the grid's average.
-    fingerprint  hash of its weights, and of the module's source for the user's own.
-    grid         tokens along a side, to which finer features are averaged; None: as many as the encoder has.
+    name         the recorded name; encoders of one name are taken to be the same.
+    run          the network, without the averaging to `grid`.
+    fingerprint  hash of the weights, and for module:function of the module's source.
+    grid         tokens along a side, to which finer features are averaged; None: as many as the encoder gives.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
-        """Runs on the encoder's device. Raises ValueError for features that are no (B, T, z), or too coarse."""
+        """Return features (B, T, z) on the encoder's device. Raises ValueError for other shapes and for T < grid²."""
         check_pictures(pictures)
         with exact():
             features = self.run(pictures.to(self.device)).float()
@@ -83,10 +82,8 @@ class Encoder:
             return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2)
 
     def cost(self, height: int) -> Cost:
-        """The cost of one picture of that height: matrix products and convolutions alone, 2 FLOPs a multiply-add.
-
-        Raises ValueError as `encode`, and for features that are not finite.
-        """
+        """Return the cost of one square picture: matrix products and convolutions only, 2 FLOPs per multiply-add.
+        Raises ValueError as `encode` does, and for features that are not finite."""
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             features = self.encode(torch.zeros(1, 3, height, height, dtype=torch.uint8))
         if not features.isfinite().all():
@@ -97,7 +94,7 @@ class Encoder:
 
 
 def encoder_name(name: str) -> str:
-    """The name that is recorded: DINOv2's short names for its hub ids, folders in full, others as given."""
+    """Return the name to record: DINOv2's short names for its hub ids, absolute paths for folders, others as given."""
     short = {hub_id: short for short, hub_id in DINOV2.items()}
     return short.get(name) or (str(Path(name).resolve()) if Path(name).is_dir() else name)
 
@@ -105,11 +102,8 @@ def encoder_name(name: str) -> str:
 def open_encoder(
     name: str, device: torch.device | str, *, grid: int | None = None, inception: str | None = None
 ) -> Encoder:
-    """The encoder of a name, see above. Raises ValueError or OSError if it can't be loaded.
-
-    grid       see Encoder.
-    inception  the file of the Inception's weights; None: as find_weights finds it.
-    """
+    """Return the encoder of a name (see the top of this file). Raises ValueError or OSError if it can't be loaded.
+    `grid`: tokens along a side (see Encoder); `inception`: the Inception's weight file (None: see find_weights)."""
     device, recorded = torch.device(device), encoder_name(name)
     if name == "inception":
         network, grid = load_inception(find_weights(inception), device), grid or INCEPTION_GRID
@@ -134,10 +128,10 @@ def open_encoder(
 
 
 def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor:
-    """(B, T, 768): the map at the tokens' centres, linear between its cells and constant beyond the outer ones.
+    """Return the Inception's map at the tokens' centres, (B, T, 768) with T = max(grid, 16)² (averaged later to grid²).
 
-    Cell i of 17 looks at pixel 21 + 16·i of 299, and pixel p of 299 is taken at p·(size / 299), see `resize`. Fewer
-    than 16 tokens along a side are averages of the 16.
+    The map is interpolated linearly between its 17×17 cells and is constant beyond the outer ones. Cell i looks at
+    pixel 21 + 16·i of 299, and pixel p of 299 is taken at p·(size / 299), see `resize`.
     """
     maps = network.feature_map(as_input(pictures))
     rows, columns = (_between(max(grid, INCEPTION_GRID), size, maps.device) for size in pictures.shape[2:])
@@ -145,7 +139,7 @@ def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor
 
 
 def _between(grid: int, size: int, device: torch.device) -> Tensor:
-    """(grid, 17): the weight of each cell along a side in each token; rows sum to 1."""
+    """Return the weights (grid, 17) of a map's 17 cells along a side of `size` pixels in each token; rows sum to 1."""
     centres = (torch.arange(grid, device=device) + 0.5) * size / grid - 0.5  # in the picture's pixels
     at = ((centres * SIZE / size - 21) / 16).clamp(0, 16)
     return (1 - (at[:, None] - torch.arange(17, device=device)).abs()).clamp(min=0)
@@ -155,10 +149,10 @@ def _between(grid: int, size: int, device: torch.device) -> Tensor:
 
 
 def _dinov2_tokens(model: nn.Module, pictures: Tensor) -> Tensor:
-    """(B, T, z): patch tokens behind the last norm, of pictures normalised and then resized to 7/8 of their size.
+    """Return the patch tokens (B, T, z) after the last norm, without the class token.
 
-    256² become 224², 16×16 patches of 14; other sizes go to the nearest whole number of patches, at least one.
-    The model resamples its positions to them, bicubically. The class token is left out.
+    Pictures are normalised and then resized to 7/8 of their size: 256² become 224², 16×16 patches of 14. Other sizes go
+    to the nearest whole number of patches, at least one. The model resamples its positions to them bicubically.
     """
     mean, std = torch.tensor(IMAGENET, device=pictures.device)[..., None, None]
     patch = model.config.patch_size
@@ -171,7 +165,7 @@ def _dinov2_tokens(model: nn.Module, pictures: Tensor) -> Tensor:
 
 
 def _load_function(name: str) -> Callable[[Tensor], Tensor]:
-    """The callable of module:function; the module may lie in the current folder. Raises ValueError."""
+    """Import the callable module:function; the module may be in the current folder. Raises ValueError if that fails."""
     module, _, function = name.partition(":")
     if "" not in sys.path and (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
@@ -182,7 +176,7 @@ def _load_function(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _own_fingerprint(name: str, run: Callable[[Tensor], Tensor]) -> str:
-    """Hex sha256 of a Python module's source and a torch module's weights; files that a function loads are not seen."""
+    """Return the hex sha256 of a module's source and of a torch module's weights, not of files that the code loads."""
     source = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
     digest = hashlib.sha256(Path(source).read_bytes() if source else b"")
     if isinstance(run, nn.Module):

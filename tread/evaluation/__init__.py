@@ -1,1 +1,1 @@
-"""Numbers on samples and networks: loss on held-out data, scores of pictures against a reference."""
+"""Measures networks and samples: loss on held-out data, scores of pictures against a reference."""

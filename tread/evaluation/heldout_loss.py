@@ -1,8 +1,8 @@
-"""Full-token loss on held-out data, with noise that is the same for all runs.
+"""Loss on held-out data with all tokens and with noise that is the same for all runs.
 
-This is the number to compare runs by: the training loss of a routed network is higher than that of a dense one, and
-says nothing about what it does with all tokens. EDM's is the loss weighted as in training, at its noise levels,
-rectified flow's the velocity error at uniform times.
+Compare runs by this number: a routed network's training loss is higher than a dense one's, and does not tell how it
+does with all tokens. EDM's loss is weighted as in training, at its noise levels; rectified flow's is the velocity error
+at uniform times.
 """
 
 import torch
@@ -16,10 +16,10 @@ from tread.runtime.randomness import seeded_normal
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
-    """Sample and noise level of evaluation points, both (n,) int64.
+    """Return the sample and the noise level of the evaluation points `numbers`, both (n,) int64.
 
-    With fewer points than samples they are spread over all samples, so that each class has its
-    share; with more, each sample comes in turn and meets the noise levels one after the other.
+    With fewer points than samples, the points are spread evenly over the samples, so that each class has its share.
+    Otherwise point k takes sample k % samples, with the next noise level in each further round over the samples.
     """
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels
@@ -35,10 +35,10 @@ def read_points(
     device: torch.device,
     stream: str = "evaluation",
 ) -> tuple[Tensor, Condition, Tensor, Tensor]:
-    """Latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S) of evaluation points.
+    """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S).
 
-    All on a device; arguments as in `heldout_loss`, and stream names what the noise is for. Stored moments give their
-    mean, and several captions their first.
+    Other arguments are those of `heldout_loss`; noise depends on `stream` and the points' numbers alone. Stored moments
+    give their mean, and of several captions the first is taken.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())
@@ -52,11 +52,11 @@ def read_points(
 def heldout_loss(
     process: Process, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
 ) -> Tensor:
-    """Loss of some of the evaluation points, (n,) fp32 on the network's device; each point has noise of its own.
+    """Return the losses of the evaluation points `numbers`, (n,) fp32 on the network's device; each has its own noise.
 
-    numbers       (n,) int64 in 0..points−1, see `point`.
-    points        how many there are in all.
-    noise_levels  how many are used, see Process.evaluation_levels.
+    numbers       (n,) int64 in 0..points−1.
+    points        total number of points.
+    noise_levels  number of noise levels, as Process.evaluation_levels takes it.
     """
     device = next(network.parameters()).device
     return process.evaluation_loss(network, *read_points(process, data, numbers, points, noise_levels, device))

@@ -1,9 +1,9 @@
-"""Sets of pictures to be scored: ADM's .npz batches, folders and tars, read a part at a time; and their features.
+"""Opens sets of pictures to be scored, which are read in parts, and extracts their Inception features.
 
-batch.npz        arr_0 (n, H, W, 3) uint8, as ADM's evaluator reads and writes it
-folder or tar    JPEG, PNG, WebP or TIFF files of one size, sorted by name, subfolders included; photos.tar/val
-                 is a folder inside a tar
-dataset's folder the pictures that were kept with its latents, or the latents where they are pixels
+batch.npz         arr_0 (n, H, W, 3) uint8, as ADM's evaluator reads and writes it
+folder or tar     JPEG, PNG, WebP or TIFF files of one size, sorted by name, with subfolders; photos.tar/val is a
+                  folder inside a tar
+dataset's folder  the pictures that were kept with its latents, or the latents if they are pixels
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from tread.preparing.photos import Faults, is_picture, told
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256, size_text, whole_file
 
-THREADS = 8  # that decode a folder's pictures
-PART = 256  # pictures of a part, where there are enough of them
-PARTS = 64  # there are at least so many, where a batch allows it, for the processes to share
-# what the zip and NumPy readers raise for files that are damaged, encrypted or something else
+THREADS = 8  # threads that decode a folder's pictures
+PART = 256  # pictures in a part, if there are enough
+PARTS = 64  # at least so many parts for processes to share, if each can hold a batch
+# raised by the zip and NumPy readers for files that are damaged, encrypted or of another format
 UNREADABLE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError, RuntimeError)
 
 
@@ -46,10 +46,10 @@ class Pictures:
     where       their file or folder, for messages.
     resolution  (H, W)
     sha256      of the file, or of a folder's names and contents.
-    read        (start, stop) → (n, 3, H, W) uint8; fastest going forward. Raises ValueError; given a list too, it adds
-                damaged files to it instead, and leaves them out.
-    skip        whether damaged files are left out, instead of refused.
-    damaged     files that are left out, with the reasons.
+    read        (start, stop) → (n, 3, H, W) uint8, fastest in ascending order; raises ValueError for damaged files.
+                With a third argument, a list, it leaves them out and appends (name, reason) to the list.
+    skip        whether damaged files are left out instead of refused.
+    damaged     (name, reason) of the files that are left out.
     """
 
     where: str
@@ -62,11 +62,11 @@ class Pictures:
 
 
 def open_pictures(path: Path, crop: Crop | None, processes: Processes, skip: bool = False) -> Pictures:
-    """Open a set of pictures and check all that can be checked without decoding it; all processes do so together.
+    """Open a set of pictures and check all that can be checked without decoding; all processes must call this together.
 
-    crop  prepare photos of a folder or tar as those of training: converted to RGB, and ADM's centre crop.
-          None: they must be RGB of 8 bits and of one size, and are taken as they are stored.
-    skip  leave damaged files of a folder or tar out, instead of naming all of them in an error.
+    crop  prepare photos of a folder or tar as for training: converted to RGB and cropped as ADM does. None: pictures
+          must be 8-bit RGB of one size, and are taken as they are.
+    skip  leave out damaged files of a folder or tar, instead of raising an error that names them all.
 
     Raises FileNotFoundError, or ValueError that names what is wrong.
     """
@@ -103,7 +103,7 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
 
 
 class Npz:
-    """Arrays of an .npz. Never unpickles. Raises ValueError for a file that is damaged or no .npz."""
+    """The arrays of an .npz, read without unpickling. Raises ValueError for a file that is damaged or no .npz."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,7 +119,7 @@ class Npz:
             raise ValueError(f"{self.path} is damaged or no NumPy archive: {error}") from error
 
     def rows(self, name: str) -> tuple[tuple[int, ...], np.dtype, Callable[[int, int], np.ndarray]]:
-        """Shape and dtype of a large array, and a function (start, stop) → its rows, which alone are in memory."""
+        """Return a large array's shape, its dtype, and a function (start, stop) → rows that loads these rows alone."""
         with self._explained():
             file = self._zip.open(f"{name}.npy")
             version = np.lib.format.read_magic(file)
@@ -139,7 +139,7 @@ class Npz:
         return shape, dtype, read
 
     def read(self, name: str) -> np.ndarray:
-        """A whole array."""
+        """Load a whole array."""
         with self._explained(), np.load(self.path, allow_pickle=False) as arrays:
             return arrays[name]
 
@@ -159,7 +159,7 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
 
 
 def hash_of(path: Path, processes: Processes) -> str:
-    """A file's sha256, found by the main process, which says so where that may take a while."""
+    """Return a file's sha256, computed by the main process, which announces it for large files."""
     if (size := path.stat().st_size) > 2e8:
         processes.say(f"reading {path}, {size_text(size)}, for its hash")
     return processes.from_main(lambda: sha256(path))
@@ -173,11 +173,11 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
         folders = sorted({name.rpartition("/")[0] for name in store.names})
         raise ValueError(f"{path} has no pictures in {inside or './'}, but folders like {', '.join(folders[:3])}")
     how, prepared = (crop.orientation, crop.alpha) if crop else (), f"crop {crop and crop.size}"
-    if crop and crop != Crop(crop.size):  # features that were kept before there was a choice are still right
+    if crop and crop != Crop(crop.size):  # older caches, made without a choice, stay valid
         prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
 
     def decode(name: str) -> np.ndarray | str:
-        """The picture, or why it can't be read."""
+        """Return the picture (H, W, 3) uint8, or the reason why it can't be read."""
         try:
             image = read_rgb(store.read(name), *how)
         except (ValueError, OSError) as error:
@@ -200,7 +200,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
                 sizes.setdefault((crop.size, crop.size) if crop else size, name)
                 if mode != "RGB" and not crop:
                     modes.append((name, mode))
-        if (damaged or modes) and not skip:  # it ends here: name those too that are found by decoding alone
+        if (damaged or modes) and not skip:  # before the error: find those too that only fail in decoding
             processes.say(f"looking for all damaged pictures in {path}")
             damaged = [(name, why) for name in names if isinstance(why := decode(name), str)]
         check_damage(path, [] if skip else damaged, modes)
@@ -231,7 +231,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
 
 
 def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
-    """Raise ValueError that names all damaged files, with the reasons, and all pictures whose mode is not RGB."""
+    """Raise ValueError that lists all damaged pictures with reasons, and all pictures not in RGB with their modes."""
     texts = told("damaged pictures", damaged, " can't be read as a picture ({})")
     texts += ["Replace or remove them, or leave them out with on_error=skip"] if damaged else []
     texts += told("pictures that are not RGB", modes, " is of mode {}")
@@ -241,18 +241,16 @@ def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
 
 
 def part_size(count: int, batch_size: int) -> int:
-    """The number of pictures in a part: whole batches. It depends on the count, not on the processes."""
+    """Return the number of pictures in a part: whole batches, whatever the number of processes."""
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 
 def extract_all(
     pictures: Pictures, folder: Path, network: Inception, processes: Processes
 ) -> tuple[Pictures, ShardStore]:
-    """The undamaged pictures and their features, cached in `folder` under the hashes of pictures and weights.
-
-    Each process extracts its share of the missing ones. Raises a ValueError that names all damaged pictures, unless
-    the set skips them.
-    """
+    """Extract the features of all undamaged pictures; return these pictures and the store of their features, which is
+    cached in `folder` under the hashes of pictures and weights. Each process extracts a share. Raises ValueError that
+    names all damaged pictures, unless pictures.skip is set."""
     plan = {"pictures": pictures.sha256, "inception": network.sha256}
     pieces = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
     parts = ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, pieces)
@@ -281,10 +279,7 @@ def extract_all(
 
 
 def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> None:
-    """Write pictures, given in parts (b, C, H, W) uint8, as ADM's evaluator reads them: arr_0 (n, H, W, C).
-
-    labels  (n,) int64, one for each picture, written as arr_1.
-    """
+    """Write pictures, in parts (b, C, H, W) uint8, as ADM's arr_0 (n, H, W, C), and labels (n,) int64 as arr_1."""
     parts = (part.transpose(0, 2, 3, 1) for part in pictures)
     first = next(parts)
     header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *first.shape[1:])}

@@ -1,7 +1,7 @@
-"""The table of all metrics: how each is called, which way is better, and how Inception features give it.
+"""The table of all metrics: their names, which direction is better, and how they are computed from Inception features.
 
-A metric is added by one line, `METRICS["mine"] = Metric("my metric", "lower")`, here or in a file of its own: whatever
-scores, records, draws, compares or tabulates metrics looks them up here when it runs. The order is that of columns.
+To add a metric, add a line `METRICS["mine"] = Metric("my metric", "lower")` here or in a file of your own. Scoring,
+records, figures and tables look metrics up here when they run; the order of METRICS is the order of their columns.
 """
 
 import functools
@@ -15,19 +15,22 @@ from tread.evaluation.reference import FeatureSets
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that fid.json and metrics.jsonl hold under a key.
+    """A number that fid.json or metrics.jsonl stores under a key.
 
-    display   its name in narrow tables; `long`: where there is room, "" if it is the same.
-    better    which values are better; None: neither. unit: of the values, for axes.
-    of        "samples": fid.py gives it, and maybe a training too; "demo": a training alone, at its end; "heldout": the
-              loss on held-out data by which runs are compared; "training": a number of each log.
-    compared  whether tables that compare runs have a column of it.
-    curve     whether a training measures it again and again; log: whether its axis is logarithmic.
-    alike     settings that runs must share for it to mean the same, beside those that all metrics need.
-    count     the key under which a training records how many samples it is of; "" without one.
-    real      the endings of its key where the same number is of real pictures.
-    compute   its value from features of samples and reference; None: another scorer gives it.
-    needs     the part of a reference that `compute` looks at: "statistics", "pictures", or None.
+    display   name in narrow tables.
+    better    direction of better values; None: neither.
+    unit      unit of the values, for axes.
+    long      name where there is room; "": the same as display.
+    of        who measures it. "samples": fid.py, and maybe a training too; "demo": a training, at its end; "heldout":
+              a training, as a loss on held-out data by which runs are compared; "training": each log line.
+    compared  whether tables that compare runs have a column for it.
+    curve     whether a training measures it repeatedly.
+    log       whether its axis is logarithmic.
+    alike     settings that runs must share for its values to be comparable, besides those that all metrics need.
+    count     key under which a training records its number of samples; "": none.
+    real      suffixes of the keys that hold the same number for real pictures.
+    compute   computes it from features of samples and reference; None: another scorer gives it.
+    needs     the part of a reference that `compute` uses; None: no reference.
     """
 
     display: str
@@ -50,17 +53,17 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """For an axis: "FID, lower is better"."""
+        """Title, unit and direction for an axis: "FID, lower is better"."""
         return ", ".join(filter(None, (self.title, self.unit, self.better and f"{self.better} is better")))
 
     @property
     def arrow(self) -> str:
-        """Where better values lie."""
+        """An arrow in the direction of better values, or ""."""
         return {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
 
     @property
     def best(self) -> Callable:
-        """min or max, whichever finds the best value."""
+        """The function, min or max, that finds the best value."""
         return max if self.better == "higher" else min
 
 
@@ -76,7 +79,7 @@ _judged = functools.partial(Metric, curve=False, count="demo_samples")
 _log = functools.partial(Metric, of="training", compared=False)
 METRICS: dict[str, Metric] = {
     "eval_loss": Metric("evaluation loss", "lower", of="heldout", alike=("edm", "rf")),
-    "eval_velocity": Metric("velocity error", "lower", of="heldout"),  # the same for all densities and weights
+    "eval_velocity": Metric("velocity error", "lower", of="heldout"),  # independent of time density and weights
     "fid": Metric(
         "FID", "lower", alike=("edm", "rf.shift"), count="fid_samples", compute=_frechet("pool"), needs="statistics"
     ),
@@ -110,20 +113,20 @@ METRICS: dict[str, Metric] = {
 
 
 def with_real(names: Iterable[str]) -> list[str]:
-    """Keys of metrics, each followed by the keys of the same number for real pictures."""
+    """Return keys of metrics, each followed by the keys that hold the same number for real pictures."""
     return [name + end for name in names for end in ("", *METRICS[name].real)]
 
 
 def names_of(what: str) -> list[str]:
-    """The metrics of "samples", "demo", "heldout" or "training", see `Metric.of`."""
+    """Return the keys of the metrics whose `of` is "samples", "demo", "heldout" or "training"."""
     return [name for name, metric in METRICS.items() if metric.of == what]
 
 
 def heldout_titles() -> dict[str, str]:
-    """Titles of the losses on held-out data, by the names that `Process.evaluation` gives them."""
+    """Return {key: title} of the losses on held-out data; the keys are those of `Process.evaluation`."""
     return {name: METRICS[name].title for name in names_of("heldout")}
 
 
 def feature_metrics() -> list[str]:
-    """The metrics that are computed from Inception features."""
+    """Return the keys of the metrics that are computed from Inception features."""
     return [name for name, metric in METRICS.items() if metric.compute]

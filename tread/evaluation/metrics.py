@@ -1,7 +1,7 @@
 """Distances between sets of pictures, as pure functions of their features.
 
-The numbers are those of ADM's evaluator (Dhariwal & Nichol 2021, arXiv 2105.05233): FID and sFID are
-`frechet_distance` of two kinds of features, then Inception Score, precision and recall; KID is an extra.
+The numbers are those of ADM's evaluator (Dhariwal & Nichol 2021, arXiv 2105.05233): FID and sFID (`frechet_distance`
+of two kinds of features), Inception Score, precision and recall; and KID, which ADM does not have.
 """
 
 import functools
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 NEIGHBOURS = 3  # k of precision and recall
-SPLIT = 5000  # pictures of an Inception Score's split
+SPLIT = 5000  # pictures in a split of the Inception Score
 BLOCK_NUMBERS = 2**25  # numbers in a block of distances: 128 MB in fp32, of which two live at a time
-Seen = Callable[[int], object]  # told how many rows of a long work are done
+Seen = Callable[[int], object]  # called with a number of rows that are done, for progress bars
 
 
 def nobody(rows: int) -> None:
-    """For work that nobody watches."""
+    """Ignore the progress of a computation."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and covariance of features that come in parts, in float64.
+    """Mean and covariance, in float64, of features that come in parts.
 
-    count    features seen.
+    count    number of features.
     mean     (D,)
     scatter  (D, D), the sum of (x − mean)(x − mean)ᵀ.
     """
@@ -38,53 +38,54 @@ class Moments:
 
     @classmethod
     def of(cls, features: np.ndarray) -> "Moments":
-        """The moments of features (n, D), n at least 1."""
+        """Return the moments of features (n, D), n at least 1."""
         features = features.astype(np.float64)
         mean = features.mean(axis=0)
-        centred = torch.from_numpy(features - mean)  # torch's threads, which launchers do not take away
+        centred = torch.from_numpy(features - mean)  # torch's threads, as launchers may limit NumPy's
         return cls(len(features), mean, (centred.T @ centred).numpy())
 
     @classmethod
     def of_parts(cls, parts: Iterable[np.ndarray]) -> "Moments":
-        """The moments of at least one part (n, D), taken together; holds one part at a time."""
+        """Return the joint moments of one or more parts (n, D), with one part in memory at a time."""
         return functools.reduce(cls.merge, map(cls.of, parts))
 
     def merge(self, other: "Moments") -> "Moments":
-        """The moments of both sets together; their order changes rounding alone (Chan, Golub & LeVeque 1983)."""
+        """Return the moments of both sets together (Chan, Golub & LeVeque 1983); their order only affects rounding."""
         count, offset = self.count + other.count, other.mean - self.mean
         scatter = self.scatter + other.scatter + np.outer(offset, offset) * (self.count * other.count / count)
         return Moments(count, self.mean + offset * (other.count / count), scatter)
 
     def pack(self) -> Tensor:
-        """As one row of numbers (1 + D + D·D,) float64, to be sent to another process."""
+        """Return the moments as one row (1 + D + D·D,) float64, to send to another process."""
         return torch.from_numpy(np.concatenate([[self.count], self.mean, self.scatter.ravel()]))
 
     @classmethod
     def unpack(cls, row: Tensor) -> "Moments":
-        """The inverse of `pack`."""
+        """Invert `pack`."""
         numbers = row.cpu().numpy()
-        size = (math.isqrt(4 * len(numbers) - 3) - 1) // 2  # of 1 + D + D·D
+        size = (math.isqrt(4 * len(numbers) - 3) - 1) // 2  # D of 1 + D + D·D
         return cls(int(numbers[0]), numbers[1 : 1 + size], numbers[1 + size :].reshape(size, size))
 
     @property
     def gaussian(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean (D,) and unbiased covariance (D, D) of at least 2 features, as `frechet_distance` takes them."""
+        """Mean (D,) and unbiased covariance (D, D), as `frechet_distance` takes them; needs at least 2 features."""
         return self.mean, self.scatter / (self.count - 1)
 
 
 def _factor(covariance: np.ndarray) -> Tensor:
-    """A (D, rank) with A·Aᵀ equal to a positive semi-definite matrix; eigenvalues that are rounding are left out."""
+    """Return A (D, rank) with A·Aᵀ equal to a positive semi-definite matrix; eigenvalues at rounding level are left
+    out."""
     values, vectors = torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64)))
     kept = values > values[-1].clamp(min=0) * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, kept] * values[kept].sqrt()
 
 
 def frechet_distance(mean1: np.ndarray, covariance1: np.ndarray, mean2: np.ndarray, covariance2: np.ndarray) -> float:
-    """Squared Fréchet distance of two Gaussians (Heusel et al. 2017, arXiv 1706.08500).
+    """Return the squared Fréchet distance of two Gaussians (Heusel et al. 2017, arXiv 1706.08500).
 
-    |μ₁−μ₂|² + tr Σ₁ + tr Σ₂ − 2·tr (Σ₁Σ₂)^½. With Σ = A·Aᵀ the last trace is the sum of the singular
-    values of A₁ᵀ·A₂: real by construction, and exact on rank-deficient input, where roots of the
-    eigenvalues of Σ₁Σ₂ lose half the digits. Raises ValueError for numbers that are not finite.
+    |μ₁−μ₂|² + tr Σ₁ + tr Σ₂ − 2·tr (Σ₁Σ₂)^½. With Σ = A·Aᵀ the last trace is the sum of the singular values of A₁ᵀ·A₂,
+    which is real, and exact for rank-deficient covariances; roots of the eigenvalues of Σ₁Σ₂ lose half the digits.
+    Raises ValueError for numbers that are not finite.
     """
     if not all(np.isfinite(array).all() for array in (mean1, covariance1, mean2, covariance2)):
         raise ValueError("means or covariances hold numbers that are not finite")
@@ -95,10 +96,10 @@ def frechet_distance(mean1: np.ndarray, covariance1: np.ndarray, mean2: np.ndarr
 
 
 def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
-    """exp(mean KL(p(y|x) ‖ p(y))) (Salimans et al. 2016, arXiv 1606.03498), averaged over splits.
+    """Return exp(mean KL(p(y|x) ‖ p(y))) (Salimans et al. 2016, arXiv 1606.03498), averaged over splits.
 
-    probabilities  (n, classes), rows that sum to 1, in the pictures' order: each `split` of them is a
-                   score of its own, the rest that is left over too, as ADM has it.
+    probabilities  (n, classes), rows that sum to 1, in the pictures' order. Every `split` rows are scored alone, and so
+                   is a shorter last split, as in ADM's evaluator.
     """
     scores = []
     for start in range(0, len(probabilities), split):
@@ -109,15 +110,14 @@ def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
 
 
 def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> tuple[float, float]:
-    """Improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991) of features (n, D), (m, D) fp32.
+    """Return improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991); features (n, D), (m, D) fp32.
 
-    Precision is the share of samples that lie within the reference's manifold, recall the share of
-    the reference within the samples'. A manifold is the union of balls around its points up to the
-    k-th neighbour, the point itself not counted; a point on a ball's edge lies within. Distances are
-    fp32; ADM's evaluator takes them in fp16 where they are finite.
+    Precision is the share of samples inside the reference's manifold, recall the share of the reference inside the
+    samples'. A manifold is the union of closed balls around its points; a ball reaches to the point's k-th neighbour
+    other than itself, k = NEIGHBOURS. Distances are fp32; ADM's evaluator takes them in fp16 where they are finite.
 
-    Both sets must lie on one device and have more than k = NEIGHBOURS points; BLOCK_NUMBERS distances are
-    held at a time. seen is told rows as they are done, 2·(n + m) in all.
+    Both sets must be on one device and have more than k points. BLOCK_NUMBERS distances are in memory at a time. `seen`
+    is called with the number of rows done, 2·(n + m) in all.
     """
     centre = reference.mean(dim=0)  # |a|² − 2ab + |b|² loses digits far from the origin
     reference, samples = reference - centre, samples - centre
@@ -126,7 +126,7 @@ def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = nobody) ->
 
 
 def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
-    """Squared distances (block, len(columns)) of rows to columns, a block of rows after the other."""
+    """Yield the squared distances (block, len(columns)) of rows to columns, one block of rows after the other."""
     norms = columns.square().sum(dim=1)
     for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):
         yield torch.addmm(norms, part, columns.T, alpha=-2).add_(part.square().sum(dim=1, keepdim=True)).clamp_(min=0)
@@ -134,23 +134,21 @@ def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
 
 
 def _radii(features: Tensor, seen: Seen) -> Tensor:
-    """(n,) squared distance of each to its k-th neighbour: the k+1 nearest hold the point itself."""
+    """Return each point's squared distance to its k-th neighbour, (n,); the point itself is not counted."""
     blocks = _distances(features, features, seen)
     return torch.cat([block.topk(NEIGHBOURS + 1, dim=1, largest=False).values[:, -1] for block in blocks])
 
 
 def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float:
-    """Share of the points that lie within a ball."""
+    """Return the share of points that lie inside or on one of the balls with these centres and squared radii."""
     inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, seen))
     return inside.item() / len(points)
 
 
 def kernel_distance(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> float:
-    """KID, the unbiased squared MMD under (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401).
-
-    It takes all pairs of features (n, D), (m, D) fp32, n and m at least 2, where others estimate it by a mean over
-    random subsets. seen is told rows as they are done, n + 2·m in all.
-    """
+    """Return KID, the unbiased squared MMD under (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401), of all pairs
+    of features (n, D), (m, D) fp32, n and m at least 2; other code averages over random subsets. `seen` is called with
+    the number of rows done, n + 2·m in all."""
 
     def sums(rows: Tensor, columns: Tensor) -> Iterator[float]:
         for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):

@@ -1,6 +1,5 @@
-"""Prompts of a text network: read, checked, and encoded by its training's own encoder; and the captions of held-out
-pictures, which it is scored on. Its labels, 0 to n−1, are the numbers of its prompts.
-"""
+"""Reads a text network's prompts and encodes them with the text encoder of its training; opens captions of held-out
+pictures, on which text networks are scored. The labels of a text network are the numbers 0..n−1 of its prompts."""
 
 import hashlib
 import itertools
@@ -21,15 +20,13 @@ from tread.diffusion.labels import class_labels, spread_classes
 from tread.encoders.language import TextEncoder, encoder_for
 from tread.models.conditions import Text
 
-NOTED = 3  # prompts that are named where something holds of many
+NOTED = 3  # prompts that a warning names at most
 HELDOUT = "heldout"
 
 
 def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
-    """The prompt, or those of a file, one a line; none where neither is given.
-
-    Raises OSError, or ValueError for both at once, an empty prompt, an empty file or one that is not UTF-8.
-    """
+    """Return the prompt, or the prompts of a file with one per line; () if neither is given. Raises OSError, or
+    ValueError if both are given, a prompt or the file is empty, or the file is not UTF-8."""
     if prompt is not None and file is not None:
         raise ValueError("prompt=… and prompts=… are both given: name one prompt, or a file of them")
     if file is None:
@@ -43,10 +40,8 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
 
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
-    """The labels that are asked for: classes (None: ten, spread over all), or the prompts' numbers.
-
-    Raises ValueError for what the network does not take, and for a text network without a prompt.
-    """
+    """Return the labels to draw: the classes (None: ten, spread over all), or the prompts' numbers for a text network.
+    Raises ValueError for classes or prompts that the network does not take, and for a text network without a prompt."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
@@ -62,12 +57,9 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
 def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
-    """Prompts as the network sees them, and notes on words that it never met and on what is cut off.
-
-    place  where the encoder lies now, a hub id or folder; None: where it lay at training.
-
-    Raises ValueError if the encoder can't be had, or is another one by its hash.
-    """
+    """Encode prompts for the network; also return notes on unknown words and on prompts that are cut off. `place` is
+    the text encoder's hub id or folder; None: the one that the training used. Raises ValueError if it can't be loaded,
+    or is not the training's by its hash."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(
             f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"
@@ -82,12 +74,12 @@ def encode_prompts(
 
 
 def brief(prompt: str) -> str:
-    """A prompt in a message: the beginning of a long one."""
+    """Shorten a prompt for a message: a long one is cut off."""
     return prompt if len(prompt) <= 60 else prompt[:59] + "…"
 
 
 def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
-    """Notes on what does not reach the network, for the first prompts of which that holds."""
+    """Return notes on what does not reach the network (unknown words, cut ends), for the first prompts concerned."""
     tokens, notes = encoder.spec.tokens, []
     for prompt, length in zip(prompts, encoder.lengths(prompts)):
         shown = repr(brief(prompt))
@@ -104,11 +96,11 @@ def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
 class ScoredPrompts:
     """Captions by number, in the order of their pictures.
 
-    folder  of the dataset that they are of.
-    count   of captions.
-    sha256  of the dataset, its captions and what encoded them.
-    read    numbers (n,) → what the network sees.
-    words   the captions as people read them, where these are asked for.
+    folder  of the captions' dataset.
+    count   number of captions.
+    sha256  of the dataset's latents, its captions and their encoder.
+    read    caption numbers (n,) → encoded text.
+    words   the captions as text, if they were requested; else ().
     """
 
     folder: Path
@@ -119,7 +111,7 @@ class ScoredPrompts:
 
 
 def heldout_folder(saved: SavedNetwork) -> Path:
-    """Where the held-out data of a checkpoint's run lies. Raises ValueError or FileNotFoundError."""
+    """Return the folder of a run's held-out data. Raises ValueError or FileNotFoundError if there is none."""
     name, where = saved.cfg.dataset.heldout, saved.found.folder
     if name in (None, "auto"):
         raise ValueError(f"{where} has no held-out data: name a dataset's folder in the place of {HELDOUT}")
@@ -129,11 +121,9 @@ def heldout_folder(saved: SavedNetwork) -> Path:
 
 
 def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPrompts:
-    """Captions to score a network on: "heldout", those of its run's held-out data, or a dataset's folder.
-
-    Raises ValueError or FileNotFoundError, also if they were not encoded by the encoder of its training, or if their
-    words are asked for and only their encodings are known.
-    """
+    """Open the captions to score a network on: "heldout", those of its run's held-out data, or a dataset's folder.
+    Raises ValueError or FileNotFoundError, also if the captions were not encoded by the encoder of the network's
+    training, or if with_words is set and only encodings are stored."""
     folder = heldout_folder(saved) if asked == HELDOUT else Path(asked).expanduser()
     wanted = TextSpec(**asdict(saved.cfg.text))
     data = LatentDataset(folder, text=wanted.encoder)

@@ -1,12 +1,12 @@
-"""References that samples are scored against: ADM's reference batches, statistics, or pictures of one's own.
+"""Opens references that samples are scored against: ADM's reference batches, statistics, or pictures of one's own.
 
     .npz with mu, sigma      mean and covariance of pool features, for FID (EDM's and TTUR's files)
     .npz with mu_s, sigma_s  of spatial features too, for sFID
-    .npz with arr_0          pictures, as in ADM's batches, which have all of these
-    folder or tar            pictures, see image_sets.py
+    .npz with arr_0          pictures; ADM's batches have pictures and all four statistics
+    folder or tar            pictures, as in image_sets.py
 
-Where a file has both, its statistics decide about FID and sFID and its pictures about precision, recall
-and KID, as in ADM's evaluator.
+If a file has statistics and pictures, FID and sFID use the statistics, and precision, recall and KID the pictures, as
+in ADM's evaluator.
 """
 
 import functools
@@ -29,19 +29,19 @@ from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure, whole_file
 
 T = TypeVar("T")
-STATED = ("resolution", "count")  # save_statistics writes them beside the statistics
+STATED = ("resolution", "count")  # what save_statistics adds to the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
 KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference as far as it goes.
+    """An opened reference, with those of its parts that its file holds.
 
-    stated      the statistics that its file states, of "pool" or "spatial" features.
-    pictures    whose features complete it, None where it has none.
-    resolution  (H, W), None where nobody knows.
-    count       pictures it holds, or that its statistics were made of; None where nobody knows.
+    stated      statistics stored in the file, by "pool" or "spatial" features.
+    pictures    the pictures, whose features replace missing statistics; None: there are none.
+    resolution  (H, W); None: unknown.
+    count       number of its pictures, or of those behind its statistics; None: unknown.
     """
 
     where: str
@@ -53,19 +53,16 @@ class Reference:
 
     @property
     def statistics_from(self) -> str:
-        """Where its statistics for FID come from: "file", or "pictures"."""
+        """Where the statistics for FID come from: "file" or "pictures"."""
         return "file" if "pool" in self.stated else "pictures"
 
 
 def open_reference(
     path: Path, crop: Crop | None, processes: Processes, sizes: Mapping[str, int], skip: bool = False
 ) -> Reference:
-    """Open a reference without reading its pictures. Other arguments are those of open_pictures.
-
-    sizes  of the features that statistics in a file must be of, by kind.
-
-    Raises FileNotFoundError, or ValueError for what is damaged, of another network, or no reference.
-    """
+    """Open a reference without decoding its pictures; its statistics must have the numbers of features in `sizes`, by
+    "pool" and "spatial". The other arguments are those of open_pictures. Raises FileNotFoundError, or ValueError if it
+    is damaged, of another network, or no reference."""
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
@@ -94,7 +91,7 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) ->
 
 
 def statistics(what: str, features: ShardStore, kind: str, processes: Processes) -> Statistics:
-    """Mean and covariance of the "pool" or "spatial" features of pictures, under a bar that says whose they are."""
+    """Return mean and covariance of the "pool" or "spatial" features, with a progress bar that names `what`."""
     with processes.bar(f"mean and covariance of {what}, {kind}", sum(map(len, features.ranges))) as progress:
 
         def parts() -> Iterator[np.ndarray]:
@@ -105,21 +102,19 @@ def statistics(what: str, features: ShardStore, kind: str, processes: Processes)
         return Moments.of_parts(parts()).gaussian
 
 
-@functools.lru_cache(maxsize=4)  # each checkpoint that is scored needs them again
+@functools.lru_cache(maxsize=4)  # every scored checkpoint needs them
 def reference_statistics(features: ShardStore, kind: str, processes: Processes) -> Statistics:
     return statistics("the reference", features, kind, processes)
 
 
 class Unavailable(ValueError):
-    """The reason, for people, why a metric can't be computed."""
+    """Says in words why a metric can't be computed."""
 
 
 @dataclass(frozen=True)
 class FeatureSets:
-    """Inception features of samples and of a reference's pictures (None where it has none), as metrics look at them.
-
-    Whatever is missing raises Unavailable when it is asked for.
-    """
+    """Inception features of samples and of a reference's pictures (None: it has none), to compute metrics from. Methods
+    raise Unavailable if what they need is missing."""
 
     samples: ShardStore
     features: ShardStore | None
@@ -129,7 +124,7 @@ class FeatureSets:
     _compared: dict = field(default_factory=dict)
 
     def gaussians(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Means (D,) and covariances (D, D) of "pool" or "spatial" features: the samples', then the reference's."""
+        """Return mean (D,) and covariance (D, D) of the samples' features of a kind, then both of the reference's."""
         expected = self.reference.stated.get(kind)
         if expected is None and self.features is None:
             raise Unavailable("the reference has neither pictures (arr_0) nor mu_s, sigma_s")
@@ -139,14 +134,14 @@ class FeatureSets:
         return *ours, *expected
 
     def probabilities(self) -> np.ndarray:
-        """(n, classes) of the samples, in their order."""
+        """Return the samples' class probabilities (n, classes), in their order."""
         if self.network.fc is None:
             raise Unavailable("the Inception weights have no fc layer")
         return np.concatenate(list(self.samples.arrays("probabilities")))
 
     @functools.cached_property
     def pools(self) -> tuple[Tensor, Tensor]:
-        """Pool features (n, D), (m, D) fp32 of reference and samples."""
+        """Pool features (n, D) of the reference and (m, D) of the samples, fp32."""
         if self.features is None:
             raise Unavailable("the reference has statistics, but no pictures (arr_0)")
         return tuple(torch.from_numpy(np.concatenate(list(s.arrays("pool")))) for s in (self.features, self.samples))
@@ -158,10 +153,10 @@ class FeatureSets:
         passes: tuple[int, int] = (0, 0),
         more_than: int = 0,
     ) -> T:
-        """measure(reference, samples, seen) of `pools`, computed once for each title, which the progress bar shows.
+        """Compute measure(reference, samples, seen) of `pools`, once per title; the progress bar shows the title.
 
-        passes     how often `seen` is told of each row of the reference and of the samples; never: there is no bar.
-        more_than  pictures that each set must have.
+        passes     how often `measure` calls `seen` for each row of the reference and of the samples; (0, 0): no bar.
+        more_than  number of pictures that each set must exceed.
         """
         if title in self._compared:
             return self._compared[title]
@@ -179,7 +174,7 @@ class FeatureSets:
 
 
 def save_statistics(path: Path, pictures: Pictures, features: ShardStore, processes: Processes) -> None:
-    """Write mu, sigma, mu_s, sigma_s, and the pictures' count and resolution, as open_reference reads them."""
+    """Write mu, sigma, mu_s, sigma_s and the pictures' count and resolution as an .npz that open_reference reads."""
     if processes.main:
         arrays = {}
         for kind, keys in KEYS.items():

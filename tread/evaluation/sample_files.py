@@ -1,4 +1,4 @@
-"""The files of sample.py: a grid, single files, a batch in ADM's format, or latents, and the facts beside them."""
+"""Writes sample.py's samples as a grid, single files, a batch in ADM's format, or latents, and records their making."""
 
 import itertools
 import json
@@ -21,12 +21,12 @@ from tread.runtime.files import check_place, explain_failure, whole_file
 from tread.runtime.tensor_files import save_tensors
 from tread.runtime.versions import versions
 
-DEFAULTS = {False: "samples.png", True: "samples.safetensors"}  # of pictures, of latents
+DEFAULTS = {False: "samples.png", True: "samples.safetensors"}  # `latents` → file name
 MEANING = "the autoencoder's z, which its decoder takes: the network's latents, their scale and normalisation undone"
 
 
 def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
-    """ "0-15" → 0..15, both included; a number or a list of numbers as it is."""
+    """Return "0-15" as 0..15 (both included), and a number or a list of numbers as a list."""
     if isinstance(seeds, str) and (match := re.fullmatch(r"(\d+)-(\d+)", seeds)) and int(match[1]) <= int(match[2]):
         return range(int(match[1]), int(match[2]) + 1)
     seeds = [seeds] if isinstance(seeds, int) else seeds
@@ -36,7 +36,7 @@ def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
 
 
 def check_name(out: str | None, latents: bool) -> None:
-    """Raise ValueError for a file name that `SampleFiles` would take for a folder's, or for the other kind's."""
+    """Raise ValueError if the suffix of `out` is for other content than will be written, or for no format."""
     suffix = ".safetensors" if out is None and latents else Path(out or "").suffix.lower()
     if latents != (suffix == ".safetensors"):
         raise ValueError(f"out is {out!r}, but save_latents=true writes a .safetensors file, and nothing else does")
@@ -46,12 +46,12 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """All that made the samples, for JSON: settings as asked for, with the sampler's in place of those left open."""
+    """Record all that made the samples, for JSON: the settings, with the sampler's values in place of open ones."""
 
     def network(source: SavedNetwork) -> dict:
         return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
 
-    churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # as JSON must be
+    churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # JSON has no infinity
     known = {"shift": saved.shift, "churn": churn if sampler.churn.amount else None}
     facts = {
         "settings": {**settings, **asdict(sampler), **known},
@@ -65,7 +65,7 @@ def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: Sav
 
 
 def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> str:
-    """How samples are drawn, for people; cost is relative to drawing without guidance."""
+    """Describe in words how samples are drawn; `cost` is relative to drawing without guidance."""
     shift = f" and shift {network.shift:g}" if network.shift not in (None, 1) else ""
     churn = f" and churn {sampler.churn.amount:g}" if sampler.churn.amount else ""
     relative = "" if sampler.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
@@ -78,16 +78,17 @@ def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> st
 
 @dataclass(frozen=True)
 class SampleFiles:
-    """Where samples go, and as what: a grid (x.png), ADM's format (x.npz), or single files in a folder (other names).
+    """Writes samples as a grid (x.png), in ADM's format (x.npz), as latents (x.safetensors), or as files in a folder.
 
-    Latents are written in their place as one file: `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,), and as
-    metadata their `meaning` and what made them.
+    A file of latents holds `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,); its metadata are their `meaning` and
+    all that made them.
 
-    out        None: samples.png (of latents samples.safetensors), or samples-1.png, … where that is there.
-    overwrite  whether files that are there are replaced.
-    seeds      of the columns; labels: of the rows.
-    classes    the dataset's class names, or the prompts; a label beyond them is no class.
-    latents    whether latents are written, and no pictures.
+    out        None: samples.png (latents: samples.safetensors), or samples-1.png, … if that exists.
+    overwrite  whether existing files are replaced.
+    seeds      one for each column of the grid.
+    labels     one for each row.
+    classes    the dataset's class names, or the prompts; a label beyond them means no class.
+    latents    whether latents are written instead of pictures.
     prompts    whether labels number prompts.
     """
 
@@ -101,7 +102,7 @@ class SampleFiles:
 
     @property
     def form(self) -> str:
-        """ "grid", "npz", "latents" or "folder"."""
+        """The format: "grid", "npz", "latents" or "folder"."""
         suffix = (self.out or Path(DEFAULTS[self.latents])).suffix.lower()
         return {".png": "grid", ".npz": "npz", ".safetensors": "latents"}.get(suffix, "folder")
 
@@ -111,7 +112,7 @@ class SampleFiles:
         return list(itertools.product(self.labels, self.seeds))
 
     def check(self) -> None:
-        """Make the folder. Raises OSError if it can't be written in, ValueError rather than replace what is there."""
+        """Create the folder. Raises OSError if it is not writable, ValueError for files that may not be replaced."""
         if self.latents and (large := [seed for seed in self.seeds if not -(2**63) <= seed < 2**63]):
             raise ValueError(f"seed {large[0]} does not fit into the 64 bits that a file of latents has for it")
         if self.out is None:
@@ -127,10 +128,8 @@ class SampleFiles:
         check_place(self.out if self.form == "folder" else self.out.parent, 0)
 
     def write(self, batches: Iterable[np.ndarray], facts: Mapping) -> tuple[Path, bool]:
-        """Write pictures, given in batches (b, 1 or 3, H, W) uint8, or latents, a row of all seeds after the other.
-
-        Returns where they are, and whether grey ones became RGB, as single files and ADM's format are.
-        """
+        """Write pictures, in batches (b, 1 or 3, H, W) uint8, or latents, in the order of `pairs`. Returns their path,
+        and whether grey pictures became RGB, as they do in single files and ADM's format."""
         grey, labels = False, [label for label, _ in self.pairs]
         grid_facts = {**facts, "rows": [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]}
 
@@ -158,7 +157,7 @@ class SampleFiles:
         return path, grey
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
-        """A line on the files, for people; grey: whether they became RGB; seeds: as they were asked for."""
+        """Describe the written files in a line; `seeds` are as the user wrote them."""
         what = f"classes {json.dumps([None if label == len(self.classes) else label for label in self.labels])}"
         if self.prompts:
             first = json.dumps(brief(self.classes[0]), ensure_ascii=False)
@@ -185,7 +184,7 @@ class SampleFiles:
         return {"prompt": name} if self.prompts else {"class": label, "class_name": name}
 
     def grid(self, pictures: np.ndarray) -> Image.Image:
-        """Pictures (n, 1 or 3, H, W) uint8, and the rows' names, unless all are but numbers, as digits' are."""
+        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid, with the rows' names if any is more than a number."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
         if self.prompts:
             return name_rows(grid, names)

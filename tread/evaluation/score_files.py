@@ -1,7 +1,5 @@
-"""The files of a score: fid.json beside the checkpoint or the pictures, and a line in the run's fid.csv.
-
-fid.json holds the newest scoring; older ones by other settings keep their files as fid-1.json, fid-2.json, …
-"""
+"""Reads and writes a score's files: fid.json beside the checkpoint or the pictures, and a line in the run's fid.csv.
+fid.json holds the newest score; older ones by other settings are kept as fid-1.json, fid-2.json, …"""
 
 import csv
 import itertools
@@ -16,26 +14,26 @@ NAMES = ("samples.npz", "fid.png", "fid.json")
 
 
 class ScoreFiles:
-    """fid.json, fid.png and samples.npz in a folder, with `stem` before their names where several sets share it."""
+    """fid.json, fid.png and samples.npz in a folder; `stem` starts their names in folders with several sets."""
 
     def __init__(self, folder: Path, stem: str = "") -> None:
         self.folder, self.stem = folder, stem
 
     def path(self, name: str, number: int | None = None) -> Path:
-        """Where a file is: path("fid.json"), or the older path("fid.json", 1)."""
+        """Return the path of a file: "fid.json", or with a number the older fid-1.json."""
         head, _, suffix = name.rpartition(".")
         return self.folder / f"{self.stem}{head}{'' if number is None else f'-{number}'}.{suffix}"
 
     def _there(self, number: int | None = None) -> list[str]:
-        """The names of the files that are there."""
+        """List the names of the existing files of a number (None: the newest)."""
         return [name for name in NAMES if self.path(name, number).exists()]
 
     def _free(self) -> int:
-        """The first number that none of the files has."""
+        """Return the first number that no file has."""
         return next(number for number in itertools.count(1) if not self._there(number))
 
     def _is(self, number: int | None, settings: dict) -> dict | None:
-        """A scoring's record, if it is there and by these settings."""
+        """Return the record of the score with this number if it exists and was made by these settings, else None."""
         try:
             record = json.loads(self.path("fid.json", number).read_text())
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -44,7 +42,7 @@ class ScoreFiles:
         return record if same else None
 
     def find(self, settings: dict, with_samples: bool = False) -> tuple[Path, dict] | None:
-        """fid.json and its content of a scoring by these settings; with_samples: one whose samples are there too."""
+        """Find a score by its settings: fid.json's path and content, or None. with_samples: its samples.npz too."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
             if record and (not with_samples or "samples.npz" in self._there(number)):
@@ -52,7 +50,7 @@ class ScoreFiles:
         return None
 
     def make_room(self, settings: dict) -> None:
-        """Give files that are there a number, so that a new scoring can have their names; those of the same stay."""
+        """Rename existing files to the next free number for a new score, unless they have the same settings."""
         if not self._is(None, settings):
             number = self._free()
             for name in self._there():
@@ -66,7 +64,7 @@ class ScoreFiles:
 
 
 def table(record: dict) -> str:
-    """A scoring's values, each with its count; what is unavailable, and what to keep in mind: one line each."""
+    """Format a score for people: a line for each value with its counts, each unavailable metric, and each warning."""
     pictures = f" against {record['reference_count']:,}" if record.get("reference_count") else ""
     against = {"pictures": pictures, "statistics": pictures * (record.get("reference_statistics") == "pictures")}
 
@@ -84,20 +82,20 @@ def table(record: dict) -> str:
 
 
 def sampler_told(values: Mapping) -> str | None:
-    """The solver of a score, and the shift of its times unless that is 1."""
+    """Describe the solver of a score in words, with the shift of its times unless that is 1."""
     shift = values.get("shift")
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 
 
 def columns() -> list[str]:
-    """The columns of fid.csv, including those of all metrics in METRICS."""
+    """Return the columns of fid.csv, with one for each metric of samples in METRICS."""
     head = ["time", "step", "count", *names_of("samples"), "reference", "reference_count"]
     head += ["sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network"]
     return [*head, "labels", "first_seed", "weights", "dtype", "checkpoint"]
 
 
 def add_line(path: Path, record: dict) -> None:
-    """Append a scoring to a .csv with `columns`; one with other columns keeps its lines under another name."""
+    """Append a score to a .csv with `columns`; a file with other columns is renamed first."""
     head = ",".join(columns())
     if path.exists() and path.read_text().partition("\n")[0].strip() != head:
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())

@@ -1,7 +1,4 @@
-"""Scorers: their interface, each kind of them, and which one scores which checkpoint; and FID while a network trains.
-
-Pictures are scored by their Inception features against a reference; the demo's digits by their raw pixels.
-"""
+"""Scores samples of checkpoints by Inception features against a reference, or digits by raw pixels; FID in training."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -28,16 +25,16 @@ from tread.runtime.device import use_cores
 from tread.runtime.distributed import Processes
 
 NEIGHBOURS = 3
-REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # scans that those values are of
+REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # scans behind these values
 Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]
 
 
 class Scorer(Protocol):
-    """All that scoring asks of a scorer.
+    """The interface of a scorer.
 
-    metrics    names of the metrics that it may give, as in METRICS of metric_table.py, the one to look at first.
-    reference  the reference that samples are compared with, if it was named by its path.
-    seconds    how long its features took to extract.
+    metrics    keys of METRICS that it may compute, the most important one first.
+    reference  the reference that samples are compared with, if it was named by a path; else None.
+    seconds    time that extracting the reference's features took.
     """
 
     metrics: Collection[str]
@@ -45,23 +42,20 @@ class Scorer(Protocol):
     seconds: float
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Rows to keep beside the pictures (n, C, H, W) uint8: arrays of n rows, by name."""
+        """Return arrays of n rows to store with the pictures (n, C, H, W) uint8, by name."""
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
-        """Score parts that hold pictures, labels and the rows of `prepare`.
-
-        Returns the values, the reasons for missing metrics, and the sample counts of values that use fewer samples,
-        each by name.
-        """
+        """Score stored parts that hold pictures, labels and the arrays of `prepare`. Returns the values, the reasons
+        for missing metrics, and the counts of values that use fewer samples, by metric."""
 
     def warnings(self, samples: int) -> list[str]:
-        """Notes for a reader of the numbers of so many samples."""
+        """Return notes for readers of a score of so many samples."""
         return []
 
 
 class Unscored(Scorer):
-    """Samples that are drawn and not scored."""
+    """Scores nothing: for samples that are only drawn."""
 
     metrics, reference, seconds = (), None, 0.0
 
@@ -71,11 +65,10 @@ class Unscored(Scorer):
 
 @dataclass
 class ReferenceScorer:
-    """The reference, and the Inception by whose features pictures are compared with it.
+    """Compares samples with a reference by Inception features.
 
-    processes  the main one tells of work that takes long.
-    features   of the reference's pictures, see `extract_reference`; None where it has none.
-    seconds    how long these took to extract.
+    features  of the reference's pictures, after `extract_reference`; None: it has no pictures.
+    seconds   time that extracting them took.
     """
 
     reference: Reference
@@ -90,11 +83,11 @@ class ReferenceScorer:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """The hashes that decide its numbers, as fid.json records them."""
+        """The hashes of reference and Inception, as fid.json records them."""
         return {"reference": self.reference.sha256, "inception": self.network.sha256}
 
     def extract_reference(self, cache: Path) -> None:
-        """Extract the features of the reference's pictures, where it has any; all processes do so together."""
+        """Extract the features of the reference's pictures, if it has any; all processes must call this together."""
         if self.reference.pictures is not None:
             began = time.perf_counter()
             pictures, self.features = extract_all(self.reference.pictures, cache, self.network, self.processes)
@@ -102,11 +95,11 @@ class ReferenceScorer:
             self.seconds = time.perf_counter() - began
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """The features of pictures (n, 3, H, W) uint8."""
+        """Return the features of pictures (n, 3, H, W) uint8, by kind."""
         return extract(self.network, pictures)
 
     def score(self, samples: ShardStore) -> Scores:
-        """Scores of samples' features; each metric has a value, or a reason why it is unavailable."""
+        """Score the samples' features; each metric gets a value or a reason why it is unavailable."""
         sets = FeatureSets(samples, self.features, self.reference, self.network, self.processes)
         values, unavailable = {}, {}
         for name in feature_metrics():
@@ -114,15 +107,15 @@ class ReferenceScorer:
                 values[name] = METRICS[name].compute(sets)
             except Unavailable as error:
                 unavailable[name] = str(error)
-            except (ValueError, TypeError, LookupError, AttributeError) as error:  # which costs the others nothing
+            except (ValueError, TypeError, LookupError, AttributeError) as error:  # does not cost the other metrics
                 unavailable[name] = f"it failed: {type(error).__name__}: {error}"
         return values, unavailable, {}
 
     def warnings(self, samples: int) -> list[str]:
-        """Notes on counts that are too small, and on a network that is not FID's."""
+        """Return notes if the counts are too small for FID, or the Inception is not FID's."""
         dimensions, narrow = self.network.sizes["pool"], self.network.narrow
         counts = {"samples": samples}
-        # ADM's mu is of many more pictures than its arr_0 holds
+        # ADM's mu comes from many more pictures than its arr_0 holds
         if "pool" not in self.reference.stated or self.reference.pictures is None:
             counts["pictures in the reference"] = self.reference.count
         texts = [
@@ -138,7 +131,7 @@ class ReferenceScorer:
 def open_scorer(
     reference: Path, inception: str | None, crop: Crop | None, processes: Processes, skip: bool = False
 ) -> ReferenceScorer:
-    """A reference, see `open_reference`, and the Inception, see `find_weights`, before any features are extracted."""
+    """Open a reference (`open_reference`) and load the Inception (`find_weights`); no features are extracted yet."""
     with processes.main_first():  # one process fetches the weights
         weights = find_weights(inception)
     network = load_inception(weights, processes.device)
@@ -146,19 +139,17 @@ def open_scorer(
 
 
 def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Score generated digits: pictures (n, 1, 8, 8) uint8, labels (n,) the classes asked for.
+    """Score generated digits: pictures (n, 1, 8, 8) uint8, labels (n,) of the classes they were drawn for.
 
-    label_agreement          share that a nearest-neighbour classifier, fitted on the real training
-                             digits, assigns to the class asked for.
-    label_agreement_real     the same share of the real held-out digits: what is to be expected.
-    frechet_pixels           squared Fréchet distance in raw pixels (64 values in 0..16) to the
-                             held-out digits.
-    frechet_pixels_real      the same distance between the training and the held-out digits.
+    label_agreement       share that a nearest-neighbour classifier, fitted on training digits, assigns to the label.
+    label_agreement_real  the same share for the held-out digits: what to expect of perfect samples.
+    frechet_pixels        squared Fréchet distance to the held-out digits in raw pixels (64 values in 0..16).
+    frechet_pixels_real   the same distance between the training and the held-out digits.
     """
     from sklearn.neighbors import KNeighborsClassifier
 
     (train, train_labels), (heldout, heldout_labels) = digits_parts().values()
-    generated = np.round(pictures.reshape(len(pictures), -1) / 255 * 16)  # on the scans' own grey levels
+    generated = np.round(pictures.reshape(len(pictures), -1) / 255 * 16)  # the scans' grey levels 0..16
     classifier = KNeighborsClassifier(NEIGHBOURS).fit(train, train_labels)
     reference = Moments.of(heldout).gaussian
     return {
@@ -170,7 +161,7 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 class DigitsJudge(Scorer):
-    """`judge_digits`: the label agreement and the Fréchet distance in raw pixels are no FID."""
+    """Scores digits by `judge_digits`; these metrics are not FID."""
 
     metrics, reference, seconds = ("label_agreement", "frechet_pixels"), None, 0.0
 
@@ -180,17 +171,17 @@ class DigitsJudge(Scorer):
         return judge_digits(pictures, labels), unavailable, REAL_COUNTS
 
 
-EMBEDDED: dict[str | None, Scorer] = {"digits": DigitsJudge()}  # of embedded datasets, by name
+EMBEDDED: dict[str | None, Scorer] = {"digits": DigitsJudge()}  # embedded dataset → its scorer
 
 
 def choose_scorer(embedded: str | None, against: ReferenceScorer | None) -> Scorer:
-    """A checkpoint's scorer: by the reference if one was named, else its embedded dataset's own, if it has one."""
+    """Return `against` if a reference was named, else the scorer of the embedded dataset, else Unscored."""
     return against or EMBEDDED.get(embedded, Unscored())
 
 
 @dataclass(frozen=True)
 class OnlineFID:
-    """FID of a few samples while a network trains: a trend, by the functions that fid.py scores with."""
+    """Computes FID of a few samples while a network trains, as a trend, with the functions of fid.py."""
 
     scorer: ReferenceScorer
     decoder: Decoder
@@ -198,10 +189,8 @@ class OnlineFID:
     def moments(
         self, model: Model, seeds: Sequence[int], sampler: Sampler, stopped: Callable[[], bool] = lambda: False
     ) -> Moments:
-        """Mean and covariance of the features of samples, one for each seed, which gives its label too.
-
-        stopped  asked after each batch; True leaves out the rest.
-        """
+        """Draw a sample for each seed, which decides its label too, and return mean and covariance of their features.
+        `stopped` is called after each batch; if it returns True, the rest is left out."""
         labels = seeded_labels(seeds, model.network.num_classes, "random")
 
         def features() -> Iterator[np.ndarray]:
@@ -213,10 +202,8 @@ class OnlineFID:
         return Moments.of_parts(features())
 
     def fid(self, samples: Moments, cpu_threads: int | None = None) -> float:
-        """FID of samples, whose moments may be merged from several processes.
-
-        cpu_threads  for this one process, while the others wait: see use_cores.
-        """
+        """Return the FID of samples by their moments, which may be merged from several processes. `cpu_threads` is the
+        number of threads for this process, as use_cores takes it, while the other processes wait."""
         threads = torch.get_num_threads()
         use_cores(cpu_threads, processes=1)
         try:
@@ -228,13 +215,8 @@ class OnlineFID:
 def open_online_fid(
     reference: Path, samples: int, inception: str | None, latents: LatentSpec, decoder: Decoder, processes: Processes
 ) -> OnlineFID:
-    """Open a reference with mu and sigma, and the Inception.
-
-    samples    how many will be drawn, by all processes.
-    inception  see find_weights.
-
-    Raises FileNotFoundError, or ValueError, also if the decoder's pictures are not of the reference's size.
-    """
+    """Open a reference with mu and sigma, and the Inception (by `find_weights`), for `samples` samples of all processes
+    together. Raises FileNotFoundError, or ValueError, also if decoded pictures and the reference differ in size."""
     if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
     scorer = open_scorer(reference, inception, None, processes)

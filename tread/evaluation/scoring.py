@@ -1,8 +1,5 @@
-"""Scores of checkpoints or pictures. `run` is the whole; its parts follow below it.
-
-Everything is settled and checked before long work starts. Processes share the work part by part; after a stop, the same
-command goes on with the missing parts.
-"""
+"""Scores checkpoints or pictures: `run` does all of it, with the functions below it. All checks run before the long
+work. Processes share the parts; the same command, run again, makes the missing ones."""
 
 import datetime
 import glob
@@ -49,15 +46,15 @@ from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.runtime.versions import versions
 
-CLIP = "clip_score"  # its name in METRICS, and of its parts
-COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # samples, unless a number is asked for
+CLIP = "clip_score"  # its key in METRICS and in stored parts
+COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # default numbers of samples
 GRID = 64  # pictures of fid.png
 OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "prompts", "clip"}  # keys that only some scores have
 
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """configs/fid.yaml."""
+    """The options of configs/fid.yaml."""
 
     checkpoint: str | None
     samples: str | None
@@ -106,7 +103,7 @@ class ScoringOptions:
 
 
 def read_options(config: dict) -> ScoringOptions:
-    """The options with ~ in paths expanded, where the shell has not done it."""
+    """Read the options from a composed config, with ~ expanded in paths."""
     paths = ("checkpoint", "samples", "reference", "save_reference", "prompts", "clip")
     paths += ("inception", "autoencoder", "out", "cache")
     for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
@@ -115,7 +112,7 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything first, then score one thing after the other; the main process gets the checkpoints' scores."""
+    """Check everything, then score each checkpoint or picture set. The main process gets the checkpoints' scores."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     compiled, reason = settle_compile(options.compile, processes.device)
@@ -126,7 +123,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     crop = settle_crop(options, plans)
     if crop:
         processes.say(f"crop={crop.size} reads photos with orientation={crop.orientation} alpha={crop.alpha}")
-    # everything that is scored, and everything that scores it
+    # open what is scored and what scores it
     skip = options.on_error == "skip"
     samples = options.samples and open_pictures(Path(options.samples), crop, processes, skip)
     against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes, skip)
@@ -158,11 +155,9 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
 
 
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
-    """Resolve the checkpoints, as `latest` may soon name another one.
-
-    Returns the options with the weak network's folder, and the folders that options.checkpoint (a path, or a pattern
-    with *) names: each once, by step. Raises FileNotFoundError or ValueError.
-    """
+    """Resolve the checkpoints' paths once, because `latest` may soon name another checkpoint. Returns the options with
+    the weak network's folder, and the folders that options.checkpoint (a path, or a pattern with *) names, each once,
+    sorted by run and step. Raises FileNotFoundError or ValueError."""
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
     if pattern and not Path(pattern).exists():
@@ -178,13 +173,14 @@ def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
 class ScoringPlan:
     """How a checkpoint is scored.
 
-    weak        the weak network of the guidance, if it is another one.
-    count       how many samples are drawn.
-    compiled    whether the networks' blocks are compiled for drawing samples.
-    decoder     fingerprint of the decoder of its latents.
-    embedded    the dataset whose own judge scores it, where there is no reference.
-    prompts     the captions that are drawn, for a network that takes texts.
-    flops       of the networks, per sample; flops_relative: their ratio to the same steps without guidance.
+    weak            the guidance's weak network, if it is another checkpoint; else None.
+    count           number of samples to draw.
+    compiled        whether the networks' blocks are compiled for drawing.
+    decoder         fingerprint of the decoder of its latents.
+    embedded        the embedded dataset whose scorer is used; None: a reference is, or nothing is scored.
+    prompts         the captions to draw, for a network that takes texts; else None.
+    flops           of the networks, per sample.
+    flops_relative  their ratio to the same steps without guidance.
     """
 
     options: ScoringOptions
@@ -208,16 +204,14 @@ class ScoringPlan:
         return range(self.options.first_seed, self.options.first_seed + self.count)
 
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
-        """Everything that decides the numbers, as JSON: with an equal fingerprint nothing is scored again.
-
-        reference, inception, clip  sha256 of the reference, and of the networks that score; None without them.
-        """
+        """Return everything that decides the scores, for JSON; a score with an equal fingerprint is not made again. The
+        arguments are the sha256 of the reference and of the networks that score; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
         routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
         for route in routes:
             if route["rejoin"] is None:
-                del route["rejoin"]  # as in scores from before it existed, so that they are recognised
+                del route["rejoin"]  # as in scores older than this key, so that they are recognised
         decisive = {
             "step": saved.found.step,
             "checkpoint": saved.sha256,
@@ -247,7 +241,7 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """A process's constants, without later ones at their defaults, so that older scores are recognised."""
+    """Return a process's constants, without newer ones at their defaults, so that older scores are recognised."""
     added = {"direction": 0.0, "shift": 1.0}
     return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
 
@@ -255,10 +249,8 @@ def _constants(process: Process) -> dict:
 def plan_scoring(
     options: ScoringOptions, entry: checkpoint.Checkpoint, precision: str, compiled: bool = False
 ) -> ScoringPlan:
-    """Settle how a checkpoint is scored, except for the reference; precision and compiled are settled ones.
-
-    Raises ValueError or FileNotFoundError if it cannot be scored that way.
-    """
+    """Decide how a checkpoint is scored, except for the reference. `precision` and `compiled` must suit the device.
+    Raises ValueError or FileNotFoundError if the options do not suit the checkpoint."""
     saved = open_network(entry, options.weights, options.shift)
     weak, dataset = open_weak(options.guidance, saved), saved.cfg.dataset
     prompts = _settle_prompts(options, saved)
@@ -289,10 +281,8 @@ def plan_scoring(
 
 
 def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPrompts | None:
-    """The captions that a network is scored on; None for a network of classes.
-
-    Raises ValueError or FileNotFoundError, also for options that a network of classes cannot use.
-    """
+    """Open the captions on which a network is scored; return None for a network of classes. Raises ValueError or
+    FileNotFoundError, also for options that a network of classes can't use."""
     if saved.text is not None:
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
     for key in ("prompts", "clip"):
@@ -302,9 +292,8 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """The options, with the held-out data's folder as the reference if that is asked for (reference=heldout), or if no
-    reference is named and all networks take texts. Raises ValueError or FileNotFoundError.
-    """
+    """Replace reference=heldout, or a missing reference if all networks take texts, by the folder of the held-out data.
+    Raises ValueError or FileNotFoundError if the networks have different held-out data, or none."""
     unnamed = options.reference is None and not options.save_samples and all(plan.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
         return options
@@ -317,10 +306,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """How photos are read: as asked, else as the checkpoints' training photos; without checkpoints exif and white.
-
-    Raises ValueError if the checkpoints' photos were read in different ways.
-    """
+    """Return how photos are read: by the options, else as the checkpoints' training photos, else "exif" and "white".
+    Raises ValueError if the checkpoints' photos were read in different ways; returns None without options.crop."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}
@@ -336,7 +323,8 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
-    """Where the score of samples=… goes: beside them, with their name; of a folder inside a tar, beside the tar."""
+    """Return the files for the score of samples=…: in options.out, or beside the samples (or their tar) and named after
+    them."""
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
@@ -344,7 +332,7 @@ def files_beside(options: ScoringOptions) -> ScoreFiles:
 
 
 def check_target(path: Path, reference: Reference) -> None:
-    """Raise ValueError or OSError unless the reference's statistics can be written to a new file."""
+    """Raise ValueError or OSError unless the reference's statistics can be written to `path`, which must be new."""
     if reference.pictures is None:
         raise ValueError(f"{reference.where} holds no pictures to make statistics of")
     if path.exists():
@@ -353,13 +341,13 @@ def check_target(path: Path, reference: Reference) -> None:
 
 
 class CheckpointScoring:
-    """A checkpoint that is scored.
+    """Scores one checkpoint.
 
-    settings  all that decides its score.
-    files     where its score goes.
-    lines     the table that gets a line of it.
+    settings  everything that decides the score.
+    files     files of the score.
+    lines     the .csv to which a line is appended.
     parts     its samples and their features, kept until they are scored; they do not depend on a reference.
-    seconds   that this process took to draw, and to extract features.
+    seconds   time that this process took to draw samples and extract features.
     """
 
     def __init__(self, plan: ScoringPlan, scorer: Scorer, clip: ClipScore | None, processes: Processes) -> None:
@@ -375,15 +363,15 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """The record of an earlier scoring by the same settings, which is printed; None if something is left to do."""
+        """Return the record of an earlier score by the same settings, and print it; None if something is left to do."""
         before = self.files.find(self.settings, with_samples=self.plan.options.save_samples)
         if before is not None:
             tqdm.write(f"{self.plan.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
         return before and before[1]
 
     def check(self, decoder: autoencoder.Decoder) -> None:
-        """Raise ValueError unless its pictures compare with the reference's, OSError unless the disk can take the
-        samples that are left to draw, their features, and the files of the score."""
+        """Raise ValueError if samples can't be compared with the reference, OSError if the disk has no room for samples
+        that are left to draw, their features, and the score."""
         plan, shape = self.plan, self.plan.saved.latents.shape
         picture = decoder(torch.zeros(1, *shape, device=self.processes.device)).cpu()
         if self.scorer.reference is not None:
@@ -395,11 +383,11 @@ class CheckpointScoring:
             check_place(self.lines.parent, 0)
 
     def score(self, decoder: autoencoder.Decoder) -> dict | None:
-        """Draw, score, and write down; what is drawn is kept until then. Returns the score in the main process."""
+        """Draw samples, score them, write the score and return it (in the main process); parts are kept until then."""
         began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
         with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
             record = processes.from_main(self.find_score)
-            if record is not None:  # by another launch meanwhile
+            if record is not None:  # another launch scored it meanwhile
                 return record
             processes.from_main(lambda: self.parts.begin(again=True))
             how = describe_drawing(plan.saved, plan.sampler, plan.flops_relative)
@@ -418,7 +406,8 @@ class CheckpointScoring:
         return record
 
     def _draw(self, decoder: autoencoder.Decoder, numbers: list[int], done: Callable[[int], object]) -> None:
-        """Draw some parts, with what the scorer keeps of them."""
+        """Draw the parts with these numbers and store them with the scorer's arrays; `done` is called with sample
+        counts."""
         if not numbers:
             return
         plan, guidance, device = self.plan, self.plan.sampler.guidance, self.processes.device
@@ -429,7 +418,7 @@ class CheckpointScoring:
         for number in numbers:
             seeds, began = self.parts.ranges[number], time.perf_counter()
             labels = asked = seeded_labels(seeds, num_labels, plan.options.labels)
-            if plan.prompts is not None:  # this part's alone, which are few
+            if plan.prompts is not None:  # only this part's prompts, to save memory
                 model, asked = replace(model, prompts=plan.prompts.read(labels.numpy())), torch.arange(len(labels))
             drawn = []
             for pictures in draw_pictures(model, decoder, seeds, asked, plan.sampler, weak, check=True):
@@ -444,7 +433,7 @@ class CheckpointScoring:
             self.seconds.update(seconds)
 
     def _record(self) -> dict:
-        """Score what was drawn: the content of fid.json."""
+        """Score the drawn samples and return the content of fid.json."""
         plan, parts, began, total = self.plan, self.parts, time.perf_counter(), Counter()
         parts.check_complete(self.processes)
         for note in parts.notes():
@@ -475,7 +464,7 @@ class CheckpointScoring:
         }
 
     def _write_down(self, record: dict) -> None:
-        """fid.json, fid.png, a line in fid.csv, and samples.npz if asked for; then print the table."""
+        """Write fid.json, fid.png, a line in fid.csv and, if wanted, samples.npz; then print the score."""
         files, parts = self.files, self.parts
         with explain_failure(files.folder):
             files.make_room(self.settings)
@@ -492,7 +481,8 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """The part that every fid.json has: each value with its count, and how it was made; pictures: samples as files."""
+    """Return the part common to all fid.json files: each value with its count, and how it was made. `pictures` are
+    samples opened as files, whose damaged ones are counted; None: they were drawn."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {
@@ -514,7 +504,7 @@ def common_record(
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
-    """Score pictures made elsewhere; their features are kept in the cache like a reference's."""
+    """Score pictures made elsewhere; their features are cached like a reference's."""
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()

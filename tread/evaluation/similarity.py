@@ -1,9 +1,9 @@
-"""How alike the tokens between a network's blocks are: the cosine similarity of each state with each other.
+"""Measures how alike the tokens between a network's blocks are: the cosine similarity of every two states.
 
-A state is the whole sequence between two blocks: state 0 behind the embedding, state k behind block k − 1, where a
-route that ends there has put its tokens back. Within a route the sequence holds the kept tokens alone, so two states
-are compared in the tokens that both hold, matched by their place in the grid. Tokens routed around count where they are
-back, as they were before the route (or before its earlier block `rejoin`), and never where mask tokens replace them.
+A state is the whole sequence between two blocks: state 0 is the embedding, state k follows block k − 1, after a route
+that ends there has returned its tokens. Within a route the sequence holds only the kept tokens, so two states are
+compared in the tokens that both hold, matched by position in the grid. Skipped tokens count once they are back, with
+their values before the route (or before its earlier block `rejoin`), but never where mask tokens replace them.
 
 Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
 """
@@ -32,7 +32,7 @@ from tread.runtime.randomness import seeded_uniform
 class States(NamedTuple):
     """The tokens between the blocks in one forward pass.
 
-    tokens  (L + 1, B, N, D) fp32, at their places in the grid; 0 where a state does not hold one.
+    tokens  (L + 1, B, N, D) fp32, at their positions in the grid; 0 for tokens that a state does not hold.
     held    (L + 1, B, N) bool: which tokens a state holds.
     """
 
@@ -41,7 +41,7 @@ class States(NamedTuple):
 
 
 def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = ()) -> tuple[Tensor, States]:
-    """A network's output for these inputs (see Backbone.forward), and the states that it went through."""
+    """Return a network's output for inputs as in Backbone.forward, and the states between its blocks."""
     embedded: list[Tensor] = []
     hook = network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output))
     record = Record(blocks=range(len(network.blocks)))
@@ -70,10 +70,10 @@ def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Rou
 
 
 def similarity(batches: Iterable[States]) -> Tensor:
-    """Mean cosine similarity of each state with each other over the tokens that both hold: (L + 1, L + 1) fp64, on the
-    CPU. Every token of every sample counts alike; NaN where two states never hold the same token.
+    """Return the mean cosine similarity of every two states over tokens that both hold: (L + 1, L + 1) fp64 on the CPU.
 
-    One batch is in memory at a time. A token whose channels are all 0 is like no other, nor like itself.
+    All tokens of all samples weigh the same; NaN for two states that never hold the same token. One batch is in memory
+    at a time. A token whose channels are all 0 has similarity 0 to every token, itself included.
     """
     total = count = 0.0
     for states in batches:
@@ -87,11 +87,9 @@ def similarity(batches: Iterable[States]) -> Tensor:
 def noised_states(
     model: Model, data: LatentDataset, samples: int, noise_levels: int, seed: int, batch_size: int
 ) -> Iterator[States]:
-    """States of the model under its routes, a batch at a time, for evaluation points (see heldout_loss.py).
-
-    The noise of a point and the tokens that its routes keep follow from the seed and the point's number, whatever the
-    batch, also for routes whose ids a training batch shared.
-    """
+    """Yield the states of the model under its routes for evaluation points (heldout_loss.py), a batch at a time. A
+    point's noise and the tokens that its routes keep depend on the seed and the point's number, never on the batch,
+    even for routes that share ids within a training batch."""
     network, device = model.network, next(model.network.parameters()).device
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
@@ -106,15 +104,13 @@ def noised_states(
 
 
 def adjacent(matrix: Tensor) -> float:
-    """The mean similarity of each state with the next: how much a block leaves as it was, on average."""
+    """Return the mean similarity of each state with the next one."""
     return matrix.diagonal(1).mean().item()
 
 
 def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
-    """The routes asked for, or a network's own where these are None, with ends that count from 0, sorted.
-
-    Raises ValueError for routes that the network can't run, or that route nothing around or keep a single token.
-    """
+    """Return the given routes (None: the network's), sorted, with their ends counted from 0. Raises ValueError for
+    routes that the network can't run, that skip no token, or that keep a single one."""
     model, grid = saved.cfg.model, (saved.latents.shape[1] // saved.cfg.model.patch_size,) * 2
     routes = model.routes if asked is None else tuple(asked)
     try:
@@ -127,17 +123,14 @@ def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[R
 
 
 def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
-    """In words; routes are resolved."""
+    """Describe resolved routes in words."""
     return ", ".join(describe_route(route, network.num_tokens, network.grid) for route in routes)
 
 
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
-    """The held-out latents that a network was evaluated on, else those it was trained on, as it sees them.
-
-    folder  where such latents lie; None: where the checkpoint says, and the embedded digits are written if not there.
-
-    Raises FileNotFoundError, or ValueError for latents that mean something else than the network's.
-    """
+    """Open the held-out latents of a network's run, else its training latents, normalised as the network sees them.
+    `folder` is their place now; None: the checkpoint's, where missing embedded digits are written. Raises
+    FileNotFoundError, or ValueError for latents of another meaning than the network's."""
     dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":

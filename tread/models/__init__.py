@@ -1,1 +1,1 @@
-"""Networks: what stands around the blocks, and the blocks other than DiT's, which lie in dit.py."""
+"""Networks: the parts around the blocks, and all blocks but DiT's, which are in dit.py in the top folder."""

@@ -1,7 +1,7 @@
-"""The architectures: each one's options, how its network is built, and everything else that depends on the choice.
+"""The architectures: the options of each, how its network is built, and whatever else depends on the choice.
 
-ARCHITECTURES is the table: its keys are what model.architecture accepts, its entries the dataclasses that the section
-`model` is read into. Fields without a default are required; attributes without a type are not settings.
+ARCHITECTURES maps the values of model.architecture to dataclasses, into which the section `model` of the settings is
+read. Fields without a default are required; attributes without a type annotation are not settings.
 """
 
 import re
@@ -30,13 +30,13 @@ CROSS = f"{BLOCK}cross_attn.q.weight"
 
 @dataclass(frozen=True)
 class TextSettings:
-    """The encoder of a text network's captions; all but its name come from the dataset, see training/settings.py.
+    """The text encoder of a network that takes captions. All but `encoder` comes from the dataset.
 
     fingerprint    hash of the encoder or of the vocabulary; None: unknown.
-    tokens         T.
-    width, pooled  C and P; None: the encoder has no such output.
-    vocabulary     the words, in the order of their numbers.
-    padding        True: the encoder's output for padding counts as words.
+    tokens         T, the number of text tokens.
+    width, pooled  channels C of a token and P of the pooled text; None: the encoder has no such output.
+    vocabulary     the words of encoder "words", in the order of their numbers.
+    padding        True: the encoder's output for padding tokens counts like words.
     """
 
     encoder: str | None = None
@@ -49,25 +49,23 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """The settings that decide what weights compute, by dotted name; the fingerprint stands for the vocabulary."""
+        """The settings that decide what weights compute, by dotted name. The fingerprint stands for the vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """The options of every architecture; they have the names of its network's arguments.
+    """The options that all architectures share, named like their network's arguments. A subclass overrides:
 
-    An architecture overrides what is different:
-
-    network       the class that is built.
-    takes_text    its network takes texts instead of labels.
-    has_path      it has a sparse path that train.path_drop can drop.
-    masks         only mask tokens replace the skipped tokens, so sampling never skips any.
-    along_grid    its blocks look at neighbours in the token grid, so routes select whole rows.
-    needs_mlp     mlp_ratio can't be 0.
-    constants     attributes that are options in other architectures and decide what weights mean.
-    undecisive    options that do not decide what weights mean.
-    marks         names of tensors: a state dict that has one of them is of this architecture.
+    network     the class that is built.
+    takes_text  True: the network takes texts instead of labels.
+    has_path    True: it has a sparse path that train.path_drop can drop.
+    masks       True: after a route only mask tokens replace the skipped tokens, so sampling never skips any.
+    along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
+    needs_mlp   True: mlp_ratio can't be 0.
+    constants   attributes that are options in other architectures and decide what weights compute.
+    undecisive  options that do not decide what weights compute.
+    marks       tensor names; a state dict with one of them has this architecture.
     """
 
     name: str
@@ -105,7 +103,7 @@ class NetworkOptions:
 
     @property
     def selects(self) -> tuple[str, ...]:
-        """The rules by which routes of this architecture can select tokens, the usual one first."""
+        """Names of the rules (Route.select) that this architecture's routes can use, the usual one first."""
         in_grid = tuple(name for name, rule in RULES.items() if rule.keeps_grid)
         if self.along_grid and not self.allow_token_routes:
             return in_grid
@@ -113,27 +111,27 @@ class NetworkOptions:
 
     @property
     def resolved_routes(self) -> tuple[Route, ...]:
-        """The routes, resolved, in the given order."""
+        """The routes, resolved for the network's depth, in the given order."""
         return tuple(route.resolve(self.depth) for route in self.routes)
 
     @property
     def usual_route(self) -> Route:
-        """TREAD's r(2→depth−4), unless an architecture has another. Raises ValueError for a depth without one."""
+        """The architecture's default route: r(2→depth−4) unless overridden, with ValueError for a depth below 6."""
         return Route.for_depth(self.depth, select=self.selects[0])
 
     @property
     def blocks(self) -> str:
-        """The blocks in words."""
+        """The blocks in words, such as "12 blocks"."""
         return f"{self.depth} blocks"
 
     @property
     def anywhere(self) -> "NetworkOptions":
-        """The same network with options that work on any machine."""
+        """These options, with those replaced that work only on some machines."""
         return self
 
     @classmethod
     def deciding(cls) -> list[str]:
-        """Names of the options that decide what weights compute: all but name, routes and initialisation."""
+        """Return the names of the options that decide what weights compute: all but name, routes and initialisation."""
         left_out = ("name", "routes", "init", *cls.undecisive)
         names = dict.fromkeys((*(item.name for item in fields(cls)), *cls.constants))
         return [name for name in names if name not in left_out]
@@ -144,23 +142,23 @@ class NetworkOptions:
         return {f"model.{name}": getattr(self, name) for name in self.deciding()}
 
     def build(self, size: int, channels: int, num_classes: int, text: TextSettings) -> Backbone:
-        """The network for latents (channels, size, size), initialised from torch's global generator on the default
-        device. Raises ValueError for sizes that do not fit together."""
+        """Create the network for latents (channels, size, size) on the default device, initialised from torch's global
+        generator. Raises ValueError for sizes that do not fit together."""
         return self.network(input_size=size, in_channels=channels, num_classes=num_classes, **self.arguments())
 
     def arguments(self) -> dict[str, object]:
-        """The network's arguments that are options."""
+        """Return the arguments of the network's constructor that these options give, by name."""
         names = [item.name for item in fields(self) if item.name not in ("name", "architecture", "routes")]
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        """Whether a state dict has this architecture; if several entries say so, the table's last one counts."""
+        """Return whether a state dict is of this architecture. If several match, the last in ARCHITECTURES counts."""
         return any(name in shapes for name in cls.marks)
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """The options that its state dict's names and shapes tell, beside those read for every network."""
+        """Return the options that can be read from a state dict's shapes, beyond those of all architectures."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": width[0] / hidden_size} if width else {}
 
@@ -187,7 +185,7 @@ class DiTOptions(NetworkOptions):
 
 
 def _swiglu_ratio(width: int, hidden_size: int) -> float:
-    """The mlp_ratio that gives a SwiGLU of this width: a round number where one does."""
+    """Return an mlp_ratio that gives a SwiGLU of this width, a multiple of ¼ if there is one."""
     exact = 1.5 * width / hidden_size
     likely = (round(4 * exact) / 4, exact, exact + 1 / hidden_size)
     return next((ratio for ratio in likely if int(2 / 3 * int(hidden_size * ratio)) == width), exact)
@@ -205,7 +203,7 @@ class LightningOptions(DiTOptions):
 
 
 class TakesText:
-    """Options for a network that takes texts instead of labels, mixed into those of its blocks."""
+    """Mixin for the options of a network that takes texts instead of labels."""
 
     network, takes_text = TextDiT, True
 
@@ -285,7 +283,7 @@ class MambaOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class MaskDiTOptions(DiTOptions):
-    """decoder_…  None becomes the published size, or behind an encoder below the published widths a small one."""
+    """Options of MaskDiT. None for a decoder_… size: the published one, or a smaller one if hidden_size < 384."""
 
     decoder_hidden_size: Count | None = 512
     decoder_depth: Count | None = 8
@@ -328,7 +326,7 @@ class SprintOptions(LightningOptions):
 
     @property
     def usual_route(self) -> Route:
-        """SPRINT's, over its sparse part."""
+        """SPRINT's route over its sparse part."""
         return Route(2, -3, 0.75, "off")
 
 
@@ -347,5 +345,5 @@ AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of a section `model`
 
 
 def recognize(shapes: Shapes) -> str:
-    """The name of a state dict's architecture; DiT's if no other entry knows it."""
+    """Return the name of a state dict's architecture, by its tensors' shapes; "dit" if no other entry matches."""
     return next((name for name, kind in reversed(ARCHITECTURES.items()) if kind.knows(shapes)), "dit")

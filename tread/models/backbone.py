@@ -1,9 +1,8 @@
 """The parts that all networks share: latents → tokens → blocks under routes → latents.
 
-Embedders and last layer, their names and initialisation are public DiT's (Peebles & Xie, ICCV 2023, arXiv 2212.09748);
-the blocks are dit.py's (also MaskDiT's), lightning.py's (also SPRINT's), rwkv.py's and mamba.py's. Nothing is drawn
-here: routes come in with their token ids, and the training loop drops labels (a dropped label is the null class,
-num_classes).
+Embedders and last layer, their names and their initialisation are public DiT's (Peebles & Xie, ICCV 2023, arXiv
+2212.09748). The blocks are in dit.py, lightning.py, rwkv.py and mamba.py. Nothing random happens in a forward pass: the
+caller draws the routes' ids_keep and replaces dropped labels by the null class.
 
 Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
 """
@@ -22,20 +21,18 @@ from tread.routing.ids import count_run
 from tread.runtime.schema import check
 
 Init = Literal["adaln_zero", "xavier"]
-WAVES = 256  # cosines and sines of the noise input
+WAVES = 256  # number of cosines and sines that embed the noise input
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Scale and shift tokens (B, N, D) by per-sample vectors (B, D)."""
+    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D)."""
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
 def sincos_positions(dim: int, grid_size: int) -> Tensor:
-    """Fixed 2-D sine-cosine positions, (grid_size², dim) fp32, computed in float64.
-
-    The first half of the channels holds the column (w), the second the row (h), each as sines
-    followed by cosines: the order of public DiT checkpoints. Raises ValueError unless dim is a multiple of 4.
-    """
+    """Return fixed 2-D sine-cosine positions, (grid_size², dim) fp32, computed in float64. As in public DiT
+    checkpoints, the first half of the channels holds the column, the second the row, each as sines, then cosines.
+    Raises ValueError unless dim is a multiple of 4."""
     if dim % 4:
         raise ValueError(f"hidden_size {dim} is not a multiple of 4 (2-D sine-cosine positions)")
     frequency = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
@@ -46,7 +43,7 @@ def sincos_positions(dim: int, grid_size: int) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Non-overlapping patches to tokens: (B, C, S, S) → (B, N, D), in raster order."""
+    """Embed non-overlapping patches as tokens in raster order: (B, C, S, S) → (B, N, D)."""
 
     def __init__(self, in_channels: int, patch_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -57,14 +54,14 @@ class PatchEmbed(nn.Module):
 
 
 class TimestepEmbedder(nn.Module):
-    """Scalar noise input → vector: cosines and sines, then a two-layer MLP. (B,) → (B, D)."""
+    """Embed the scalar noise input by cosines and sines and a two-layer MLP: (B,) → (B, D)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(WAVES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
 
     def frequencies(self, t: Tensor) -> Tensor:
-        """(B,) → (B, WAVES) fp32: cosines first, then sines."""
+        """Map (B,) to cosines, then sines, of 128 frequencies: (B, 256) fp32."""
         exponent = torch.arange(WAVES // 2, dtype=torch.float32, device=t.device) / (WAVES // 2)
         angle = t.float()[:, None] * torch.exp(-math.log(10000.0) * exponent)
         return torch.cat([angle.cos(), angle.sin()], dim=1)
@@ -74,7 +71,7 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Class label → vector; row num_classes is the null class. (B,) int64 → (B, D)."""
+    """Embed class labels, (B,) int64 → (B, D); row num_classes is the null class."""
 
     def __init__(self, num_classes: int, hidden_size: int) -> None:
         super().__init__()
@@ -88,7 +85,7 @@ class LabelEmbedder(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """A modulated norm and a linear layer: (B, N, dim), (B, conditioning) → (B, N, values)."""
+    """Modulated norm and linear layer: tokens (B, N, dim), conditioning (B, conditioning) → (B, N, values)."""
 
     def __init__(self, dim: int, values: int, conditioning: int) -> None:
         super().__init__()
@@ -102,31 +99,30 @@ class FinalLayer(nn.Module):
 
 
 def linear_products(block: nn.Module, tokens: int) -> int:
-    """Multiply-adds of a block's linear layers for one sample of so many tokens; its modulation runs once for all."""
+    """Return the multiply-adds of a block's linear layers for one sample; its modulation counts once, not per token."""
     modulation = block.adaLN_modulation[1].weight.numel()
     layers = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
     return tokens * (layers - modulation) + modulation
 
 
 class Backbone(nn.Module):
-    """The network F(x; t, y) around blocks of one kind. Argument names are public DiT's.
+    """The network F(x; t, y) around blocks of one kind. Arguments are named as in public DiT.
 
-    make_block   makes a block, called depth times. A block maps (tokens (B, N, D), what `along` gives, conditioning
-                 (B, D)) → (B, N, D), and gets grid=(rows, columns) of the tokens where the class sets needs_grid.
-                 The last layer of its modulation is adaLN_modulation[1]; multiply_adds(tokens, attention) is its cost.
-    input_size   height and width of the latents; a multiple of patch_size.
-    num_classes  labels are 0..num_classes−1; num_classes itself is the null class.
-    learn_sigma  twice the output channels (public checkpoints); the second half is unused here.
-    init         "adaln_zero" (the paper's): modulations and the last layer start at zero, so an untrained
-                 network outputs 0; "xavier": all linear layers are Xavier-uniform, as in the released TREAD
-                 code, where the zeroing is overwritten.
-    embedder     hidden_size → what embeds conditions other than labels, where num_classes is None (TextDiT).
+    make_block   creates a block, called depth times. A block maps (tokens (B, N, D), *along(B), conditioning (B, D)) to
+                 tokens, with grid=(rows, columns) if the class sets needs_grid. Its modulation ends in
+                 adaLN_modulation[1], and multiply_adds(tokens, attention) returns its cost.
+    input_size   height and width S of the latents; a multiple of patch_size.
+    num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: see embedder.
+    learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.
+    init         "adaln_zero" (the paper's): modulations and last layer start at zero, so an untrained network outputs
+                 0. "xavier": all linear layers are Xavier-uniform; the released TREAD code overwrites the zeros so.
+    embedder     function of hidden_size that creates the embedder of texts or other conditions; None: labels.
 
     Raises ValueError for sizes that do not fit together.
     """
 
     needs_grid = False
-    skipped_return = True  # false: mask tokens replace the skipped ones behind a route
+    skipped_return = True  # False: mask tokens replace the skipped ones after a route
     drops_path = False  # whether forward and forward_flops take path_drop, as SPRINT's do
 
     def __init__(
@@ -151,7 +147,7 @@ class Backbone(nn.Module):
         self.num_classes, self.hidden_size = num_classes, hidden_size
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid, self.num_tokens = (side, side), side**2
-        self.activation_checkpointing = False  # True: keep only a block's input, and recompute the block backward
+        self.activation_checkpointing = False  # True: keep blocks' inputs only, recompute the rest in backward
 
         self.x_embedder = PatchEmbed(in_channels, patch_size, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
@@ -179,28 +175,28 @@ class Backbone(nn.Module):
             nn.init.zeros_(self.final_layer.linear.weight)
 
     def compiled(self) -> list[nn.Module]:
-        """The modules to compile; blocks of equal sizes share their graphs."""
+        """Return the modules to compile; blocks of equal sizes share their graphs."""
         return list(self.blocks)
 
     def along(self, batch: int) -> Sequence[Tensor]:
-        """Tensors (B, N, …) that go into the blocks with their tokens."""
+        """Return the blocks' inputs with one row per token, (B, N, …) each, such as rotary tables; by default none."""
         return ()
 
     def unpatchify(self, x: Tensor) -> Tensor:
-        """(B, N, p·p·C) → (B, C, S, S)."""
+        """Put tokens together to latents: (B, N, p·p·C) → (B, C, S, S)."""
         (rows, columns), p = self.grid, self.patch_size
         x = x.view(-1, rows, columns, p, p, self.out_channels)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, rows * p, columns * p)
 
     def check_inputs(self, x: Tensor, y: Tensor) -> None:
-        """Raise ValueError for inputs that do not fit; label values are checked on a CPU only, so that no GPU waits."""
+        """Raise ValueError for wrong shapes or labels; labels are checked on a CPU only (no GPU synchronisation)."""
         expected = (self.in_channels, self.input_size, self.input_size)
         if tuple(x.shape[1:]) != expected:
             raise ValueError(f"x has shape {tuple(x.shape)}, but this network takes (B, *{expected})")
         self.check_condition(y, len(x))
 
     def check_condition(self, y: Tensor, batch: int) -> None:
-        """Raise ValueError unless y is a condition for so many samples; see check_inputs."""
+        """Raise ValueError unless y holds labels (or texts) for `batch` samples; values are checked on a CPU only."""
         if y.device.type == "cpu" and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
             raise ValueError(
                 f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows "
@@ -208,14 +204,14 @@ class Backbone(nn.Module):
             )
 
     def null(self, count: int) -> Tensor:
-        """The condition for "no condition", so many times: (count,) int64, the null class."""
+        """Return the condition that means "no condition" for `count` samples: the null class, (count,) int64."""
         return torch.full((count,), self.num_classes, device=self.pos_embed.device)
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
-        """FLOPs of one forward pass for one sample, two per multiply-add: matrix products and token mixing.
+        """Return the FLOPs of one sample's forward pass: two per multiply-add of matrix products and token mixing.
 
-        attention  false: linear layers only, without token mixing (DiT: the products of queries, keys and values).
-        upto       the last block that counts, as in `output_of`; None: all blocks and the last layer.
+        attention  False: linear layers only, without token mixing (in DiT the products of queries, keys and values).
+        upto       index of the last block that counts, as for output_of; None: all blocks and the last layer.
         """
         D, depth = self.hidden_size, len(self.blocks)
         tokens = [self.num_tokens] * depth
@@ -229,10 +225,10 @@ class Backbone(nn.Module):
         return int(2 * (blocks + self.num_tokens * D * values + final + time))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
-        """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
+        """Run the network: x (B, C, S, S), noise input t (B,), labels y (B,) int64 → (B, out_channels, S, S).
 
-        routes   pairs (Route, ids_keep (B, K)), see routing_module.run_blocks; () runs all tokens.
-        record   receives the ids that the routes used, and the outputs of the blocks that it names.
+        routes  pairs (Route, ids_keep (B, K)), see run_blocks in routing_module.py; () runs all tokens.
+        record  receives each route's ids_keep and the outputs of the blocks in record.blocks.
         """
         x, c, *shared = self.embed(x, t, y)
         grid, along = self.grid if self.needs_grid else None, self.along(len(x))
@@ -241,20 +237,20 @@ class Backbone(nn.Module):
         return self.unpatchify(self.final_layer(x, c))
 
     def called(self, blocks: Iterable[nn.Module]) -> list[Callable[..., Tensor]]:
-        """Blocks as a pass calls them: with activation checkpointing if that is on."""
+        """Return the blocks, wrapped in activation checkpointing if that is on."""
         if not self.activation_checkpointing:
             return list(blocks)
         # nothing in the blocks is random, so no generator is kept
         return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """The output of block number `block` with all tokens, (B, N, D); later blocks are not computed."""
+        """Return the output (B, N, D) of the block with index `block` on all tokens; later blocks do not run."""
         x, *shared = self.embed(x, t, y)
         grid = self.grid if self.needs_grid else None
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """forward's inputs → tokens (B, N, D), conditioning (B, D), and what else a class's blocks get whole, whatever
-        the route. Raises ValueError for inputs that do not fit."""
+        """Return tokens (B, N, D), conditioning (B, D), and further inputs of the blocks, which routes leave whole.
+        Raises ValueError for inputs that do not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + self.y_embedder(y)

@@ -1,5 +1,4 @@
-"""A network's conditions: labels (B,) int64, or texts, which text_dit.py's network takes. The functions here join, pad,
-move and drop the rows of either.
+"""A network's conditions: labels (B,) int64, or texts for the network in text_dit.py, and functions for either kind.
 
 Shapes: B samples, T text tokens, C and P channels of an encoder's tokens and of its pooled text.
 """
@@ -12,7 +11,7 @@ from torch import Tensor
 
 
 class Text(NamedTuple):
-    """Captions of B samples.
+    """Encoded captions of B samples.
 
     tokens  (B, T, C) of a frozen encoder, or (B, T) int64 word numbers, which the network embeds.
     mask    (B, T) bool, False for padding. No row is all False: the empty caption is one begin token.
@@ -35,33 +34,33 @@ def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
 
 
 def count(y: Condition) -> int:
-    """B, the number of samples."""
+    """Return the number of samples B."""
     return len(y.mask if isinstance(y, Text) else y)
 
 
 def rows(y: Condition, chosen: slice | Tensor) -> Condition:
-    """Some of the conditions: a slice, or those at indices (n,) int64."""
+    """Return some samples' conditions, chosen by a slice or by indices (n,) int64."""
     return each(lambda part: part[chosen], y)
 
 
 def join(a: Condition, b: Condition) -> Condition:
-    """Those of a, then those of b."""
+    """Concatenate the conditions of two batches."""
     return each(lambda left, right: torch.cat([left, right]), a, b)
 
 
 def pad(y: Condition, total: int) -> Condition:
-    """So many conditions, by repeating the last one."""
+    """Pad conditions to `total` samples by repeating the last one."""
     missing = total - count(y)
     return each(lambda part: torch.cat([part, part[-1:].expand(missing, *part.shape[1:])]), y)
 
 
 def to(y: Condition, device: torch.device | str) -> Condition:
-    """On a device."""
+    """Move conditions to a device."""
     return each(lambda part: part.to(device), y)
 
 
 def replaced(y: Condition, where: Tensor, null: Condition) -> Condition:
-    """The conditions, with the null condition (1, …) where `where` (B,) is true."""
+    """Return y with the null condition (1, …) for samples where `where` (B,) bool is true."""
 
     def choose(part: Tensor, empty: Tensor) -> Tensor:
         return torch.where(where.view(-1, *[1] * (part.ndim - 1)), empty.to(part.dtype), part)
@@ -70,5 +69,5 @@ def replaced(y: Condition, where: Tensor, null: Condition) -> Condition:
 
 
 def drop(y: Condition, uniform: Tensor, probability: float, null: Condition) -> Condition:
-    """The conditions, with the null condition (1, …) where the uniform number (B,) is below the probability."""
+    """Return y with the null condition (1, …) for samples whose uniform number (B,) is below the probability."""
     return replaced(y, uniform < probability, null)

@@ -1,8 +1,8 @@
 """LightningDiT (Yao et al. 2025, arXiv 2501.01423): DiT with RMSNorm, SwiGLU and rotary positions, each an option.
 
-With norm="layer", mlp="gelu", positions="sincos" this is dit.py's DiT, with its names. Parameter names and shapes are
-those of public LightningDiT checkpoints. A token's rotary row is its position in the full grid and stays with it: a
-route changes which tokens meet in attention, not where they are.
+Parameter names and shapes are those of public LightningDiT checkpoints; with norm="layer", mlp="gelu" and
+positions="sincos" the network is dit.py's DiT, with its names. Rotary positions are those of the full grid and travel
+with the tokens: a route changes which tokens meet in attention, not where they are.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of d = D/H channels.
 """
@@ -25,7 +25,7 @@ Positions = Literal["sincos", "rope"]
 
 
 class RotaryAttention(nn.Module):
-    """Multi-head self-attention with rotary positions and normalised queries and keys. (B, N, D) → (B, N, D)."""
+    """Multi-head self-attention with rotary positions and optional norms of queries and keys: (B, N, D) → (B, N, D)."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class RotaryAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
-        """table (B, N, d), see `rotate`; None: no rotary positions."""
+        """Map x (B, N, D) to (B, N, D); table (B, N, d) holds rotary positions (see `rotate`), None: without them."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
         return attend(self, q, k, v, table)
 
@@ -43,11 +43,9 @@ class RotaryAttention(nn.Module):
 def attend(
     layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """Queries (B, N, H, d) attend to keys and values (B, T, H, d), by a layer's norms and projection: (B, N, D).
-
-    table  rotates queries and keys, see `rotate`.
-    mask   (B, T) bool, False for padding.
-    """
+    """Let queries (B, N, H, d) attend to keys and values (B, T, H, d) and apply the layer's projection: (B, N, D).
+    `layer` has q_norm, k_norm (or None) and proj; `table` (B, N, d) rotates queries and keys, see `rotate`; `mask`
+    (B, T) bool is False for padding."""
     if layer.q_norm is not None:
         q, k = layer.q_norm(q.float()), layer.k_norm(k.float())
     if table is not None:
@@ -58,7 +56,7 @@ def attend(
 
 
 class SwiGLU(nn.Module):
-    """Token-wise MLP w3(silu(gate) ⊙ value) (Shazeer 2020, arXiv 2002.05202); w12 holds both. (B, N, D) → (B, N, D)."""
+    """Token-wise MLP w3(silu(gate) ⊙ value) with (gate, value) = w12(x) (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ class LightningBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """x (B, N, D) tokens; given: their rotary rows (B, N, d), if any, and conditioning c (B, D)."""
+        """Map tokens x (B, N, D) to (B, N, D); `given` is [rotary table (B, N, d),] conditioning c (B, D)."""
         *table, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
@@ -94,19 +92,19 @@ class LightningBlock(nn.Module):
 
 
 def make_norm(norm: Norm, dim: int) -> nn.Module:
-    """RMSNorm with a weight for each channel, or LayerNorm without, both over the last dimension."""
+    """Return RMSNorm with a weight per channel for "rms", LayerNorm without weights for "layer", over the last axis."""
     return nn.RMSNorm(dim, eps=1e-6) if norm == "rms" else nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
 
 
 class LightningDiT(Backbone):
-    """The network F(x; t, y) of LightningDiT's blocks. Other arguments and errors are Backbone's.
+    """The LightningDiT network F(x; t, y). Other arguments and errors are those of Backbone (backbone.py).
 
-    norm       "rms": RMSNorm with weights, in the last layer too; "layer": LayerNorm without, as DiT's.
-    mlp        "swiglu", with 2/3 of the width mlp_ratio·D; "gelu", as DiT's.
-    positions  "sincos": fixed sines and cosines are added to the tokens; "rope": queries and keys also rotate by their
-               token's position, as in public checkpoints.
+    norm       "rms": RMSNorm with weights, in the last layer too; "layer": LayerNorm without weights, as in DiT.
+    mlp        "swiglu", with 2/3 of the width mlp_ratio·D; or "gelu", as in DiT.
+    positions  "sincos": fixed sines and cosines are added to the tokens; "rope": in addition queries and keys rotate by
+               their token's position, as in public checkpoints.
     qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
-    block      makes a block, with LightningBlock's arguments.
+    block      creates a block, with LightningBlock's arguments.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class LightningDiT(Backbone):
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init, embedder)
         super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes)
         self.final_layer.norm_final = make_norm(norm, hidden_size)
-        self.head_dim = hidden_size // num_heads if positions == "rope" else None  # of rotating heads
+        self.head_dim = hidden_size // num_heads if positions == "rope" else None  # None: heads do not rotate
         self.register_load_state_dict_pre_hook(_take_tables)
         if self.head_dim:
             angles = rotary_angles(self.head_dim, self.grid[0])
@@ -148,7 +146,7 @@ class LightningDiT(Backbone):
 
 
 def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Compare a public file's rotary tables with the network's, then drop them. Raises ValueError if they differ."""
+    """Remove a file's rotary tables from its state dict. Raises ValueError if they differ from the network's."""
     tables = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
     check_tables(tables, network.num_tokens, "the state dict")
     for name, table in tables.items():

@@ -1,11 +1,10 @@
-"""Mamba-2 blocks (Dao & Gu 2024, arXiv 2405.21060) in the place of DiT's, scanned in one, two or four directions.
+"""Mamba-2 blocks (Dao & Gu 2024, arXiv 2405.21060) in place of DiT's, scanned in one, two or four directions.
 
-A block is DiT's with adaLN-Zero, with a Mamba-2 mixer in the place of attention; its MLP is optional. As in
-Vision-Mamba and DiS, the directions share their input and output projections, and nothing is reset at the ends of
-rows: the grid is one sequence. On a route the kept rows are scanned as if they were the grid. All costs are linear in
-the number of tokens. With attention_every some blocks are DiT's own.
-
-Widths, the default of two directions and what they share were chosen here: no public network has these blocks.
+A block is DiT's with adaLN-Zero, but with a Mamba-2 mixer instead of attention and an optional MLP. As in Vision-Mamba
+and DiS, the directions share input and output projections, and the state is not reset at the ends of rows: the grid is
+one sequence. On a route the kept rows are scanned as if they were the whole grid. Costs are linear in the number of
+tokens. With attention_every some blocks are DiT's own. No public network has these blocks: widths, the default of two
+directions and what the directions share were chosen here.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E = expand·D.
 """
@@ -27,32 +26,31 @@ from tread.runtime.schema import check
 
 Directions = Literal[1, 2, 4]
 Kernel = Literal["torch", "mamba_ssm"]
-STEPS = (1e-3, 0.1)  # Δ starts between, evenly in its logarithm, as Mamba-2's
-DECAYS = (1.0, 16.0)  # −A likewise, evenly
+STEPS = (1e-3, 0.1)  # range of Δ at the start, log-uniform as in Mamba-2
+DECAYS = (1.0, 16.0)  # range of −A at the start, uniform as in Mamba-2
 A_LOG_LIMIT = 40.0  # beyond, each token wipes the state anyway, and e^89 is more than fp32 holds
 
 
 def in_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
-    """Tokens in the order of a direction, (B, N, …) → (B, N, …): 0 by rows, 2 by columns, 1 and 3 backward."""
+    """Reorder tokens (B, N, …) from raster order for a scan: direction 0 by rows, 2 by columns, 1 and 3 backward."""
     if direction >= 2:
         x = x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
     return x.flip(1) if direction % 2 else x
 
 
 def in_raster_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
-    """The inverse of in_order, with the same grid (rows, columns)."""
+    """Undo in_order with the same direction and grid (rows, columns)."""
     x = x.flip(1) if direction % 2 else x
     return in_order(x, 2, grid[::-1]) if direction >= 2 else x
 
 
 class Mamba2Mixer(nn.Module):
-    """Token mixing. (B, N, D) → (B, N, D).
+    """Mamba-2's token mixing in several scan directions: (B, N, D) → (B, N, D).
 
-    One projection gives the gate z (E channels), x (E), B and C (state each), which all directions share, and Δ for
-    each head of each direction. A direction has its own causal convolution of x, B and C, bias of Δ, A and D. The
-    outputs of the directions are put back in raster order, summed, gated, normalised and projected. Parameters have
-    Mamba-2's names, with the directions concatenated, so that with one direction the weights are Mamba-2's with one
-    group.
+    One projection gives the gate z and x (E channels each), B and C (`state` channels each), all shared by the
+    directions, and Δ for each head of each direction. Each direction has its own causal convolution of x, B and C, bias
+    of Δ, A and D. The directions' outputs are put back in raster order, summed, gated, normalised and projected.
+    Parameters are those of Mamba-2 with one group, with the same names and the directions concatenated.
     """
 
     def __init__(
@@ -64,16 +62,16 @@ class Mamba2Mixer(nn.Module):
         heads, channels = directions * self.width // head_dim, self.width + 2 * state
         self.in_proj = nn.Linear(dim, self.width + channels + heads, bias=False)
         self.conv1d = nn.Conv1d(directions * channels, directions * channels, conv, groups=directions * channels)
-        # which holds the weights alone: forward hands them to causal_conv
+        # conv1d only holds weights: forward passes them to causal_conv
         step = torch.empty(heads).uniform_(*map(math.log, STEPS)).exp()
-        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # of which softplus makes the step
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus(dt_bias) is the step
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*DECAYS).log())
         self.D = nn.Parameter(torch.ones(heads))
         self.norm = nn.RMSNorm(self.width, eps=1e-5)
         self.out_proj = nn.Linear(self.width, dim, bias=False)
 
     def forward(self, x: Tensor, grid: Grid | None = None) -> Tensor:
-        """grid (H, W), which four directions need. Raises ValueError if they get none, or one of other tokens."""
+        """Mix tokens x (B, N, D) of the grid (H, W). Raises ValueError if four directions get no grid of N tokens."""
         ways = range(self.directions)
         if self.directions == 4 and (grid is None or math.prod(grid) != x.shape[1]):
             raise ValueError(
@@ -94,13 +92,13 @@ class Mamba2Mixer(nn.Module):
         return self.out_proj(self.norm(y * F.silu(z.float())))
 
     def mixing(self, tokens: int) -> int:
-        """Multiply-adds of convolution and scan for one sample of so many tokens."""
+        """Return the multiply-adds of convolution and scan for one sample of `tokens` tokens."""
         scan = products(tokens, self.directions, len(self.A_log), self.head_dim, self.state)
         return tokens * self.conv1d.weight.numel() + scan
 
 
 class MambaBlock(nn.Module):
-    """Mixer and MLP, their norms and residuals modulated by the conditioning (adaLN-Zero); mlp_ratio 0: no MLP."""
+    """Mamba-2 mixer and MLP, modulated by the conditioning (adaLN-Zero); mlp_ratio 0 leaves out the MLP."""
 
     def __init__(self, dim: int, mlp_ratio: float, mixer: Mamba2Mixer) -> None:
         super().__init__()
@@ -112,7 +110,7 @@ class MambaBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, (6 if mlp_ratio else 3) * dim))
 
     def forward(self, x: Tensor, c: Tensor, grid: Grid | None = None) -> Tensor:
-        """x (B, N, D) tokens, of the grid (H, W) where there is one, c (B, D) conditioning → (B, N, D)."""
+        """Map tokens x (B, N, D) of the grid (H, W) and conditioning c (B, D) to tokens (B, N, D)."""
         shift, scale, gate, *of_mlp = self.adaLN_modulation(c).unflatten(1, (-1, x.shape[2])).unbind(1)
         x = x + gate.unsqueeze(1) * self.mixer(modulate(self.norm1(x), shift, scale), grid)
         if of_mlp:
@@ -121,30 +119,30 @@ class MambaBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """As DiTBlock's; attention false: without convolution and scan."""
+        """Return the multiply-adds for one sample of `tokens` tokens; attention=False: of linear layers only."""
         return linear_products(self, tokens) + (self.mixer.mixing(tokens) if attention else 0)
 
 
 class AttentionBlock(DiTBlock):
-    """DiT's block among Mamba's; it ignores the grid."""
+    """DiT's block, for use among Mamba's blocks; it ignores the grid."""
 
     def forward(self, x: Tensor, c: Tensor, grid: Grid | None = None) -> Tensor:
         return super().forward(x, c)
 
 
 class Mamba(Backbone):
-    """The network F(x; t, y) of Mamba-2 blocks. The other arguments are Backbone's.
+    """The network F(x; t, y) of Mamba-2 blocks. Other arguments are those of Backbone (backbone.py).
 
-    mlp_ratio           width of the MLP over hidden_size; 0: none.
-    state               N, the size of the state of each channel.
+    mlp_ratio           width of the MLP over hidden_size; 0: no MLP.
+    state               size of the state of each channel.
     head_dim            channels of a head; expand·hidden_size is a multiple of it.
     expand              width of the mixer over hidden_size.
-    conv                number of tokens that a convolution sees: a token and those before it.
+    conv                length of the causal convolution in tokens.
     directions          1: raster order; 2: also backward; 4: also both ways along columns.
-    attention_every     each k-th block is DiT's, with attention of num_heads heads; 0: none.
+    attention_every     k: each k-th block is DiT's, with num_heads attention heads; 0: none.
     kernel              "torch": any device; "mamba_ssm": that package's fused scan, on CUDA.
-    allow_token_routes  false: routes take whole rows, Route(…, select="row"), since the order of tokens matters here;
-                        true: any tokens, in their order, without a grid, so that there are no columns to scan.
+    allow_token_routes  False: routes take whole rows, Route(…, select="row"), since the order of tokens matters. True:
+                        any tokens, scanned in raster order; blocks get no grid, so directions=4 is refused.
 
     Raises ValueError for sizes that do not fit together, and for a kernel that is not available.
     """
@@ -199,5 +197,5 @@ class Mamba(Backbone):
         self.kernel, self.needs_grid = kernel, not allow_token_routes
 
     def compiled(self) -> list[nn.Module]:
-        """The modules to compile: all but the blocks of a fused kernel."""
+        """Return the modules to compile: all blocks but those with a fused kernel."""
         return [block for block in self.blocks if self.kernel == "torch" or isinstance(block, AttentionBlock)]

@@ -1,8 +1,8 @@
 """MaskDiT (Zheng et al. 2023, arXiv 2306.09305): an encoder of DiT's blocks on the kept tokens, a decoder on all.
 
-In training half of the tokens skip the encoder; a learned mask token takes their places, and a decoder of fixed size
-runs on all tokens. Without routes both run on all tokens. Parameter names are those of public MaskDiT checkpoints
-without their prefix `model.`; only the label table is DiT's, with a null row of zeros.
+In training half of the tokens skip the encoder; after it a learned mask token takes their places, and a decoder of
+fixed size runs on all tokens. Parameter names are those of public MaskDiT checkpoints without their prefix `model.`;
+only the label table is DiT's, with a null row of zeros.
 
 Shapes: B samples, N tokens, D hidden size, W the decoder's.
 """
@@ -19,13 +19,9 @@ from tread.routing.ids import count_kept
 
 
 class MaskDiT(DiT):
-    """The network F(x; t, y) of encoder and decoder. Other arguments and errors are DiT's.
-
-    decoder_hidden_size, decoder_depth, decoder_heads  sizes of the decoder's blocks, which the encoder's conditioning
-                                                       (B, D) modulates; all published networks have the defaults.
-
-    The null class's row of the label table is zero and gets no gradient.
-    """
+    """The MaskDiT network F(x; t, y). Other arguments and errors are those of DiT (dit.py). The null class's row of the
+    label table is zero and gets no gradient. The decoder's blocks (decoder_hidden_size, decoder_depth, decoder_heads)
+    are modulated by the encoder's conditioning (B, D); all published networks have the default sizes."""
 
     skipped_return = False
 
@@ -70,19 +66,19 @@ class MaskDiT(DiT):
         return [*self.blocks, *self.decoder_blocks]
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
-        """As Backbone's; `upto` is a block of the encoder, behind which neither the rest nor the decoder counts."""
+        """Return Backbone's FLOPs plus the decoder's; with `upto`, only those of the encoder up to that block."""
         encoder = super().forward_flops(routes, attention, len(self.blocks) - 1 if upto is None else upto)
         if upto is not None:
             return encoder
         D, W, N = self.hidden_size, self.decoder_hidden_size, self.num_tokens
         kept = min((count_kept(route, N, self.grid) for route in routes), default=N)
-        decoder = kept * D * W + 2 * D * D + 2 * D * W  # into the decoder; its and the last layer's modulation
+        decoder = kept * D * W + 2 * D * D + 2 * D * W  # decoder_layer; modulations of both layers
         decoder += sum(block.multiply_adds(N, attention) for block in self.decoder_blocks)
         return encoder + int(2 * (decoder + N * W * self.patch_size**2 * self.out_channels))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
-        """As Backbone's. `routes` is () or one pair, whose route spans the encoder: behind it mask tokens stand for the
-        tokens left out, and the decoder sees all. `record` names blocks of the encoder."""
+        """Run the network as Backbone does. `routes` is () or one pair whose route spans the encoder. After the encoder
+        mask tokens replace the skipped tokens, and the decoder runs on all. `record` names blocks of the encoder."""
         x, c = self.embed(x, t, y)
         (batch, tokens), ids_keep = x.shape[:2], None
         check_spans([route for route, _ in routes], len(self.blocks))
@@ -95,7 +91,7 @@ class MaskDiT(DiT):
             record.ids = [ids_keep]
             record.outputs = {block: (output, ids_keep) for block, (output, _) in record.outputs.items()}
         if ids_keep is None:
-            x = x + 0 * self.mask_token  # processes that share gradients need one of each parameter in every step
+            x = x + 0 * self.mask_token  # mask_token needs a gradient in every step of distributed training
         else:
             x = scatter_tokens(self.mask_token.expand(batch, tokens, -1), x, ids_keep)
         x = run_blocks(self.called(self.decoder_blocks), x + self.decoder_pos_embed, c)
@@ -103,7 +99,7 @@ class MaskDiT(DiT):
 
 
 def check_spans(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless there is at most one route, around all blocks, with none of them in fp32."""
+    """Raise ValueError unless there is no route, or one over all blocks with fp32 "off" and no earlier `rejoin`."""
     for route in routes:
         resolved = route.resolve(depth)
         spans = (resolved.start, resolved.end, resolved.fp32, resolved.rejoin) == (0, depth - 1, "off", 0)

@@ -9,18 +9,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-TABLES = ("feat_rope.freqs_cos", "feat_rope.freqs_sin")  # their names in public files
-ROUNDING = 0.01  # tolerance for a file's tables: bf16, also if converted back to fp32, rounds by half of it
+TABLES = ("feat_rope.freqs_cos", "feat_rope.freqs_sin")  # names of rotary tables in public files
+ROUNDING = 0.01  # tolerance for a file's tables; rounding to bf16 changes them by up to half of it
 
 
 def rotary_angles(head_dim: int, side: int) -> Tensor:
-    """Angles by which pairs of a head's channels rotate: (side², d/2) fp64.
-
-    The first half of the pairs rotates by the token's row, the second by its column, with frequencies
-    10000^(−2k/(d/2)), k = 0 .. d/4−1.
-
-    Raises ValueError unless d is a multiple of 4.
-    """
+    """Return the angles by which pairs of a head's channels rotate, (side², d/2) fp64. The first half of the pairs
+    rotates by the token's row, the second by its column, with frequencies 10000^(−2k/(d/2)), k = 0 .. d/4−1. Raises
+    ValueError unless d is a multiple of 4."""
     if head_dim % 4:
         raise ValueError(
             f"heads of {head_dim} channels have no rotary positions, which rotate pairs of channels by row and column: "
@@ -32,17 +28,15 @@ def rotary_angles(head_dim: int, side: int) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate adjacent pairs of channels (B, N, H, d) by a table (B, N, d): the pairs' cosines, then their sines."""
+    """Rotate pairs of adjacent channels of x (B, N, H, d); table (B, N, d) holds the cosines, then the sines."""
     cos, sin = table.unsqueeze(2).chunk(2, dim=3)
     first, second = x.unflatten(3, (-1, 2)).unbind(4)
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=4).flatten(3)
 
 
 def check_tables(state: Mapping[str, Tensor], tokens: int, where: str) -> None:
-    """Raise ValueError unless the rotary tables in a public file's state dict, if any, agree with `rotary_angles`.
-
-    tokens  N, a square grid; the channels of a head, d, are those of the tables.
-    """
+    """Raise ValueError unless the rotary tables in a public file's state dict, if any, agree with rotary_angles for a
+    square grid of `tokens` tokens. The tables give the channels of a head; `where` is the file's name for messages."""
     for name, function in zip(TABLES, (torch.cos, torch.sin)):
         if name not in state:
             continue

@@ -1,9 +1,9 @@
-"""Diffusion-RWKV (Fei et al. 2024, arXiv 2404.04478): bidirectional RWKV blocks in the place of DiT's.
+"""Diffusion-RWKV (Fei et al. 2024, arXiv 2404.04478): bidirectional RWKV blocks in place of DiT's.
 
-A block mixes tokens (spatial mix: gated WKV, wkv.py) and then channels, each after a shift that gives every token
-some channels of its four neighbours, as in Vision-RWKV (Duan et al. 2024, arXiv 2403.02308). Conditioning, gates and
-last layer are DiT's adaLN-Zero (backbone.py), one of the choices in that paper; its long skips between shallow and deep
-blocks are left out, as in TREAD. All costs are linear in the number of tokens.
+A block mixes tokens (spatial mix: gated WKV, wkv.py) and then channels, each after a shift that gives every token some
+channels of its four neighbours, as in Vision-RWKV (Duan et al. 2024, arXiv 2403.02308). Conditioning, gates and last
+layer are DiT's adaLN-Zero (backbone.py), one of that paper's choices; its long skips between shallow and deep blocks
+are left out, as in TREAD. Costs are linear in the number of tokens.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
 """
@@ -22,7 +22,7 @@ DECAY_RANGE = 8.0  # channels start with decays w = 0 .. 8 over the whole sequen
 
 
 def quad_shift(x: Tensor, grid: Grid) -> Tensor:
-    """Each quarter of the channels moves one token down, up, right or left; zeros enter: (B, H·W, D) → (B, H·W, D)."""
+    """Shift each quarter of the channels of x (B, H·W, D) by one token, down, up, right or left; zeros enter."""
     height, width = grid
     down, up, right, left = x.unflatten(1, (height, width)).chunk(4, dim=3)
     moved = [
@@ -35,12 +35,12 @@ def quad_shift(x: Tensor, grid: Grid) -> Tensor:
 
 
 class SpatialMix(nn.Module):
-    """Token mixing: σ(r) ⊙ WKV(k, v), all from tokens blended with their neighbours. (B, N, D) → (B, N, D)."""
+    """Token mixing σ(r) ⊙ WKV(k, v); r, k and v are projections of tokens blended with neighbours: (B, N, D)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.mix_r, self.mix_k, self.mix_v = (nn.Parameter(torch.full((dim,), 0.5)) for _ in range(3))
-        self.decay = nn.Parameter(torch.linspace(0, DECAY_RANGE, dim // 4).repeat(4))  # w: all, in each shift
+        self.decay = nn.Parameter(torch.linspace(0, DECAY_RANGE, dim // 4).repeat(4))  # w, all decays in each quarter
         self.bonus = nn.Parameter(torch.zeros(dim))  # u
         self.receptance, self.key, self.value, self.output = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
@@ -53,7 +53,7 @@ class SpatialMix(nn.Module):
 
 
 class ChannelMix(nn.Module):
-    """Gated token-wise MLP with squared ReLU, of blended tokens. (B, N, D) → (B, N, D)."""
+    """Gated token-wise MLP with squared ReLU, on tokens blended with their neighbours: (B, N, D) → (B, N, D)."""
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class ChannelMix(nn.Module):
 
 
 class RWKVBlock(nn.Module):
-    """Spatial mix and channel mix, their norms and residuals modulated by the conditioning (adaLN-Zero)."""
+    """Spatial mix and channel mix, modulated by the conditioning (adaLN-Zero)."""
 
     def __init__(self, dim: int, mlp_ratio: float) -> None:
         super().__init__()
@@ -81,23 +81,20 @@ class RWKVBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(self, x: Tensor, c: Tensor, grid: Grid) -> Tensor:
-        """x (B, H·W, D) tokens of the grid (H, W), c (B, D) conditioning → (B, H·W, D)."""
+        """Map tokens x (B, H·W, D) of the grid (H, W) and conditioning c (B, D) to tokens (B, H·W, D)."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.spatial_mix(modulate(self.norm1(x), shift1, scale1), grid)
         x = x + gate2.unsqueeze(1) * self.channel_mix(modulate(self.norm2(x), shift2, scale2), grid)
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """As DiTBlock's; attention false: without WKV."""
+        """Return the multiply-adds for one sample of `tokens` tokens; attention=False: of linear layers only."""
         return linear_products(self, tokens) + (products(tokens, len(self.spatial_mix.decay)) if attention else 0)
 
 
 class RWKV(Backbone):
-    """The network F(x; t, y) of RWKV blocks. Other arguments and errors are Backbone's.
-
-    Its blocks look at neighbours, so routes take whole rows: Route(…, select="row").
-    mlp_ratio  width of the channel mix over hidden_size.
-    """
+    """The network F(x; t, y) of RWKV blocks; mlp_ratio is the width of the channel mix over hidden_size. Other
+    arguments are Backbone's. Blocks use neighbouring tokens, so routes take whole rows: Route(…, select="row")."""
 
     needs_grid = True
 

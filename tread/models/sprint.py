@@ -1,9 +1,8 @@
 """SPRINT (arXiv 2510.21986): a dense part f, a sparse part g on a quarter of the tokens, and a dense part h.
 
-f is the first two blocks, h the last two, g the blocks between. The output of g is filled up with learned mask tokens,
-concatenated with the output of f, [f ; g], and projected back to D channels for h. Where a sample's path is dropped,
-mask tokens replace all of g's output. The blocks are lightning.py's, by default as DiT's; a token keeps its positions
-on the route.
+f is the first two blocks, h the last two, and g the blocks between. Learned mask tokens fill up the output of g, which
+is concatenated with the output of f and projected back to D channels for h. In samples whose path is dropped, mask
+tokens replace all of g's output. Blocks are lightning.py's, by default DiT's; tokens keep their positions on a route.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 """
@@ -21,8 +20,8 @@ DENSE = 2  # blocks of f, and of h
 
 
 class Sprint(LightningDiT):
-    """The network F(x; t, y) of parts f, g and h. Arguments are LightningDiT's; the choices are DiT's by default.
-    Raises ValueError for sizes that do not fit together, and for a depth that leaves g no block."""
+    """The SPRINT network F(x; t, y). Arguments are LightningDiT's, with DiT's choices by default. Raises ValueError for
+    sizes that do not fit together, and for a depth that leaves no block for the sparse part g."""
 
     skipped_return, drops_path = False, True
 
@@ -62,12 +61,12 @@ class Sprint(LightningDiT):
         path_drop: Tensor | bool | None = None,
         record: Record | None = None,
     ) -> Tensor:
-        """x (B, C, S, S), t (B,) noise input, y (B,) int64 labels → (B, out_channels, S, S).
+        """Run the network: x (B, C, S, S), noise input t (B,), labels y (B,) int64 → (B, out_channels, S, S).
 
-        routes     one pair (Route, ids_keep (B, K)) over g, blocks 2..depth−3, or (): all tokens.
-        path_drop  (B,) bool, samples in which mask tokens replace g's output; g still runs for the whole batch, so
-                   that shapes stay the same. True: all samples, and g is not computed. None: no sample.
-        record     see Backbone.forward; left empty if g is not computed.
+        routes     one pair (Route, ids_keep (B, K)) over the sparse part g, blocks 2..depth−3; () runs all tokens.
+        path_drop  (B,) bool: in these samples mask tokens replace g's output; g still runs on the whole batch, so that
+                   shapes do not change. True: all samples, and g does not run. None: no sample.
+        record     as in Backbone.forward; left empty if g does not run.
         """
         check_sparse_part([route for route, _ in routes], len(self.blocks))
         x, c = self.embed(x, t, y)
@@ -79,7 +78,7 @@ class Sprint(LightningDiT):
         return self.unpatchify(self.final_layer(x, c))
 
     def from_g(self, x: Tensor, path_drop: Tensor | bool | None = None) -> Tensor:
-        """Where g's output counts, (B, N, 1) bool; false: a mask token replaces it. x (B, N, D)."""
+        """Return a mask (B, N, 1) bool for tokens x (B, N, D): False where a mask token replaces the output of g."""
         if path_drop is None or isinstance(path_drop, bool):
             return torch.full((*x.shape[:2], 1), not path_drop, device=x.device)
         if path_drop.shape != x.shape[:1] or path_drop.dtype != torch.bool:
@@ -91,10 +90,10 @@ class Sprint(LightningDiT):
     def fusing(
         self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
     ) -> list[Callable[..., Tensor]]:
-        """The blocks, with f's and g's outputs fused before h's first; from_g (B, N, 1) as above.
+        """Return the blocks with the outputs of f and g fused before the first block of h.
 
-        run_blocks puts f's output in the places of the tokens that skipped g; by the ids in the record, mask tokens
-        replace it here.
+        run_blocks leaves f's output in the places of tokens that skipped g. Before the fusion mask tokens replace these
+        (tokens that are not in record.ids), and those where from_g (B, N, 1) bool is False.
         """
         behind_f = []
 
@@ -103,12 +102,12 @@ class Sprint(LightningDiT):
             return behind_f[0]
 
         def begin_h(x: Tensor, *given: Tensor) -> Tensor:
-            # also if nothing skipped g, so that the mask token has a gradient and processes agree on what is trained
+            # even if nothing skipped g, so that mask_token has a gradient in every process
             kept = from_g
             for ids_keep in record.ids:
                 kept = kept & torch.zeros_like(from_g).scatter(1, ids_keep[:, :, None], True)
             x, f = torch.where(kept, x, self.mask_token.to(x.dtype)), behind_f.pop()
-            fused = self.fusion_proj(torch.cat([f, x], dim=2))  # in lower precision under autocast, unlike the tokens
+            fused = self.fusion_proj(torch.cat([f, x], dim=2))  # low precision under autocast, unlike the tokens
             return blocks[-DENSE](fused.to(f.dtype), *given)
 
         return [*blocks[: DENSE - 1], end_f, *blocks[DENSE:-DENSE], begin_h, *blocks[1 - DENSE :]]
@@ -121,7 +120,7 @@ class Sprint(LightningDiT):
     def forward_flops(
         self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None, path_drop: bool = False
     ) -> int:
-        """As Backbone's, with the fusion; path_drop: g is not computed, whatever the route."""
+        """Return Backbone's FLOPs plus those of the fusion; with path_drop=True the sparse part g does not run."""
         depth, N = len(self.blocks), self.num_tokens
         check_sparse_part(routes, depth)
         flops = super().forward_flops(() if path_drop else routes, attention, upto)
@@ -134,7 +133,7 @@ class Sprint(LightningDiT):
 
 
 def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless SPRINT with so many blocks has a sparse part, and the routes are () or one over it."""
+    """Raise ValueError unless SPRINT with `depth` blocks has a sparse part, and `routes` is () or one route over it."""
     if depth <= 2 * DENSE:
         raise ValueError(
             f"depth {depth} leaves no block for SPRINT's sparse part, which is all but the first and last {DENSE}"

@@ -1,16 +1,16 @@
-"""How Mamba-2 mixes tokens, in linear time: its scan by matrix products (state-space duality, Dao & Gu 2024, arXiv
-2405.21060), and the convolution before it, as a sum of shifted products.
+"""Mamba-2's token mixing in linear time: the scan by matrix products (state-space duality, Dao & Gu 2024, arXiv
+2405.21060), and the causal convolution before it.
 
-Each head holds a state h of P × N numbers, which every token shrinks, adds to and reads:
+Each head holds a state h of P × N numbers. Every token shrinks it, adds to it and reads from it:
 
     h_t = exp(Δ_t·A)·h_{t−1} + Δ_t·x_t B_tᵀ,   y_t = h_t C_t,   h_0 = 0
 
 Within a chunk of tokens this is a product masked by decays, y = (C Bᵀ ∘ decay)(Δ ∘ x). Another product gives what a
-chunk adds to the state, and the states between chunks follow the same recurrence, again by products: each level has
-LEVEL times fewer steps than the one below it, so time and memory are linear in the tokens.
+chunk adds to the state. The states between chunks follow the same recurrence, again computed in chunks: each level has
+LEVEL times fewer steps than the one below, so time and memory are linear in the number of tokens.
 
-Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P channels a head, N numbers of B and C.
-In the convolution: C channels, K taps.
+Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P channels a head, N numbers of B and C. In
+the convolution: C channels, K taps.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 32  # tokens at most
-LEVEL = 8  # chunks, and chunks of chunks
+CHUNK = 32  # most tokens in a chunk
+LEVEL = 8  # most chunks in a chunk of the next level
 
 
 def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """y of all tokens: x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B, C (S, T, G, N) → (S, T, G·R, P) fp32.
+    """Return y of all tokens: x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B, C (S, T, G, N) → (S, T, G·R, P) fp32.
 
-    Δ ≥ 0 and A ≤ 0 may have any size: each decay is the exponential of the sum over the tokens that it spans, never a
+    Δ ≥ 0 and A ≤ 0 may have any size: each decay is the exponential of a sum over the tokens that it spans, never a
     quotient or a difference of sums, so nothing overflows or cancels. Computed in fp32 for any input precision
     (products in TF32 where that is allowed).
     """
@@ -42,7 +42,7 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         decay = _decay(a)
         y = ((B @ C.mT).unsqueeze(3) * decay).mT @ u
         if y.shape[1] > 1:
-            added = (u * decay[..., -1:]).mT.flatten(3, 4) @ B  # (S, c, G, R·P, N), as each chunk's end sees it
+            added = (u * decay[..., -1:]).mT.flatten(3, 4) @ B  # (S, c, G, R·P, N), decayed to each chunk's end
             states = added.unflatten(3, (-1, P)).movedim(1, 3).flatten(4)  # (S, G, R, c, P·N)
             states = _entering(states.flatten(0, 2), a.sum(dim=4).movedim(1, 3).flatten(0, 2)).view_as(states)
             states = states.movedim(3, 1).reshape(added.shape)
@@ -52,8 +52,8 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor, most: int = CHUNK) -> Tensor:
-    """(S, T, …) → (S, c, L, …), in chunks of one length, at most `most`; zeros behind the last token. Zeros are tokens
-    that neither shrink the state nor add to it."""
+    """Split tokens into c chunks of equal length L, at most `most`: (S, T, …) → (S, c, L, …). Padding with zeros adds
+    tokens that neither shrink the state nor add to it."""
     chunks = -(-x.shape[1] // most)
     length = -(-x.shape[1] // chunks)
     if padding := chunks * length - x.shape[1]:
@@ -62,13 +62,13 @@ def _chunks(x: Tensor, most: int = CHUNK) -> Tensor:
 
 
 def _decay(a: Tensor) -> Tensor:
-    """The decay from place j to place i, exp(Σ_{j<k≤i} a_k), 0 for i < j: (…, L) → (…, L (j), L (i))."""
+    """Return the decay from token j to token i, exp(Σ_{j<k≤i} a_k), and 0 for i < j: (…, L) → (…, L (j), L (i))."""
     spans = a.unsqueeze(-2).expand(*a.shape, a.shape[-1]).triu(1)
     return spans.cumsum(dim=-1).exp().triu()
 
 
 def _entering(added: Tensor, a: Tensor) -> Tensor:
-    """The states before each step of h_i = exp(a_i)·h_{i−1} + added_i: (K, c, F), (K, c) → (K, c, F)."""
+    """Return the state before each step of h_i = exp(a_i)·h_{i−1} + added_i: (K, c, F), (K, c) → (K, c, F)."""
     steps = added.shape[1]
     added, a = _chunks(added, LEVEL), _chunks(a, LEVEL)  # (K, m, L, F), (K, m, L)
     decay = F.pad(_decay(a), (1, 0))  # before each step, and behind the last
@@ -82,7 +82,7 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
 
 
 def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) -> int:
-    """Multiply-adds of ssd's matrix products for one sample, all heads: linear in the tokens, up to padding."""
+    """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding."""
     chunks = -(-tokens // CHUNK)
     length = -(-tokens // chunks)
     total = chunks * length * length * (groups * numbers + heads * channels)
@@ -97,8 +97,8 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
 
 
 def fused_ssd() -> Callable[..., Tensor]:
-    """The fused scan of the package mamba_ssm, with ssd's arguments on a CUDA device; x, B and C keep their precision.
-    Raises ValueError if the package or CUDA is absent."""
+    """Return the fused scan of the package mamba_ssm for CUDA, with `ssd`'s arguments; x, B and C keep their precision.
+    Raises ValueError if the package or CUDA is missing."""
     if not torch.cuda.is_available():
         raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
     try:
@@ -116,11 +116,11 @@ def fused_ssd() -> Callable[..., Tensor]:
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """y_t = bias + Σ_k weight_k·x_{t−K+1+k}, x before the first token being 0: x (S, T, C) → (S, T, C), of x's dtype.
+    """Return y_t = bias + Σ_k weight_k·x_{t−K+1+k}, with x = 0 before the first token: (S, T, C), in x's dtype.
 
-    weight (C, 1, K) and bias (C,) of nn.Conv1d(C, C, K, groups=C), whose result this is; it wants the tokens last, and
-    takes about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Summed in the wider of their dtype
-    and x's. Compilers get the plain sum, which they fuse: torch 2.11 traces `_Shifted` to wrong gradients.
+    This equals nn.Conv1d(C, C, K, groups=C) with weight (C, 1, K) and bias (C,), which needs the tokens last and takes
+    about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Sums use the wider of both dtypes. Under
+    torch.compile a plain sum is used, which gets fused: torch 2.11 traces `_Shifted` to wrong gradients.
     """
     if torch.compiler.is_compiling():
         taps, tokens = weight.shape[2], x.shape[1]
@@ -130,7 +130,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Shifted(torch.autograd.Function):
-    """x (S, T, C), weight (C, K), bias (C,), with its own gradients: autograd's fill all tokens for each tap."""
+    """causal_conv for weight (C, K) with explicit gradients; autograd's need a full-size tensor for each tap."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -153,5 +153,5 @@ class _Shifted(torch.autograd.Function):
 
 
 def _shifts(x: Tensor, weight: Tensor) -> range:
-    """How far back each tap reaches, without the last, which is the token itself."""
+    """Return how many tokens back each tap reaches, without the last tap, which reads the token itself."""
     return range(1, min(weight.shape[1], x.shape[1]))

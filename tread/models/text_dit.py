@@ -1,13 +1,12 @@
-"""Captions as conditions: LightningDiT's blocks, and so DiT's, with cross-attention to the text.
+"""Text to image: LightningDiT's blocks, which include DiT's as options, with cross-attention to a caption.
 
-Between attention and MLP the picture tokens are the queries, and the text gives keys and values (as in PixArt-α, Chen
-et al. 2023, arXiv 2310.00426). The text is normalised and projected once to the tokens' width; its pooled vector is
-added to the timestep's conditioning. The last projections of both start at zero, so an untrained network computes what
-it computes without text. Routes gather picture tokens only: every block sees the whole text. With norm="layer",
-mlp="gelu", positions="sincos" the shared parts are dit.py's DiT and have its names.
+Between attention and MLP, picture tokens give the queries and the text gives keys and values (as in PixArt-α, Chen et
+al. 2023, arXiv 2310.00426). The text is normalised and projected once to the tokens' width; its pooled vector is added
+to the timestep's conditioning. Both last projections start at zero, so an untrained network computes what it computes
+without text. Routes gather picture tokens only: every block sees the whole text. With norm="layer", mlp="gelu" and
+positions="sincos" the shared parts are those of dit.py's DiT and have their names.
 
-Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of the encoder's tokens and pooled
-text.
+Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of text tokens and pooled text.
 """
 
 from functools import partial
@@ -20,7 +19,7 @@ from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, 
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of picture tokens to a text; its output starts at 0. (B, N, D), (B, T, D) → (B, N, D)."""
+    """Multi-head attention of picture tokens to a text, with output 0 at first: (B, N, D), (B, T, D) → (B, N, D)."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -30,14 +29,14 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, text: Tensor, mask: Tensor) -> Tensor:
-        """mask (B, T) bool: False for padding."""
+        """Let tokens x (B, N, D) attend to the text (B, T, D); mask (B, T) bool is False for padding."""
         q = self.q(x).unflatten(2, (self.num_heads, -1))  # (B, N, H, d)
         k, v = self.kv(text).unflatten(2, (2, self.num_heads, -1)).unbind(2)  # (B, T, H, d)
         return attend(self, q, k, v, mask=mask)
 
 
 class TextBlock(LightningBlock):
-    """LightningDiT's block, or DiT's, with cross-attention to a text of T tokens between attention and MLP."""
+    """LightningBlock with cross-attention to a text of `text_tokens` tokens between attention and MLP."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool, text_tokens: int
@@ -48,7 +47,7 @@ class TextBlock(LightningBlock):
         self.cross_attn = CrossAttention(dim, num_heads, qk_norm)
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """As LightningBlock's; after the conditioning come the text (B, T, D) and its mask (B, T)."""
+        """Map tokens x (B, N, D) to (B, N, D). `given`: LightningBlock's, then text (B, T, D) and mask (B, T) bool."""
         *table, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
@@ -57,17 +56,17 @@ class TextBlock(LightningBlock):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        kv, T = self.cross_attn.kv, self.text_tokens  # which runs on the text instead of the tokens
+        kv, T = self.cross_attn.kv, self.text_tokens  # kv runs on the text instead of the tokens
         products = tokens * T * kv.out_features if attention else 0
         return super().multiply_adds(tokens, attention) + (T - tokens) * kv.weight.numel() + products
 
 
 class TextEmbedder(nn.Module):
-    """A text → its part of the conditioning (B, D), and the tokens that the blocks attend to (B, T, D).
+    """Embed a text as its part of the conditioning (B, D) and as the tokens (B, T, D) that blocks attend to.
 
-    width       C, channels of an encoder's tokens; None: word numbers, embedded here with learned positions.
-    pooled      P; None: the mean of the tokens is used instead.
-    vocabulary  the number of words; None: an encoder's tokens.
+    width       channels C of the encoder's tokens; None: word numbers, embedded here with learned positions.
+    pooled      channels P of the encoder's pooled text; None: the mean of the tokens is used instead.
+    vocabulary  number of words; None if the tokens come from an encoder.
     """
 
     def __init__(
@@ -103,11 +102,11 @@ class TextEmbedder(nn.Module):
         return self.pooled_proj(self.pooled_norm(pooled)), self.proj(self.norm(tokens))
 
     def multiply_adds(self) -> int:
-        """Multiply-adds of a forward pass for one sample."""
+        """Return the multiply-adds of a forward pass for one sample."""
         return self.text_tokens * self.proj.weight.numel() + self.pooled_proj.weight.numel()
 
     def check(self, y: Text, batch: int) -> None:
-        """Raise ValueError unless y is a text of this encoder for so many samples; values are checked on a CPU only."""
+        """Raise ValueError unless y is a Text for `batch` samples from this encoder (mask values only on a CPU)."""
         if not isinstance(y, Text):
             raise ValueError(f"y is {type(y).__name__}, but this network takes Text(tokens, mask, pooled)")
         T = self.text_tokens
@@ -125,12 +124,8 @@ class TextEmbedder(nn.Module):
 
 
 class TextDiT(LightningDiT):
-    """The network F(x; t, y), y a Text. Arguments and errors are LightningDiT's; choices are DiT's by default.
-
-    text_tokens, text_width, text_pooled, vocabulary  T, C, P and the number of words, see TextEmbedder.
-
-    Its buffers hold the empty caption's encoding (`take_null`).
-    """
+    """The network F(x; t, y) for texts y. Arguments and errors are LightningDiT's, with DiT's choices by default;
+    text_tokens, text_width, text_pooled and vocabulary go to TextEmbedder. Buffers hold the encoded empty caption."""
 
     def __init__(
         self,
@@ -176,7 +171,7 @@ class TextDiT(LightningDiT):
             nn.init.zeros_(block.cross_attn.proj.weight)
 
     def take_null(self, text: Text) -> None:
-        """Store one text (1, …) as the empty caption's encoding. Raises ValueError for another encoder's."""
+        """Store the encoded empty caption (1, …), for `null`. Raises ValueError if it does not fit the network."""
         self.y_embedder.check(text, 1)
         self.null_tokens.copy_(text.tokens)
         self.null_mask.copy_(text.mask)
@@ -184,7 +179,7 @@ class TextDiT(LightningDiT):
             self.null_pooled.copy_(text.pooled)
 
     def null(self, count: int) -> Text:
-        """The empty caption, so many times."""
+        """Return the encoded empty caption for `count` samples."""
         held = (self.null_tokens, self.null_mask, self.null_pooled)
         return Text(*(None if part is None else part.expand(count, *part.shape[1:]) for part in held))
 
@@ -192,11 +187,11 @@ class TextDiT(LightningDiT):
         self.y_embedder.check(y, batch)
 
     def forward_flops(self, *given: object, **more: object) -> int:
-        """As Backbone's, with the text's projections."""
+        """Return the FLOPs as Backbone does, with the text's projections."""
         return super().forward_flops(*given, **more) + 2 * self.y_embedder.multiply_adds()
 
     def embed(self, x: Tensor, t: Tensor, y: Text) -> tuple[Tensor, ...]:
-        """As Backbone's, then for the blocks the text (B, T, D) and its mask (B, T)."""
+        """Return tokens (B, N, D), conditioning (B, D), and the text (B, T, D) with its mask (B, T) for the blocks."""
         self.check_inputs(x, y)
         pooled, text = self.y_embedder(y)
         return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + pooled, text, y.mask

@@ -1,13 +1,13 @@
 """Bidirectional WKV, the token mixing of Vision-RWKV (Duan et al. 2024, arXiv 2403.02308, Eq. 4), in linear time.
 
-Channel by channel, every token gets the average of all tokens' values, weighted by their keys and by an
-exponential decay with the distance along the sequence:
+In each channel, every token gets the mean of all tokens' values, weighted by their keys and by an exponential decay
+with the distance along the sequence:
 
     wkv_t = Σ_i a_ti·v_i / Σ_i a_ti,   a_ti = exp(k_i − (|t − i| − 1)·w/T) for i ≠ t,   a_tt = exp(k_t + u)
 
 The decay is relative to the number of tokens T, so it spans the same fraction of any sequence. Sums over the tokens
-before and behind are computed in chunks: small matrix products within a chunk, and the same again over the chunks'
-sums. Each level has CHUNK times fewer sums than the one below it, so time and memory are linear in T.
+before and after a token are computed in chunks: small matrix products within a chunk, and the same again over the
+chunks' sums. Each level has CHUNK times fewer sums than the one below, so time and memory are linear in T.
 
 Shapes: B samples, T tokens, D channels.
 """
@@ -20,21 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 32
-DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # of exponents: both together lie within fp32's, which ends at e^±87
+DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # of exponents; their sum stays within fp32's range, e^±87
 
 
 def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
-    """Weighted averages of the values: (B, T, D), (B, T, D), (D,), (D,) → (B, T, D) fp32.
+    """Return weighted means of the values: keys and values (B, T, D), decay w and bonus u (D,) → (B, T, D) fp32.
 
     Computed in fp32 for any input precision (products in TF32 where that is allowed), relative to the largest key of
-    each sample and channel. Keys may have any size: what underflows beside the largest has no weight anywhere, as long
-    as decays and bonuses stay within fp32's range. Therefore w, the decay over the whole sequence, is clamped to ±60,
-    and u to at least −20.
+    each sample and channel, so keys may have any size. To stay within fp32's range, w, the decay over the whole
+    sequence, is clamped to ±60, and u to at least −20.
     """
     device = k.device.type
     with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         T = k.shape[1]
-        decay = w.float().clamp(-DECAY_LIMIT, DECAY_LIMIT).view(-1, 1, 1, 1) / T  # of one token
+        decay = w.float().clamp(-DECAY_LIMIT, DECAY_LIMIT).view(-1, 1, 1, 1) / T  # per token
         length = min(T, CHUNK)
         padding = (0, -T % length)
         k, v = (x.float().permute(2, 0, 1) for x in (k, v))  # (D, B, T): the products below go channel by channel
@@ -45,7 +44,7 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
         e = k.exp()
         before, behind = _sums(torch.stack([e * v, e], dim=1), decay)  # numerator and denominator, (D, 2, B, C, L)
         bonus = k + u.float().clamp(min=-BONUS_LIMIT).view(-1, 1, 1, 1)
-        top = bonus.detach().clamp(min=0)  # bonuses may be large: each token has a unit of its own here
+        top = bonus.detach().clamp(min=0)  # bonuses may be large: each token's sums are scaled
         bonus = (bonus - top).exp()
         total = (before + behind) * (-top).exp().unsqueeze(1) + torch.stack([bonus * v, bonus], dim=1)
         total = total.flatten(3)[..., :T]  # (D, 2, B, T), before dividing: in the padding sums may overflow
@@ -53,11 +52,8 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor, decay: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """For each place i, Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay).
-
-    x, y (D, 2, B, C, L), L places in each of C chunks, y None for x itself; decay (D, 1, 1, 1) of one
-    place. Returns both sums, each (D, 2, B, C, L).
-    """
+    """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y
+    (None: x) and both sums are (D, 2, B, C, L), with L tokens in each of C chunks; decay is (D, 1, 1, 1)."""
     y = x if y is None else y
     D, _, _, C, L = x.shape
     place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)
@@ -69,7 +65,7 @@ def _sums(x: Tensor, decay: Tensor, y: Tensor | None = None) -> tuple[Tensor, Te
         return before, behind
 
     fall = (-place * decay).exp().unsqueeze(1)  # (D, 1, 1, 1, L)
-    right, left = (x * fall.flip(4)).sum(dim=4), (y * fall).sum(dim=4)  # (D, 2, B, C): a chunk, seen from its ends
+    right, left = (x * fall.flip(4)).sum(dim=4), (y * fall).sum(dim=4)  # (D, 2, B, C), at a chunk's ends
     length = min(C, CHUNK)
     right, left = (F.pad(part, (0, -C % length)).unflatten(3, (-1, length)) for part in (right, left))
     first, last = (part.flatten(3)[..., :C].unsqueeze(4) for part in _sums(right, decay * L, left))
@@ -77,7 +73,7 @@ def _sums(x: Tensor, decay: Tensor, y: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def products(tokens: int, channels: int) -> int:
-    """Multiply-adds of wkv's matrix products for one sample: linear in the tokens, up to padding."""
+    """Return the multiply-adds of wkv's matrix products for one sample: linear in the tokens, up to padding."""
     total, chunks = 0, tokens
     while True:
         length = min(chunks, CHUNK)

@@ -1,1 +1,1 @@
-"""From sources to datasets: photos, captions, other people's latents, embedded sets."""
+"""Turns sources into datasets: photos, captions, latents of other projects, embedded datasets."""

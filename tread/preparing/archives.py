@@ -1,8 +1,7 @@
-"""Where files lie, read in any order and by several processes, without unpacking: a folder, a zip, a tar, several tars.
+"""Stores of files that are read in any order, by several processes, without unpacking: folder, zip, tar, several tars.
 
-names    of the files, sorted.
-folders  names of the folders that are known.
-read     name → content, or its first bytes if their number is given; raises OSError.
+A store has `names` (the sorted names of its files), `folders` (names of the folders that it knows) and `read`, which
+returns a file's content, or its first `most` bytes, and raises OSError.
 """
 
 import functools
@@ -16,12 +15,12 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # of a file inside a zip
-BESIDE_TARS = (".json", ".parquet", ".txt", ".csv", ".md", ".idx")  # tables and statistics
+FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # of an unreadable file in a zip
+BESIDE_TARS = (".json", ".parquet", ".txt", ".csv", ".md", ".idx")  # tables and statistics that may lie beside tars
 
 
 class Folder:
-    """A folder's files."""
+    """The files of a folder and its subfolders."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.names, self.folders = Path(path), [], []
@@ -41,7 +40,7 @@ def _raise(error: OSError) -> None:
 
 
 class Zip:
-    """The files of a zip, which is not unpacked. Raises ValueError if it is none, or truncated."""
+    """The files of a zip. Raises ValueError for a file that is no zip, or is damaged or truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -64,15 +63,13 @@ class Zip:
 
 @functools.lru_cache(maxsize=4)
 def _opened_zip(path: Path, process: int) -> zipfile.ZipFile:
-    """A zip opened by this process: one that was forked would share its parent's place in the file."""
+    """Open a zip once for each process id, as a forked handle would share its parent's position in the file."""
     return zipfile.ZipFile(path)
 
 
 class Tar:
-    """The files of an uncompressed tar, and the folders that have an entry of their own; names lack a leading "./".
-
-    Opening it reads the headers of all. Raises ValueError if it is compressed, damaged or truncated.
-    """
+    """The files of an uncompressed tar, by names without a leading "./". Opening it reads the headers of all files.
+    Raises ValueError for a tar that is compressed, damaged or truncated, or holds sparse files or broken links."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.folders, links = Path(path), [], {}
@@ -90,14 +87,14 @@ class Tar:
                     elif member.islnk() or member.issym():
                         folder = posixpath.dirname(name) if member.issym() else ""
                         links[name] = posixpath.normpath(posixpath.join(folder, member.linkname))
-                    tar.members = []  # tarfile would keep all of them
+                    tar.members = []  # tarfile would keep every header in memory
                 end = tar.offset
         except tarfile.TarError as error:
             raise ValueError(
                 f"{self.path} is no tar, or damaged, truncated or compressed ({error}); a compressed tar must be "
                 "unpacked first, for its files are read in any order"
             ) from error
-        with self.path.open("rb") as file:  # tarfile takes a header that is cut short or damaged for the end
+        with self.path.open("rb") as file:  # tarfile takes a damaged or cut header for the end of the archive
             file.seek(end)
             if file.read(512) != bytes(512):
                 raise ValueError(f"{self.path} is truncated or damaged after {end} bytes: a tar ends with zeros")
@@ -109,13 +106,13 @@ class Tar:
 
     def read(self, name: str, most: int = -1) -> bytes:
         offset, size = self._at[name]
-        with self.path.open("rb") as file:  # anew: there may be thousands of tars, and several threads and processes
+        with self.path.open("rb") as file:  # each time: tars may be thousands, and readers many threads and processes
             file.seek(offset)
             return file.read(size if most < 0 else min(size, most))
 
 
 class Tars:
-    """The files of several tars, each in a folder of its tar's name, below those in which the tars lie apart."""
+    """The files of several tars; x.jpg in a/0.tar below the tars' common folder is named a/0/x.jpg."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         above = os.path.commonpath([path.parent for path in paths])
@@ -132,7 +129,7 @@ Store = Folder | Zip | Tar | Tars
 
 
 def tar_paths(source: Path) -> list[Path]:
-    """The tars of a pattern ({00..99}.tar, *.tar), or of a folder that holds tars and BESIDE_TARS alone; else []."""
+    """List the tars of a pattern ({00..99}.tar, *.tar), or of a folder of nothing but tars and BESIDE_TARS; else []."""
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
         only = all(name.lower().endswith((".tar", *BESIDE_TARS)) for name in names)

@@ -1,9 +1,7 @@
-"""MS-COCO's pictures and captions, as they are given out:
+"""Opens MS-COCO as it is published; zips are not unpacked. val2014 and other years are laid out like train2014:
 
-    annotations/captions_train2014.json, or annotations_trainval2014.zip with it inside, or the file alone
-    train2014/COCO_train2014_000000000009.jpg, or train2014.zip with the same inside
-
-and val2014 alike; other years too. Nothing is unpacked.
+captions  annotations/captions_train2014.json, annotations_trainval2014.zip, or captions_train2014.json
+pictures  train2014/COCO_train2014_000000000009.jpg, or train2014.zip
 """
 
 import json
@@ -20,11 +18,11 @@ CAPTIONS = re.compile(r"captions_((?:train|val)\d*)\.json")
 
 
 def open_coco(source: Path, root: str | None) -> Photos | None:
-    """MS-COCO's pictures, sorted by their names split/file, with their captions; None for another source.
+    """Open MS-COCO's pictures with their captions, sorted by split/file name; return None if the source is not MS-COCO.
 
-    root  the split or year to take (train2014, 2014); None: train and val, of which val is held out.
+    root  a split (train2014) or a year (2014) to take; None: all splits. Of train and val together, val is held out.
 
-    Raises ValueError if the splits are not clear, a split has no pictures, or a captions file is damaged.
+    Raises ValueError if the choice of splits is ambiguous, a split has no pictures, or a captions file is damaged.
     """
     files = _captions_files(source)
     if not files:
@@ -52,7 +50,7 @@ def _year(split: str) -> str:
 
 
 def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
-    """{split: (folder or zip, name) of its captions file} of MS-COCO; {} for another source."""
+    """Return {split: (folder or zip, name) of its captions file}; {} if the source is not MS-COCO."""
     places = [(store, name) for store in map(Zip, sorted(source.glob("annotations*.zip"))) for name in store.names]
     for folder in (source / "annotations", source):
         places += [(folder, path.name) for path in sorted(folder.glob("captions_*.json"))]
@@ -61,7 +59,7 @@ def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
 
 
 def _pictures(source: Path, split: str) -> tuple[Store, str]:
-    """The store that holds the pictures of a split, and how their names begin there."""
+    """Return the store that holds a split's pictures, and the prefix of their names in it."""
     if (source / split).is_dir():
         return Folder(source / split), ""
     if (path := source / f"{split}.zip").is_file():
@@ -74,12 +72,8 @@ def _pictures(source: Path, split: str) -> tuple[Store, str]:
 
 
 def read_coco(place: Path | Zip, name: str) -> dict[str, list[str]]:
-    """{picture: its captions, in the file's order} of all pictures that a captions file lists, sorted by their ids.
-
-    place  the folder or zip that holds it.
-
-    Raises ValueError that names the file if it is damaged, or no captions file.
-    """
+    """Read the captions file `name` in a folder or zip: {picture: its captions in file order}, sorted by picture id.
+    Raises ValueError, naming the file, if it is damaged or no captions file of MS-COCO."""
     try:
         tree = json.loads(place.read(name) if isinstance(place, Zip) else (place / name).read_bytes())
         listing, notes = tree["images"], [(note["image_id"], note["caption"]) for note in tree["annotations"]]

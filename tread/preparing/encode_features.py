@@ -1,8 +1,5 @@
-"""Features of a dataset's pictures, written by `prepare_features`.
-
-Everything is checked before long work starts, which processes share; after a stop, the same command goes on with the
-missing shards.
-"""
+"""Writes an encoder's patch features of a dataset's pictures beside its latents (`prepare_features`). All checks run
+before the long work. Processes share the shards; the same command, run again, makes the missing ones."""
 
 import json
 import math
@@ -33,7 +30,7 @@ from tread.runtime.schema import Count, CountOrZero
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """configs/prepare_features.yaml."""
+    """The options of configs/prepare_features.yaml."""
 
     dataset: DatasetPlace
     encoder: str
@@ -49,11 +46,11 @@ class FeatureOptions:
 
 
 def prepare_features(options: FeatureOptions, processes: Processes) -> None:
-    """Check everything, make this process's part of the shards, and publish them in the main process."""
+    """Check everything, encode this process's share of the shards, and publish the features in the main process."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     data, pictures, size, where = open_source(options, index, processes)
-    with processes.main_first():  # which may fetch it
+    with processes.main_first():  # one process downloads the weights
         encoder = open_encoder(options.encoder, processes.device, grid=options.grid, inception=options.inception)
     cost = encoder.cost(size)
     spec = FeatureSpec(encoder.name, encoder.fingerprint, math.isqrt(cost.tokens), cost.width, latents_hash(index))
@@ -84,9 +81,10 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
 def open_source(
     options: FeatureOptions, index: dict, processes: Processes
 ) -> tuple[LatentDataset, Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
-    """The dataset, a function from batches of indices to their pictures by view, their size, and where they lie.
+    """Find a dataset's pictures, in options.source if that is given, else beside the latents.
 
-    Raises ValueError or OSError where there are none, or others than the latents were made of.
+    Returns the dataset, a function from batches of sample indices to one picture tensor per view, the pictures' side in
+    pixels, and in words where they lie. Raises ValueError or OSError if they are missing or not the latents' pictures.
     """
     folder = Path(options.dataset.path)
     if options.source is not None:
@@ -111,13 +109,9 @@ def open_source(
 def find_again(
     data: LatentDataset, source: Path, root: str | None, labels: str | None
 ) -> tuple[Photos, Crop, np.ndarray]:
-    """The photos that a dataset was made of, how they were cropped, and the photo of each of its samples.
-
-    data  the dataset, or what was held out with it: report.json says how it was made.
-    source, root, labels  as scripts/prepare_latents.py took them.
-
-    Raises ValueError or OSError unless they are those that the latents were made of, by names, labels and classes.
-    """
+    """Find the photos that a dataset (or the one held out with it) was made of, by its report.json: the photos, their
+    crop, and each sample's photo index (n,). source, root and labels are those given to scripts/prepare_latents.py.
+    Raises ValueError or OSError if the photos have other names, labels or classes than those of the latents."""
     report = data.folder / "report.json"
     made = json.loads(report.read_text()) if report.is_file() else {}
     plan = made.get("plan", {})
@@ -147,10 +141,9 @@ def find_again(
 def read_again(
     data: LatentDataset, photos: Photos, crop: Crop, chosen: np.ndarray, workers: int, batches: Sequence[range]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """For each batch of samples the views of their pictures, (B, 3, size, size) uint8 each.
-
-    Raises ValueError for one that can't be read any more, OSError if a reading process ends.
-    """
+    """Read the photos of each batch of sample indices: one tensor (B, 3, size, size) uint8 per view (plain, flipped).
+    `chosen` is each sample's photo index, from `find_again`. Raises ValueError if a photo can no longer be read,
+    OSError if a reading process dies."""
     parts = [chosen[rows] for rows in batches]
     for part, (pictures, notes) in zip(parts, read_crops(photos, crop, parts, workers)):
         for number, (why, _) in zip(part.tolist(), notes):

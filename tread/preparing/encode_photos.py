@@ -1,8 +1,8 @@
-"""Photos → a dataset of latents and a report on it, written by `prepare_latents`.
+"""Encodes photos as a dataset of latents and writes a report on it (`prepare_latents`).
 
-Everything is checked before long work starts, which processes share; after a stop, the same command goes on with the
-missing shards. Batches never cross a shard, so its content depends on the pictures, the autoencoder, the device and the
-batch size alone. (The last bits of a CPU's results also depend on its number of threads.)
+All checks run before the long work. Processes share the shards; the same command, run again, makes the missing ones.
+Batches never cross a shard, so a shard depends only on its pictures, the autoencoder, the device and the batch size
+(on a CPU, its last bits also depend on the number of threads).
 """
 
 import hashlib
@@ -38,12 +38,12 @@ from tread.runtime.files import explain_failure, size_text
 from tread.runtime.schema import Count, CountOrZero, Fraction
 from tread.runtime.tensor_files import listed
 
-MUCH = 4  # pictures that are enlarged more times are named in the report
+MUCH = 4  # the report names pictures that are enlarged more times than this
 
 
 @dataclass
 class Crops(Dataset):
-    """index → (pixels (3, size, size) uint8 or None, why it could not be read, its size)."""
+    """Cropped photos: index → (pixels (3, size, size) uint8 or None, "" or why it can't be read, its size (W, H))."""
 
     photos: Photos
     crop: Crop
@@ -61,16 +61,16 @@ class Crops(Dataset):
 
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
-    """A batch as one tensor (each tensor that a worker hands over takes a file descriptor), and what is not pixels."""
+    """Collate items of `Crops`: the readable pixels as one tensor (None without any), and every item's [why, size]."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
-    batch = torch.stack(good) if good else None
+    batch = torch.stack(good) if good else None  # one tensor, as each takes a file descriptor
     if good and get_worker_info() is not None:
-        batch.share_memory_()  # here, where a failure is raised: the queue's own thread would lose the batch
+        batch.share_memory_()  # here, where errors are raised: a failure in the queue's thread would lose the batch
     return batch, [rest for _, *rest in crops]
 
 
 def end_with(process: int, worker: int) -> None:
-    """Have a reading process end with the one it reads for. (PyTorch only watches its parent, a fork server.)"""
+    """End this worker when `process`, for which it reads, ends; PyTorch only watches its parent, a fork server."""
 
     def watch() -> None:
         while True:
@@ -86,11 +86,11 @@ def end_with(process: int, worker: int) -> None:
 def read_crops(
     photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
-    """Each batch of indices as `collate` returns it, read by worker processes. Raises OSError if one died."""
+    """Read each batch of photo indices in worker processes, in `collate`'s form. Raises OSError if a worker dies."""
     options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": partial(end_with, os.getpid())}
     try:
         yield from DataLoader(Crops(photos, crop), batch_sampler=[rows.tolist() for rows in batches], **options)
-    except RuntimeError as error:  # of PyTorch, where a worker died
+    except RuntimeError as error:  # PyTorch's, when a worker died
         raise OSError(
             f"a reading process ended: {error}\nIt may have had too little (shared) memory, or a file size limit: try "
             "fewer workers, or a smaller batch_size. What was done before is kept"
@@ -98,17 +98,15 @@ def read_crops(
 
 
 def source_hash(photos: Photos) -> str:
-    """Hex sha256 of the pictures' names, labels and classes."""
+    """Return the hex sha256 of the pictures' names, labels and classes."""
     digest = hashlib.sha256("\0".join((*photos.classes, *photos.names)).encode(errors="surrogateescape"))
     digest.update(photos.labels.tobytes())
     return digest.hexdigest()
 
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
-    """The pictures that unfinished work was begun with: those of now, and damaged ones that were removed since.
-
-    With them the work goes on in the same shards. Which pictures were damaged stands in the notes of the shards.
-    """
+    """Return the photos, with the damaged pictures put back that were removed since the unfinished work began. The
+    notes of the writers' shards name them; with them every picture stays in the shard that it was planned for."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
     there, captions = set(photos.names) if damaged else (), list(photos.captions or ())
@@ -122,13 +120,14 @@ def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
 
 
 def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
-    """{"train", "heldout"} → the pictures of each shard, as indices. Raises ValueError as `held_out` does."""
+    """Return {part: picture indices of each shard} for "train" and "heldout", as split by `held_out`. Raises ValueError
+    if there are too few pictures."""
     out = held_out(photos.names, photos.labels, len(photos.classes), heldout)
     return {part: pieces_of(np.flatnonzero(mask), shard_size) for part, mask in (("train", ~out), ("heldout", out))}
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError that names the pictures that could not be read."""
+    """Raise ValueError that names the pictures that could not be read and were not removed since."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -140,7 +139,7 @@ def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
 
 
 def check_sizes(photos: Photos, resolution: int) -> None:
-    """Raise ValueError if most of some pictures, spread over all, are smaller than the resolution asked for."""
+    """Raise ValueError if the median shorter side of up to 32 pictures, spread over all, is below the resolution."""
     crops = Crops(photos, Crop(resolution))
     looked = (crops[number] for number in spread_indices(len(photos), 32))
     sizes = [min(size) for _, why, size in looked if not why]
@@ -154,10 +153,8 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 def make_shards(
     writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: "PhotoOptions", processes: Processes
 ) -> None:
-    """Make the missing shards of a dataset together with other processes.
-
-    Each shard notes the damaged pictures that it omits, how many it enlarged, and which by more than MUCH times.
-    """
+    """Make the missing shards of a dataset together with the other processes. A shard's note lists the damaged pictures
+    that it omits, how many it enlarged, and those enlarged over MUCH times."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
@@ -181,7 +178,7 @@ def make_shards(
                 if pixels is not None:
                     stored.append(encode(pixels))
                     if writer.pictures:
-                        pictures.append(pixels.numpy().copy())  # not in the memory that a worker shares with us
+                        pictures.append(pixels.numpy().copy())  # out of the memory shared with the worker
                 done(len(indices))
             writer.write(
                 number,
@@ -204,7 +201,7 @@ def make_shards(
 
 @dataclass(frozen=True)
 class PhotoOptions:
-    """configs/prepare_latents.yaml."""
+    """The options of configs/prepare_latents.yaml."""
 
     source: str
     root: str | int | None
@@ -233,14 +230,13 @@ class PhotoOptions:
 
     @property
     def crop(self) -> Crop:
-        """How pictures are cropped."""
         return Crop(self.resolution, self.orientation, self.alpha)
 
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
-    """Check everything, make this process's shards, and, in the main process, the dataset of all."""
+    """Check everything, make this process's share of the shards, and finish the datasets in the main process."""
     photos = open_photos(options)
-    heldout = photos.heldout or options.heldout  # see `held_out`
+    heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
     stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
     stored |= {"orientation": options.orientation, "alpha": options.alpha}
@@ -259,13 +255,13 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
 
     def begin() -> None:
         begun, there = begun_with(photos, work), photos.there
-        shards_of(begun, heldout, options.shard_size)  # which may be refused
+        shards_of(begun, heldout, options.shard_size)  # raises ValueError for too few pictures
         for writer in work:
             writer.check_free()
-        again = all(note.get("damaged") for writer in work for note in writer.notes())  # no shard is whole
+        again = all(note.get("damaged") for writer in work for note in writer.notes())  # no shard is without damage
         for writer in work:
             writer.begin(again, {"pictures": source_hash(begun)})
-            writer.forget(lambda note: any(name in there for _, name, *_ in note["damaged"]))  # it may be repaired
+            writer.forget(lambda note: any(name in there for _, name, *_ in note["damaged"]))  # to try them again
 
     processes.from_main(begin)
     begun = begun_with(photos, work)
@@ -286,7 +282,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
 
 
 def open_photos(options: PhotoOptions) -> Photos:
-    """The pictures, checked. Raises ValueError or OSError."""
+    """Find and check the pictures of options.source. Raises ValueError or OSError."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(
@@ -309,7 +305,8 @@ def open_photos(options: PhotoOptions) -> Photos:
 def open_writers(
     photos: Photos, heldout: float | int | str | None, latents: LatentSpec, options: PhotoOptions
 ) -> dict[str, DatasetWriter]:
-    """{"train" and, if some are held out, "heldout"} → the writer of that dataset."""
+    """Return {"train": the dataset's writer}; if pictures are held out, also "heldout": the held-out dataset's
+    writer."""
     out = Path(options.out)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos)
@@ -326,7 +323,7 @@ def open_writers(
 
 
 def describe(photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions) -> list[str]:
-    """The dataset to be made, as lines to print."""
+    """Describe the dataset that will be made, as lines to print."""
     writer, count = writers["train"], len(photos)
     latents = writer.latents
     classes = f"in {len(photos.classes):,} classes, " if photos.classes != ONE_CLASS else ""
@@ -363,10 +360,10 @@ def finish(
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Assemble the datasets that were worked on, look at them, write their reports, and give them their names."""
+    """Assemble the datasets in `work`, write their reports, move them to their final names, and print a summary."""
     unfinished = [part for part, writer in writers.items() if writer in work]
     made = {part: look_at(part, photos, writers, options, processes.device) for part in unfinished}
-    for part in sorted(made):  # what is held out first: the work on the rest knows what was damaged
+    for part in sorted(made):  # heldout first: unfinished work on train still knows the damaged pictures
         writers[part].publish(made[part])
     for part, report in made.items():
         folder = writers[part].folder
@@ -386,7 +383,7 @@ def finish(
 def look_at(
     part: str, photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, device: torch.device
 ) -> dict:
-    """Assemble a dataset and return its report."""
+    """Assemble the dataset of a part, add its captions, decode samples if options want it, and return its report."""
     writer, other = writers[part], "train" if part == "heldout" else "heldout"
     fields = {other: f"../{writers[other].folder.name}"} if other in writers else {}
     fields |= {"attribution": options.attribution} if options.attribution else {}
@@ -414,7 +411,7 @@ def look_at(
         chosen, crops = spread_indices(len(data), options.decode), Crops(photos, options.crop)
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = decode_samples(data, chosen, device)
-        if data.latents.autoencoder != "pixels":  # which come back as they were
+        if data.latents.autoencoder != "pixels":  # pixels come back unchanged
             made["psnr"] = [psnr(*pair) for pair in zip(before, after)]
         with explain_failure(data.folder / "report.png"):
             pairs = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
@@ -423,7 +420,7 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Counts by class, and each channel's mean and standard deviation of network latents."""
+    """Return the counts by class, and each channel's mean and standard deviation of the network latents."""
     mean, std = data.statistics
     counts = np.bincount(data.labels, minlength=len(data.latents.classes)).tolist()
     by_class = dict(zip(data.latents.classes, counts))
@@ -431,25 +428,25 @@ def dataset_numbers(data: LatentDataset) -> dict:
 
 
 def spread_indices(count: int, pictures: int) -> np.ndarray:
-    """Some indices in 0..count−1, spread over all."""
+    """Return at most `pictures` indices, evenly spread over 0..count−1."""
     return np.unique(np.linspace(0, count - 1, pictures).round().astype(int))
 
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
-    """Stored samples as pictures (n, 1 or 3, H, W) uint8; moments by their mean. Raises as load_decoder does."""
+    """Decode stored samples (moments by their mean) to (n, 1 or 3, H, W) uint8. Raises what load_decoder raises."""
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()
 
 
 def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of two uint8 pictures in dB; infinite if they are equal."""
+    """Return the peak signal-to-noise ratio of two uint8 pictures in dB; infinite if they are equal."""
     error = np.mean((a.astype(np.float64) - b) ** 2)
     return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
 
 
 def report_text(report: dict) -> str:
-    """The report as lines to print."""
+    """Format a dataset's report as lines to print."""
     by_class, counts = report["class_counts"], list(report["class_counts"].values())
     span = f"{min(counts):,} to {max(counts):,}, median {int(np.median(counts)):,}"
     lines = {
@@ -469,11 +466,11 @@ def report_text(report: dict) -> str:
         lines["left out"] = f"{len(left_out):,} files, all listed in report.json"
     named = [f"    {name}: {why}" for name, why in left_out[:10]]
     text = "\n".join([*(f"  {name:<10}{value}" for name, value in lines.items()), *named])
-    return text.encode(errors="backslashreplace").decode()  # file names may be of bytes that are no UTF-8
+    return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8
 
 
 def stored_meaning(latents: LatentSpec) -> str:
-    """The meaning of stored numbers, in words."""
+    """Describe in words what the stored numbers are."""
     if latents.autoencoder == "pixels":
         return "pixels in −1..1"
     spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)

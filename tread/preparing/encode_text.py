@@ -1,7 +1,7 @@
-"""Encoded text of a dataset's captions, written by `prepare_text`.
+"""Writes a text encoder's encodings of a dataset's captions beside its latents (`prepare_text`).
 
-Everything is checked before long work starts, which processes share; after a stop, the same command goes on with the
-missing shards. Batches never cross a shard, so its content does not depend on who makes it.
+All checks run before the long work. Processes share the shards; the same command, run again, makes the missing ones.
+Batches never cross a shard, so a shard does not depend on the process that makes it.
 """
 
 import itertools
@@ -22,14 +22,14 @@ from tread.runtime.schema import Count
 
 @dataclass(frozen=True)
 class DatasetPlace:
-    """The group `dataset` of a configuration that names a prepared dataset."""
+    """The config group `dataset`: the folder of a prepared dataset."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """configs/prepare_text.yaml."""
+    """The options of configs/prepare_text.yaml."""
 
     dataset: DatasetPlace
     encoder: str
@@ -43,7 +43,7 @@ class TextOptions:
 
 
 def prepare_text(options: TextOptions, processes: Processes) -> None:
-    """Make the text of a dataset, and then of the one held out from it, if that has captions too."""
+    """Encode the captions of a dataset, then those of the dataset held out from it, if that has captions."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:
@@ -64,14 +64,15 @@ def prepare_text(options: TextOptions, processes: Processes) -> None:
 
 
 def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
-    """Put the captions of a file beside a dataset, unless they are there."""
+    """Store the captions of the file options.captions with a dataset, unless the dataset has them already."""
     captions = list(parse_captions(Path(options.captions)))
     if "captions" not in index or read_captions(folder, index) != captions:
         add_captions(folder, captions, options.again)
 
 
 def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Processes) -> None:
-    """Check everything, make this process's part of the shards, and publish them in the main process."""
+    """Check everything, encode this process's share of a dataset's captions, and publish them in the main process.
+    `like` is a dataset whose number of tokens and vocabulary the text must share; None: the captions decide."""
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain(*captions))
     shape = None if like is None else _shape_of(Path(like), options.encoder)
@@ -81,7 +82,7 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
             f"tokens out, or encode both by dataset={like}"
         )
     tokens, vocabulary = options.tokens or (shape and shape.tokens), shape and shape.vocabulary
-    with processes.main_first():  # which may fetch it
+    with processes.main_first():  # one process downloads the weights
         encoder = text_encoder(options.encoder, flat, tokens, vocabulary, processes.device)
     writer = TextWriter(folder, encoder.spec, list(map(len, captions)), options.shard_size)
     batch_size = min(AT_ONCE, options.batch_size or (16 if processes.device.type == "cpu" else AT_ONCE))
@@ -96,7 +97,7 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
 
 
 def _shape_of(like: Path, encoder: str) -> TextSpec:
-    """The spec of another dataset's text. Raises ValueError if it has none of this encoder."""
+    """Return the spec of the text that `encoder` made for the dataset `like`. Raises ValueError if there is none."""
     spec = read_spec(like, read_index(like), encoder)
     if spec is None:
         raise ValueError(
@@ -107,7 +108,7 @@ def _shape_of(like: Path, encoder: str) -> TextSpec:
 
 
 def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
-    """The words and ends of captions that an encoder ignores, as lines to print."""
+    """Describe what the encoder ignores in captions (ends that are cut off, unknown words), as lines to print."""
     longest, spec = encoder.lengths(captions), encoder.spec
     lines = []
     if cut := sum(length > spec.tokens for length in longest):
@@ -126,6 +127,6 @@ def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
 
 
 def encoding(encoder: TextEncoder, captions: Iterable[str]) -> Encode:
-    """How a TextWriter gets the text of all captions of its dataset, and of the empty one behind them."""
+    """Return a function for TextWriter that encodes batches of a dataset's captions; the last caption is empty."""
     captions = [*captions, ""]
     return lambda batches: (encoder.encode(captions[rows.start : rows.stop]) for rows in batches)

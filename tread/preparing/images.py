@@ -1,7 +1,4 @@
-"""Pictures as arrays: from a file to the RGB square of ADM's preparation.
-
-Dhariwal & Nichol 2021 prepare ImageNet so, and their reference batches consist of such pictures.
-"""
+"""Decodes picture files to RGB squares, as ADM prepares ImageNet and its reference batches (Dhariwal & Nichol 2021)."""
 
 import contextlib
 import io
@@ -16,7 +13,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from tread.data.latents import Alpha, Orientation
 
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF")
-UPRIGHT = {  # EXIF orientation → what makes the picture upright
+UPRIGHT = {  # EXIF orientation → the transposition that makes the picture upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -25,13 +22,13 @@ UPRIGHT = {  # EXIF orientation → what makes the picture upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-HEAD = 16  # bytes of a file, which say its format
-STRIP = 16  # times as long as wide: from there on only the box that is kept is enlarged
+HEAD = 16  # bytes at a file's start that tell its format
+STRIP = 16  # of pictures more times as long as wide, only the part that is kept is enlarged
 
 
 @dataclass(frozen=True)
 class Crop:
-    """How photos become squares: the size in pixels, and read_rgb's options."""
+    """How photos become squares: the side in pixels, and the options of read_rgb."""
 
     size: int
     orientation: Orientation = "stored"
@@ -39,15 +36,14 @@ class Crop:
 
 
 def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha = "drop") -> Image.Image:
-    """Decode a JPEG, PNG, WebP or TIFF file (its first frame), whatever its name, to 8-bit RGB.
+    """Decode the content of a JPEG, PNG, WebP or TIFF file (its first frame) to 8-bit RGB.
 
-    orientation  "exif": turned and mirrored as its EXIF orientation says; "stored": as the pixels lie, as in
-                 ADM's preparation. A TIFF is upright in both, for Pillow turns it while it decodes.
-    alpha        "white": transparent pixels are laid on white; "drop": alpha is left out, as in ADM's.
+    orientation  "exif": apply the EXIF orientation; "stored": ignore it, as ADM does. Pillow always applies a TIFF's.
+    alpha        "white": lay transparent pixels on white; "drop": drop the alpha channel, as ADM does.
 
-    Grey and palette pictures are expanded, CMYK is converted; 16-bit grey is divided by 257 and rounded, and
-    16-bit colours keep their upper 8 bits, as in Pillow. Raises ValueError or OSError for a damaged picture, other
-    numbers (32-bit grey, floating point), or more pixels than Pillow's limit.
+    Grey and palette pictures are expanded, CMYK is converted. 16-bit grey is divided by 257 and rounded; 16-bit
+    colours keep their upper 8 bits, as in Pillow. Raises ValueError or OSError for a damaged picture, other pixel types
+    (32-bit grey, floating point), or more pixels than Pillow's limit.
     """
     with opened(content) as image:
         turn = UPRIGHT.get(_orientation(image)) if orientation == "exif" else None
@@ -66,10 +62,10 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
 
 @contextlib.contextmanager
 def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
-    """A picture file as Pillow has it; without `decode` its size and mode alone. Raises as read_rgb."""
+    """Open a picture's content with Pillow; without `decode` only its size and mode are read. Raises as read_rgb."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of damaged EXIF data, and palettes that lose transparency
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of half as many pixels as are refused
+        warnings.simplefilter("ignore", UserWarning)  # about damaged EXIF data and palettes that lose transparency
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the refused number of pixels
         try:
             image = Image.open(io.BytesIO(content), formats=FORMATS)
             if decode:
@@ -78,13 +74,13 @@ def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
             raise ValueError(no_picture(content) or "its header is damaged") from error
         except Image.DecompressionBombError as error:
             raise ValueError(f"it has too many pixels to be read, make it smaller: {error}") from error
-        except (SyntaxError, TypeError, EOFError, struct.error) as error:  # what Pillow says of broken PNGs and TIFFs
+        except (SyntaxError, TypeError, EOFError, struct.error) as error:  # Pillow's for broken PNGs and TIFFs
             raise ValueError(f"it is damaged: {error}") from error
         yield image
 
 
 def no_picture(head: bytes) -> str | None:
-    """Why a file starting with `head` (HEAD bytes or more) is no picture; None if it may be one."""
+    """Return why a file that starts with `head` (at least HEAD bytes) is no picture; None if it may be one."""
     Image.init()
     if any(Image.OPEN[kind][1](head) for kind in FORMATS):
         return None
@@ -94,7 +90,7 @@ def no_picture(head: bytes) -> str | None:
 
 
 def _orientation(image: Image.Image) -> int | None:
-    """EXIF's orientation of a decoded picture; None if it has none, or EXIF data that can't be read."""
+    """Return the EXIF orientation of a decoded picture; None if it has none or its EXIF data can't be read."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation)
     except (SyntaxError, ValueError, TypeError, LookupError, OSError, struct.error):
@@ -102,7 +98,7 @@ def _orientation(image: Image.Image) -> int | None:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits, which Pillow may hold in 32, as grey of 8; its transparent value becomes alpha."""
+    """Convert 16-bit grey, which Pillow may hold in 32 bits, to 8-bit grey; a transparent value becomes alpha."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise ValueError(
@@ -116,11 +112,10 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def centre_crop(image: Image.Image, size: int) -> np.ndarray:
-    """ADM's centre crop: (size, size, 3) uint8.
+    """Return ADM's centre crop, (size, size, 3) uint8.
 
-    Halved by averaging 2×2 boxes while the shorter side is at least twice `size`, then resized
-    bicubically so that it equals `size` (enlarged, if it was shorter), then cropped at the centre.
-    Takes memory for a few copies of the picture and of STRIP crops, and no more.
+    The picture is halved by averaging 2×2 boxes while its shorter side is at least 2·size, resized bicubically until
+    that side equals `size`, and cropped at the centre. Takes memory for a few copies of the picture and of STRIP crops.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -139,11 +134,8 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
 
 
 def _bicubic(length: int, enlarged: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pillow's bicubic weights for enlarging a side from `length` to `enlarged` pixels.
-
-    For `count` of the enlarged pixels, from `first`: the 4 pixels that are summed, and their weights in units of 2⁻²²,
-    0 beyond the edge; (count, 4) int64 each.
-    """
+    """Return Pillow's bicubic weights for pixels first..first+count−1 of a side enlarged from `length` to `enlarged`.
+    Two arrays (count, 4) int64: the source pixels to sum, and their weights in units of 2⁻²² (0 beyond the edge)."""
     centres = (np.arange(first, first + count)[:, None] + 0.5) * (length / enlarged)
     taken = np.floor(centres - 1.5).astype(np.int64) + np.arange(4)
     x = np.abs(taken - centres + 0.5)
@@ -154,6 +146,6 @@ def _bicubic(length: int, enlarged: int, first: int, count: int) -> tuple[np.nda
 
 
 def _weighted(pixels: np.ndarray, taken: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Sums of pixels (n, …) uint8 along the first axis, rounded as Pillow rounds: (count, …) uint8."""
+    """Sum pixels[taken] (uint8) with `weights` along the first axis, rounded as Pillow rounds: (count, …) uint8."""
     sums = (pixels[taken] * weights[:, :, None, None]).sum(axis=1)
     return ((sums + 2**21) >> 22).clip(0, 255).astype(np.uint8)

@@ -1,23 +1,23 @@
-"""Other people's latents: what each kind of source holds, and how to read it.
+"""Readers of latents that other projects wrote, one for each kind of source. S is the side of square latents:
 
-    maskdit_lmdb  MaskDiT's LMDB. z-i: float32 (8, S, S), mean and log-variance of the Stable Diffusion autoencoder's
-                  posterior, unscaled; y-i: the label in decimal; length. Of 2N entries the second N are the flipped
-                  copies, i + N that of i.
+    maskdit_lmdb  MaskDiT's LMDB. z-<i>: float32 (8, S, S), mean and log-variance of the Stable Diffusion autoencoder's
+                  posterior, unscaled; y-<i>: the label in decimal; length: the number of entries. Of 2N entries,
+                  entry N + i is the flipped copy of entry i.
     tread_tar     webdataset tars as TREAD trains on. latent.npy: (4, S, S), samples of the posterior; cls: the label.
-                  Whether they are scaled can't be seen: whoever imports them says so.
-    repa_npy      REPA's folders. .npy files float32 (8, S, S), mean and standard deviation, unscaled; dataset.json:
+                  The files do not show whether samples are scaled, so the options must say it.
+    repa_npy      REPA's folders. .npy files: float32 (8, S, S), mean and standard deviation, unscaled; dataset.json:
                   {"labels": [[file, label], …]}.
-    lightningdit  LightningDiT's folders. latents_rank00_shard000.safetensors, …, a series by each process: latents and,
-                  of the mirrored pictures, latents_flip, float32 (n, C, S, S), samples of the posterior, unscaled;
-                  labels (n,). latents_stats.pt, which may be missing: mean and std (1, C, 1, 1) by channel, which
-                  dataset.normalize takes. The autoencoder is not said.
-    uvit_coco     U-ViT's folders of MS-COCO, which SiT and REPA train on too. {i}.npy: float32 (8, S, S), mean and
-                  log-variance, unscaled; {i}_{k}.npy: float32 (77, 768), CLIP ViT-L/14's text of the picture's
-                  captions; empty_context.npy: that of the empty caption, here or in the folder above. Pictures are
-                  in the order of their ids in MS-COCO. Padding is not marked: all tokens count as words.
+    lightningdit  LightningDiT's folders. latents_rank00_shard000.safetensors, …, a series per process: latents, and
+                  latents_flip for the mirrored pictures, float32 (n, C, S, S), samples of the posterior, unscaled;
+                  labels (n,). latents_stats.pt (optional): mean and std (1, C, 1, 1) by channel, which
+                  dataset.normalize uses. The files do not name their autoencoder.
+    uvit_coco     U-ViT's folders of MS-COCO, which SiT and REPA train on too. <i>.npy: float32 (8, S, S), mean and
+                  log-variance, unscaled; <i>_<k>.npy: float32 (77, 768), CLIP ViT-L/14's text of the picture's caption
+                  k; empty_context.npy, here or in the parent folder: that of the empty caption. Pictures are in the
+                  order of their MS-COCO ids. Padding is not marked, so all tokens count as words.
 
-The reader of a kind says what its numbers mean, which goes into the dataset's index; nothing is guessed from them. What
-names, headers and sizes of files tell is checked before the work.
+Each reader states what its numbers mean, for the dataset's index; nothing is guessed from their values. Names, headers
+and sizes of files are checked before the work.
 """
 
 import functools
@@ -52,7 +52,7 @@ from tread.runtime.tensor_files import listed, read_state_dict, what_is_wrong
 
 SCALE, AUTOENCODER = 0.18215, "stabilityai/sd-vae-ft-ema"  # Stable Diffusion's
 STATISTICS = "latents_stats.pt"
-CLIP_TEXT = TextSpec("clip-l", None, 77, 768, None, padding=True)  # nobody knows the weights' hash
+CLIP_TEXT = TextSpec("clip-l", None, 77, 768, None, padding=True)  # the weights' hash is not known
 _MASKDIT = (
     ". MaskDiT's own tars hold pickled objects, which run code when they are read, or moments: import the LMDB they "
     "were made from (kind=maskdit_lmdb)"
@@ -61,11 +61,11 @@ _MASKDIT = (
 
 @dataclass
 class ForeignText:
-    """Encoded captions, in the order of samples.
+    """Encoded captions, in the order of the samples.
 
-    counts    (n,) captions of each sample.
-    read      number of a caption → (T, C); the last one is the empty caption.
-    captions  of each sample, as text; None: they are not known.
+    counts    (n,) number of captions of each sample.
+    read      caption number → tokens (T, C); the last number is the empty caption's.
+    captions  each sample's captions as text; None: they are not known.
     """
 
     spec: TextSpec
@@ -80,12 +80,12 @@ class ForeignSamples:
 
     labels              (n,) int64.
     read                index → (views, C or 2C, S, S), as stored in the source.
-    name                index → what to call a sample in a message.
-    spread              how moments hold their spread, see LatentSpec; None: these are samples.
+    name                index → the sample's name in messages.
+    spread              how moments (2C channels) hold their spread, as in LatentSpec; None: samples (C channels).
     scaled              whether the stored numbers are scaled already.
-    scale, autoencoder  unless the options set others.
-    normalize           whether they are for dataset.normalize=true.
-    statistics          {"mean", "std"} of z by channel, which the source says to normalise by; None: it says none.
+    scale, autoencoder  defaults, which the options override.
+    normalize           whether the latents are meant for dataset.normalize=true.
+    statistics          the source's {"mean", "std"} of unscaled latents by channel, to normalise by; None: it has none.
     text                the encoded captions; None: there are none.
     """
 
@@ -105,12 +105,9 @@ class ForeignSamples:
 
 
 def read_npy(content: bytes, where: object, shape: tuple[int, ...], hint: str = "") -> np.ndarray:
-    """A .npy file's numbers: float16 as they are, others as float32.
-
-    shape  that they must have; 0 stands for the side S of square latents.
-
-    Raises ValueError for another shape, and for what is no plain array of numbers.
-    """
+    """Parse the content of a .npy file of the given shape, in which 0 stands for the side S of square latents. float16
+    is kept, other numbers become float32. Raises ValueError, which names `where` and ends with `hint`, for another
+    shape and for anything but a plain array of numbers."""
     try:
         array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -131,7 +128,7 @@ def _number(content: bytes | str | int, where: str) -> int:
 
 def _maskdit(source: Path, options: "ImportOptions") -> ForeignSamples:
     try:
-        import lmdb  # imported here because it is asked for by this kind alone
+        import lmdb  # imported here because only this kind needs it
     except ImportError as error:
         raise ValueError("LMDB needs the package lmdb; pip install -r requirements-import.txt") from error
     how = {"subdir": source.is_dir(), "readonly": True, "lock": False, "readahead": False, "create": False}
@@ -141,7 +138,7 @@ def _maskdit(source: Path, options: "ImportOptions") -> ForeignSamples:
         raise ValueError(f"{source} can't be opened as an LMDB: {error}") from error
     file = source / "data.mdb" if source.is_dir() else source
     needed, size = (opened.info()["last_pgno"] + 1) * opened.stat()["psize"], file.stat().st_size
-    if size < needed:  # to read beyond the end of a mapped file would end the process
+    if size < needed:  # reading beyond the end of a mapped file would kill the process
         raise ValueError(f"{source} is truncated: it has {size} bytes of {needed}")
     transaction = opened.begin(buffers=True)
 
@@ -234,14 +231,14 @@ def _lightningdit(source: Path, options: "ImportOptions") -> ForeignSamples:
     views = ("latents", "latents_flip")[: 1 + options.flipped]
     shapes, labels, rows = [], [], []
     for path in paths:
-        with _opened(path) as file:  # of the latents nothing but the header is read
+        with _opened(path) as file:  # reads only the latents' header
             shapes.append(_check_header(path, file, views))
             labels += file.get_tensor("labels").tolist()
         if shapes[-1] != shapes[0]:
             raise ValueError(f"{path} has latents of shape {shapes[-1]}, but {paths[0].name} of {shapes[0]}")
         rows += [(path, row) for row in range(len(labels) - len(rows))]
 
-    @functools.lru_cache(maxsize=1)  # samples are read in order, and a file is mapped
+    @functools.lru_cache(maxsize=1)  # samples are read in order, so one open file is enough
     def slices(path: Path) -> list:
         file = _opened(path)
         return [file.get_slice(view) for view in views]
@@ -267,7 +264,7 @@ def _opened(path: Path):
 
 
 def _check_series(source: Path, paths: list[Path]) -> None:
-    """Raise ValueError for a gap in the numbers of processes or of one's shards; a missing last one can't be seen."""
+    """Raise ValueError if the numbers of processes or shards have gaps; a missing last file can't be noticed."""
     matches = [re.fullmatch(r"latents_rank(\d+)_shard(\d+)", path.stem) for path in paths]
     there = {(int(match[1]), int(match[2])) for match in matches if match}
     before = {(rank, shard - 1) if shard else (rank - 1, 0) for rank, shard in there} - {(-1, 0)}
@@ -276,7 +273,7 @@ def _check_series(source: Path, paths: list[Path]) -> None:
 
 
 def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[int, ...]:
-    """The shape of a sample of an opened file. Raises ValueError unless all its tensors go together."""
+    """Return the shape (C, S, S) of an opened file's samples. Raises ValueError if tensors are missing or disagree."""
     there = sorted(file.keys())
     if missing := [name for name in (*views, "labels") if name not in there]:
         raise ValueError(f"{path} holds {listed(there)}, but no {listed(missing)} (flipped=false needs no flipped)")
@@ -290,10 +287,8 @@ def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[in
 
 
 def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
-    """{"mean", "std"} of z by channel, from latents_stats.pt; no object but tensors is made of it.
-
-    Raises ValueError for other channels, or numbers that latents can't be normalised by.
-    """
+    """Read {"mean", "std"} of the unscaled latents by channel from latents_stats.pt; only tensors are unpickled. Raises
+    ValueError for another number of channels, a number that is not finite, or a std that is not positive."""
     tensors = read_state_dict(path, "any")
     statistics = {key: tensors[key].double().flatten().tolist() for key in ("mean", "std") if key in tensors}
     if [*map(len, statistics.values())] != [channels, channels]:
@@ -342,20 +337,20 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
         path = source / texts[number] if number < len(texts) else empty
         return read_npy(path.read_bytes(), path, CLIP_TEXT.token_shape)
 
-    read_text(len(texts))  # the empty caption is there
+    read_text(len(texts))  # raises if the empty caption is missing
     text = ForeignText(CLIP_TEXT, counts, read_text, captions)
     return ForeignSamples(np.zeros(len(counts)), read, lambda index: f"{source}/{pictures[index]}", "logvar", text=text)
 
 
 def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
-    """Write text beside the latents of an assembled dataset, shard by shard; goes on with what is there."""
+    """Write encoded captions beside the latents of an assembled dataset, shard by shard; finished shards are kept."""
     if text.captions is not None:
         add_captions(folder, text.captions)
 
     def read(batches: Sequence[range]) -> Iterator[Text]:
         for rows in batches:
             tokens = torch.from_numpy(np.stack([text.read(row) for row in rows]))
-            yield Text(tokens, torch.ones(tokens.shape[:2], dtype=torch.bool))  # nobody says what is padding
+            yield Text(tokens, torch.ones(tokens.shape[:2], dtype=torch.bool))  # padding isn't marked
 
     TextWriter(folder, text.spec, text.counts).make(processes, False, (), "caption", 64, read)
 
@@ -375,7 +370,7 @@ ForeignKind = Annotated[Literal[tuple(KINDS)], "pictures: prepare_latents.py"]
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """configs/import_latents.yaml, which says what each null stands for."""
+    """The options of configs/import_latents.yaml, which says what each null means."""
 
     kind: ForeignKind
     source: str
@@ -393,7 +388,7 @@ class ImportOptions:
 
 
 def open_foreign(options: ImportOptions) -> tuple[LatentSpec, ForeignSamples]:
-    """Open a source of a kind. Raises OSError, or ValueError for one that is not what its kind says."""
+    """Open options.source; return its spec and samples. Raises OSError, or ValueError if it is not of options.kind."""
     samples = KINDS[options.kind](Path(options.source), options)
     if options.scale_applied and not samples.scaled:
         raise ValueError(f"scale_applied=true, but {options.kind} holds unscaled numbers; leave scale_applied out")

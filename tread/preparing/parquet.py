@@ -1,4 +1,4 @@
-"""Pictures in parquet files, as Hugging Face's `datasets` writes them: an Image column, and classes or captions."""
+"""Reads pictures, with classes or captions, from parquet files as Hugging Face's `datasets` writes them."""
 
 import functools
 import json
@@ -10,17 +10,17 @@ import numpy as np
 from tread.data.index import check_labels
 from tread.preparing.photos import ONE_CLASS, Photos, cleaned
 
-CAPTIONS = ("caption", "captions", "text")  # usual names of the column that holds them
+CAPTIONS = ("caption", "captions", "text")  # usual names of the column of captions
 TEXTS = ("string", "large_string", "list<item: string>", "large_list<item: string>")
 
 
-@functools.lru_cache(maxsize=1)  # pictures come in order
+@functools.lru_cache(maxsize=1)  # pictures are read in order
 def _rows(path: Path, group: int, column: str) -> list:
     return _open(path).read_row_group(group, columns=[column])[column].to_pylist()
 
 
 def _read(place: tuple[Path, int, str, int]) -> bytes:
-    """The picture in a file's row group, column and row. Raises OSError."""
+    """Return the picture at a place: (file, row group, column, row). Raises OSError if there is none."""
     *rows, row = place
     content = _rows(*rows)[row]
     if not isinstance(content, dict) or not content.get("bytes"):
@@ -41,19 +41,19 @@ def _open(path: Path):
 
 
 def parquet_files(source: Path) -> list[Path]:
-    """The file itself, or the parquet files of a folder or of data/ in it; [] if there are none."""
+    """Return the source if it is a parquet file, else the parquet files in the folder or its data/; [] without any."""
     if source.is_file():
         return [source] if source.suffix == ".parquet" else []
     return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
 
 
 def open_parquet(source: Path, paths: list[Path], split: str | None, captions: str | None) -> Photos:
-    """The pictures in parquet files, with their classes or captions.
+    """Open the pictures in parquet files, with their classes or captions.
 
-    split     of several (train-00000-of-…, validation-…) the one to take.
-    captions  their column; None: one of CAPTIONS, if it is there; "none": they are left alone.
+    split     the split to take, if there are several (train-00000-of-…, validation-…).
+    captions  the column of captions; None: the one of CAPTIONS that is there, if any; "none": captions are ignored.
 
-    Raises ValueError if the split or the columns are not clear.
+    Raises ValueError if the split or the columns are missing or ambiguous.
     """
     splits = sorted({_split(path) for path in paths})
     split = splits[0] if split is None and len(splits) == 1 else split
@@ -91,7 +91,7 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
 
 
 def _captions(source: Path, schema, wanted: str | None) -> str | None:
-    """The column of captions; None if there is none."""
+    """Return the name of the column of captions: `wanted`, or one of CAPTIONS; None without any, or for "none"."""
     texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
     if wanted not in (None, "none", *texts):
         raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
@@ -104,19 +104,19 @@ def _captions(source: Path, schema, wanted: str | None) -> str | None:
 
 
 def _captions_of(row: str | list[str | None] | None) -> list[str] | str:
-    """The captions of a row, or why it has none."""
+    """Return the captions in a row, or a text that says why it has none."""
     captions = cleaned([caption for caption in ([row] if isinstance(row, str) else row or []) if caption])
     return captions or "the row is blank"
 
 
 def _features(schema) -> dict:
-    """The columns' features, as `datasets` records them: {} in files of another origin."""
+    """Return the columns' features (types, class names) that `datasets` recorded; {} in files of another origin."""
     noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     return noted.get("info", {}).get("features", {})
 
 
 def _split(path: Path) -> str:
-    """train of train-00000-of-00002; "" of a bare number, as the Hub names converted files."""
+    """Return a file's split: "train" for train-00000-of-00002, "" for a bare number, as in the Hub's conversions."""
     return re.sub(r"^\d+$|-\d+-of-\d+$", "", path.stem)
 
 

@@ -1,8 +1,5 @@
-"""The pictures of a source, with their classes and captions, what is wrong with the source, and what is held out.
-
-Captions may lie beside pictures: a.txt with a.jpg, in folders, zips and tars. Each line that is not blank is a caption.
-Faults are collected, to be named all at once.
-"""
+"""A source's pictures with classes and captions, the check for faulty files, and the choice of held-out pictures.
+Captions may lie beside pictures (a.txt beside a.jpg), one in each line. Faults are collected and reported together."""
 
 import hashlib
 import json
@@ -19,11 +16,11 @@ from tread.preparing.images import HEAD, no_picture
 from tread.runtime.tensor_files import listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
-OTHERS = (".gif", ".heic", ".heif", ".avif", ".bmp", ".jxl")  # formats that are not read
-NAMED = 20  # files that an error names
-LOOKED = 100_000  # pictures, at most, whose heads are looked at before the work
-THREADS = 16  # that do so
-ONE_CLASS = ("all",)  # of captioned pictures without classes
+OTHERS = (".gif", ".heic", ".heif", ".avif", ".bmp", ".jxl")  # pictures in formats that are not supported
+NAMED = 20  # files that an error message names at most
+LOOKED = 100_000  # with more pictures, first bytes are not checked before the work
+THREADS = 16  # that check first bytes
+ONE_CLASS = ("all",)  # for captioned pictures without classes
 Faults = list[tuple[str, str]]  # (name, why)
 
 
@@ -31,14 +28,15 @@ Faults = list[tuple[str, str]]  # (name, why)
 class Photos:
     """Pictures in a fixed order.
 
-    names    of the pictures, for messages and the work's plan.
-    labels   (n,) int64, indices into classes.
-    files    what reads each picture's file, and by which name or place; it raises OSError. None: it was removed.
-    captions of each picture, at least one; None: the source has none.
-    faults   (name, why) of files that are no pictures, pictures without captions, and captions without a picture: they
-             lie beside the pictures, and are none of them.
-    heads    whether the first bytes of a picture's file can be read alone.
-    heldout  how the names of the pictures begin that the source itself holds out; None: none.
+    where     the source, for messages.
+    names     of the pictures, for messages and for the plan of the work.
+    labels    (n,) int64, indices into classes.
+    files     (read, place) per picture: read(place) returns the file's content or raises OSError. None: it was removed.
+    faults    (name, reason) of files that are no pictures, pictures without captions, captions without a picture; none
+              of them is among the pictures.
+    captions  at least one text per picture; None: the source has no captions.
+    heldout   prefix of the names of pictures that the source itself holds out; None: it holds out none.
+    heads     whether the first bytes of a picture's file can be read alone.
     """
 
     where: str
@@ -55,7 +53,7 @@ class Photos:
         return len(self.names)
 
     def read(self, index: int) -> bytes:
-        """The content of a picture's file. Raises OSError."""
+        """Return the content of a picture's file. Raises OSError if it was removed or can't be read."""
         if self.files[index] is None:
             raise OSError("it was removed")
         read, name = self.files[index]
@@ -67,7 +65,7 @@ class Photos:
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
     def no_pictures(self) -> Faults:
-        """Pictures whose files are unreadable, empty or of another format, by their heads; [] of more than LOOKED."""
+        """List (name, reason) of files whose first bytes are unreadable or no picture's; [] for over LOOKED files."""
 
         def look(first: int) -> Faults:
             found = []
@@ -81,12 +79,12 @@ class Photos:
 
         if not self.heads or len(self) > LOOKED:
             return []
-        with ThreadPoolExecutor(THREADS) as pool:  # a network's disk takes a while to open a file
+        with ThreadPoolExecutor(THREADS) as pool:  # network disks are slow to open a file
             return sorted(sum(pool.map(look, range(THREADS)), []))
 
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
-        """Raise ValueError without a picture; for faults and `no_pictures`, unless skip; for an empty class, unless
-        allow_empty: all that there are, each kind by itself."""
+        """Raise ValueError if there is no picture, if there are faults or `no_pictures` (unless skip), or if a class is
+        empty (unless allow_empty). The message covers all that is wrong, grouped by kind."""
         lines = named(self.faults, ": {}")
         if not self.names:
             raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
@@ -105,10 +103,10 @@ class Photos:
             raise ValueError(f"{self.where}: " + "\n".join(texts))
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
-        """The pictures that have captions.
+        """Return the pictures that have captions, and count the others among the faults.
 
-        captions  of each picture, or the reason why it has none.
-        faults    captions without a picture.
+        captions  the captions of each picture, or the reason why it has none.
+        faults    (name, reason) of captions without a picture.
         """
         kept = [index for index, given in enumerate(captions) if isinstance(given, list)]
         without = [(name, f"no caption: {why}") for name, why in zip(self.names, captions) if isinstance(why, str)]
@@ -123,29 +121,29 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """A text that counts and names faults of a kind; [] without any."""
+    """Count and list faults in a text under the title `what`, each formatted by `line`: [text], or [] without any."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 
 def named(files: Faults, line: str) -> str:
-    """The first of some files and why they are refused, a line each, and how many more there are."""
+    """List the first NAMED files with their reasons, each formatted by `line`, and count the rest."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
     text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
-    return text.encode(errors="backslashreplace").decode()  # file names may be of bytes that are no UTF-8
+    return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8
 
 
 def is_picture(name: str) -> bool:
-    """Whether a file's name is a picture's."""
+    """Return whether a file's name ends as a picture's."""
     return name.lower().endswith(SUFFIXES)
 
 
 def cleaned(captions: Sequence[str]) -> list[str]:
-    """Captions with single blanks; blank ones are left out."""
+    """Return the captions with whitespace collapsed to single blanks, and without empty ones."""
     return [words for caption in captions if (words := " ".join(caption.split()))]
 
 
 def captions_hash(captions: Sequence[Sequence[str]]) -> str:
-    """Hex sha256 of all captions."""
+    """Return the hex sha256 of all captions."""
     digest = hashlib.sha256()
     for sample_captions in captions:
         digest.update(json.dumps(sample_captions).encode() + b"\n")
@@ -153,11 +151,11 @@ def captions_hash(captions: Sequence[Sequence[str]]) -> str:
 
 
 def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str | None) -> np.ndarray:
-    """(n,) bool, True for pictures that are held out.
+    """Choose the pictures to hold out: (n,) bool.
 
-    wanted  a fraction of all pictures, at least one of them, divided over the classes by their sizes; or a count,
-            divided over the classes evenly; each class keeps at least one picture for training. Or the beginning of the
-            names of pictures that the source itself holds out. None: none is.
+    wanted  float: a fraction of all pictures (at least one), divided over the classes by their sizes. int: a count,
+            divided over the classes evenly. With both, each class keeps a picture for training. str: the prefix of the
+            names of the pictures that the source itself holds out. None: no picture.
 
     The choice within a class depends on the names alone. Raises ValueError if there are too few pictures.
     """
@@ -178,7 +176,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
 
 
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
-    """Integers that sum to `total`, each at most `most`: shares rounded down, then the largest shortfalls raised."""
+    """Round shares to integers of sum `total`, each at most `most`: all down, then the largest shortfalls up."""
     if total > most.sum():
         raise ValueError(
             f"heldout takes {total:,} pictures, but {most.sum():,} can be held out: each class keeps one for training"
@@ -192,10 +190,8 @@ def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
 
 
 def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The names without texts and other files beside a picture, and {name without its suffix: text file}.
-
-    All names and {}, if no text file has a picture's name.
-    """
+    """Return the names without texts and other files that only share a picture's name, and {name without suffix: text
+    file}. If no text file has a picture's name, all names and {} are returned."""
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
     if not pictures & texts.keys():
@@ -205,7 +201,7 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
-    """For each picture its captions, or why it has none; and the texts that belong to no picture."""
+    """Return each picture's captions, or the reason why it has none, and (file, reason) of texts without a picture."""
     stems = [_stem(name) for name in pictures]
     captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]
     alone = texts.keys() - set(stems)

@@ -1,13 +1,10 @@
-"""Where pictures, their classes and captions come from: folders, zips, tars, parquet files.
+"""Finds pictures, their classes and captions in folders, zips, tars and parquet files; images.py decodes them.
 
-    class folders     train/n01440764/1.jpg, in a folder, zip or tar; classes are the sorted folder names
-    a labels file     beside pictures in a flat folder or tar: EDM's dataset.json or a CSV, see label_table
-    captions          a.txt beside a.jpg, in tars of a webdataset too; class folders are classes,
-                      else there is one class of all
-    MS-COCO           its pictures and captions_….json, see coco.py
-    parquet           as Hugging Face writes picture datasets, see parquet.py
-
-Nothing is decoded here; images.py does.
+class folders  train/n01440764/1.jpg in a folder, zip or tar; the sorted folder names are the classes
+labels file    EDM's dataset.json or a CSV (`label_table`), beside pictures in a flat folder or tar
+captions       a.txt beside a.jpg, also in webdataset tars; there is one class, unless there are class folders
+MS-COCO        its pictures and captions_….json (coco.py)
+parquet        picture datasets as Hugging Face writes them (parquet.py)
 """
 
 import csv
@@ -30,7 +27,7 @@ from tread.runtime.tensor_files import listed
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
 LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV with the header file,label'
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
-NONE = "none"  # captions=none: text beside pictures is left alone
+NONE = "none"  # captions=none: text beside pictures is ignored
 LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
 FRACTION = re.compile(r"\d+\.\d*")
 
@@ -38,15 +35,14 @@ FRACTION = re.compile(r"\d+\.\d*")
 def find_photos(
     source: Path, root: str | int | None = None, labels: str | None = None, captions: str | None = None
 ) -> Photos:
-    """The pictures of a folder, a zip, tars, or a parquet file or folder of such.
+    """Find the pictures of a folder, a zip, tars, a parquet file or a folder of parquet files.
 
-    root      a folder inside the source (of parquet files and MS-COCO: a split) that holds the pictures; None: the
-              outermost that does.
-    labels    a labels file, beside the source or inside it; None: one of LABEL_FILES if it lies beside
-              the pictures, else class folders.
-    captions  the column of parquet files that holds them; "none": captions are left alone; None: all there are.
+    root      folder inside the source that holds the pictures (parquet, MS-COCO: the split); None: the outermost with
+              pictures.
+    labels    labels file beside or inside the source; None: one of LABEL_FILES beside the pictures, else class folders.
+    captions  column of captions in parquet files; "none": captions are ignored; None: they are read if there are any.
 
-    Raises FileNotFoundError, or ValueError that says what there is instead.
+    Raises FileNotFoundError, or ValueError that says what the source holds instead.
     """
     source, root = Path(source), None if root is None else str(root)
     if root is not None and tar_paths(source / root):
@@ -110,7 +106,7 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """How names begin in the folder that `root` means, or in the outermost that has more in it than a folder."""
+    """Return the prefix of names in the folder `root`; None: in the outermost that holds more than a single folder."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
@@ -131,7 +127,7 @@ def _prefix(source: Path, names: list[str], folders: set[str], root: str | None,
 
 
 def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, int]:
-    """{picture: its label}, by class folders."""
+    """Return {picture: index of its class folder}. Raises ValueError for a picture that is not in <class>/<picture>."""
     numbers, index = {}, {name: number for number, name in enumerate(classes)}
     for name in names:
         folder, _, file = name.rpartition("/")
@@ -156,7 +152,7 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
 
 
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
-    """{picture: its label} and the classes, by a labels file."""
+    """Return {picture: index of its class} and the class names, by the table of a labels file."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
     classes = sorted(set(table.values()))
     if not any(isinstance(label, str) for label in classes):
@@ -167,17 +163,15 @@ def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tupl
 
 
 def check_table(where: str, table: dict[str, int | str], files: set[str]) -> None:
-    """Raise ValueError unless the labels are those of the files."""
+    """Raise ValueError unless the labelled pictures are exactly the files."""
     wrong = {"labelled, but not there": table.keys() - files, "without a label": files - table.keys()}
     if any(wrong.values()):
         raise ValueError(f"{where}: " + "; ".join(f"{what}: {listed(sorted(n))}" for what, n in wrong.items() if n))
 
 
 def label_table(name: str, content: bytes) -> dict[str, int | str]:
-    """A labels file as {picture: number or name of its class}.
-
-    A CSV (Hugging Face's column file_name does as well as file), or else EDM's JSON. Raises ValueError.
-    """
+    """Parse a labels file, a CSV or EDM's JSON: {picture: number or name of its class}. A CSV has the columns file or
+    (as Hugging Face) file_name, and label. Raises ValueError for other content."""
     try:
         text = content.decode("utf-8-sig")
         if name.endswith(".csv"):

@@ -1,1 +1,1 @@
-"""Pages and comparisons of runs, for people."""
+"""Reports on runs and comparisons of runs, for people."""

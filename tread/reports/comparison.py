@@ -1,4 +1,4 @@
-"""Runs side by side: seeds averaged, curves against steps, FLOPs and time, and what one run needs to match another."""
+"""Compares runs: means over seeds, curves against steps, FLOPs and time, and when one run reaches another's result."""
 
 import csv
 import json
@@ -16,18 +16,18 @@ from tread.runtime.files import explain_failure
 from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, differences, value_at
 
-APART = ("seed", "report", "tracker", "wandb", *LAUNCH)  # in which the runs of one group may differ
-UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that no name of a group mentions
-# evaluations and FIDs must share these to mean the same; other keys of their sections have no effect on them
+APART = ("seed", "report", "tracker", "wandb", *LAUNCH)  # settings in which the runs of a group may differ
+UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that groups' names leave out
+# evaluations and FIDs are comparable only if these are equal; other keys of their sections don't affect them
 COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective")
 COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
-FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # differences may be unfair
+FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # may be unfair where they differ
 AXES = {"step": "steps", "flops": "FLOPs", "seconds": "time"}
 TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 class Point(NamedTuple):
-    """The runs of a group at one step: means over the seeds, and the standard deviation of `value` (None for one)."""
+    """A group at one step: means over the seeds, and the standard deviation of `value` (None for one seed)."""
 
     step: int
     value: float
@@ -38,7 +38,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Runs that differ by their seed alone, under a name that no other group has."""
+    """Runs that differ only in their seed, under a unique name."""
 
     name: str
     runs: Sequence[Found]
@@ -48,7 +48,7 @@ class SeedGroup:
         return self.runs[0].config
 
     def curve(self, metric: str) -> list[Point]:
-        """A metric at the steps at which all seeds have it."""
+        """Return a metric's points at the steps where all seeds have it."""
         each = [{r["step"]: r for r in run.records if metric in r} for run in self.runs]
         points = []
         for step in each[0]:
@@ -60,7 +60,7 @@ class SeedGroup:
         return points
 
     def last(self, metric: str) -> list[float]:
-        """A metric's last value of each run that has it."""
+        """Return a metric's last value of each run that has it."""
         return [value for run in self.runs if (value := run.last(metric)) is not None]
 
 
@@ -69,7 +69,7 @@ def _mean(records: list[dict], key: str) -> float | None:
 
 
 def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
-    """Open and group runs by their folders or globs. Raises FileNotFoundError for a run that can't be compared."""
+    """Open and group runs by folders or glob patterns. Raises FileNotFoundError for a run that can't be compared."""
     runs = [find_run(folder) for folder in folders_of(patterns)]
     for run in runs:
         if not run.config or not run.records:
@@ -78,7 +78,7 @@ def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
 
 
 def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
-    """Put runs that differ by their seed alone together, in their order, under names."""
+    """Group runs that differ only in their seed, in their order, and name the groups."""
     groups: dict[str, list[Found]] = {}
     for run in runs:
         key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
@@ -87,7 +87,7 @@ def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
 
 
 def _names(groups: list[list[Found]]) -> list[str]:
-    """The model's name, with the settings that tell it from others of that name; else the first run's folder."""
+    """Name groups by model and the settings that differ among groups of that model, else by the first folder."""
     configs, folders = [runs[0].config for runs in groups], [runs[0].folder for runs in groups]
     keys = [key for key in unlike(configs) if key not in APART and key.partition(".")[0] not in UNSAID]
     names = []
@@ -101,14 +101,14 @@ def _names(groups: list[list[Found]]) -> list[str]:
 
 
 def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[object]]:
-    """Dotted keys that differ between configs → each one's value. keys: compare these or sections alone; (): all."""
+    """Return the settings that differ: {dotted key: its value in each config}; only `keys` or sections, if given."""
     differing = {key: None for config in configs for key in differences(configs[0], config)}
     chosen = [key for key in differing if not keys or any(f"{key}.".startswith(f"{name}.") for name in keys)]
     return {key: [value_at(config, key) for config in configs] for key in chosen}
 
 
 def reached(group: SeedGroup, metric: str, value: float) -> Point | None:
-    """The first evaluated step at which a group's mean is `value` or better; None if there is none."""
+    """Return the first point of a group's curve whose mean is at least as good as `value`; None if there is none."""
     best = METRICS[metric].best
     return next((point for point in group.curve(metric) if best(point.value, value) == point.value), None)
 
@@ -126,7 +126,7 @@ def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str])
 
 
 def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str]]]:
-    """The head of a table and a row for each group: its last scores with their sample counts, its speed, its costs."""
+    """Return a table's head, and a row per group: its last scores with their sample counts, its speed and its costs."""
     metrics = column_metrics(groups)
     name, size = unit("seconds", max((s for group in groups for s in group.last("seconds")), default=0))
     rows = []
@@ -143,17 +143,17 @@ def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str
 
 
 def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """The metrics by which runs are compared, as far as any group has them."""
+    """Return the metrics by which runs are compared and that some group has."""
     return [name for name, metric in METRICS.items() if metric.compared and any(group.last(name) for group in groups)]
 
 
 def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """The compared metrics that a training measures repeatedly."""
+    """Return those of `column_metrics` that a training measures repeatedly."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
 def cautions(groups: Sequence[SeedGroup]) -> list[str]:
-    """Warnings to a reader of the numbers: settings that differ, and losses of older code that mean something else."""
+    """Return warnings for readers: settings that differ, and losses that older code computed differently."""
     warnings = []
     for run in (run for group in groups for run in group.runs):
         if run.config.get("objective") == "rf" and (old := [r["step"] for r in run.records if "eval_loss" in r]):
@@ -180,7 +180,7 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
-    """Sentences on which run reaches which in each metric; of more than four, each against the first alone."""
+    """Say when runs reach other runs' results, in sentences by metric; with over four groups, only with the first."""
     first = groups if len(groups) <= 4 else groups[:1]
     pairs = [(a, b) for a in groups for b in groups if a is not b and (a in first or b in first)]
     return [
@@ -194,7 +194,7 @@ def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
-    """A sentence on when a run first reaches the value at which another ends."""
+    """Return a sentence on when a run first reaches the value at which another run ends."""
     goal, called = other.curve(metric)[-1], METRICS[metric].title
     best = METRICS[metric].best(point.value for point in run.curve(metric))
     point, spread = reached(run, metric, goal.value), (goal.spread or 0) + (run.curve(metric)[-1].spread or 0)
@@ -215,7 +215,7 @@ def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
 
 
 def unit(axis: str, most: float) -> tuple[str, float]:
-    """The unit of an axis that goes up to `most`: its name, and its size in the records' unit."""
+    """Return the name of a suitable unit for values up to `most`, and its size in FLOPs or seconds."""
     if axis == "flops":
         power = int(math.log10(most)) // 3 * 3
         return f"10^{power}", 10.0**power
@@ -223,7 +223,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """A mean to four digits; with a standard deviation, to two digits of that."""
+    """Format a mean to four digits or, with a standard deviation, to the two leading digits of that."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
@@ -234,14 +234,14 @@ def number(values: Sequence[float]) -> str:
 
 
 def charts(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[dict[str, Panel]]:
-    """A chart for each metric: its panel by the name of its x-axis. Old records have steps alone."""
+    """Return a chart per metric: {x-axis: panel}. Records of older code have steps as the only axis."""
     points = [point for group in groups for metric in metrics for point in group.curve(metric)]
     axes = {name: axis for axis, name in AXES.items() if any(getattr(point, axis) for point in points)}
     return [{name: panel(groups, metric, axis) for name, axis in axes.items()} for metric in metrics]
 
 
 def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
-    """A metric's curves against "step", "flops" or "seconds"; dashed where routes make it mean something else."""
+    """Draw a metric's curves against "step", "flops" or "seconds"; dashed where routes make values not comparable."""
     known, title, size, lines = METRICS[metric], AXES[axis], 1.0, []
     drawn = [group for group in groups if group.curve(metric)]
     curves = [[point for point in group.curve(metric) if getattr(point, axis)] for group in drawn]

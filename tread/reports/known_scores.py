@@ -1,4 +1,4 @@
-"""The scores in a run's folder, for people; files that can't be read are named and passed over."""
+"""Finds the scores in a run's folder; files that can't be read are named and skipped."""
 
 import csv
 import json
@@ -7,14 +7,12 @@ from typing import NamedTuple
 
 from tread.evaluation.score_files import sampler_told
 
-DEPTH = ("", "*/", "*/*/")  # how far below a run's folder scores are looked for
+DEPTH = ("", "*/", "*/*/")  # folders below a run's folder that are searched for scores
 
 
 class Score(NamedTuple):
-    """One scoring: `values` by fid.csv's columns, and the notes from its fid.json.
-
-    counts  metric → its number of samples, where it differs from the scoring's.
-    """
+    """A score: values by fid.csv's columns, sample counts that differ from the score's by metric, and fid.json's
+    notes."""
 
     values: dict
     counts: dict[str, int]
@@ -22,7 +20,7 @@ class Score(NamedTuple):
 
 
 def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
-    """All scorings of a run by time, without those of its sweeps; and what could not be read."""
+    """Return a run's scores, sorted by time and without those of its sweeps, and texts on unreadable files."""
     scores, problems = {}, []
     swept = {path.parent for path in _below(folder, "sweep.csv")}
     for path in [*_below(folder, "*fid*.json"), *_below(folder, "fid*.csv")]:
@@ -31,7 +29,7 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
             values = settings | record
             if path.suffix == ".json":
                 values["sampler"] = sampler_told(values)
-            shift = str(values.get("sampler") or "").partition(", ")[2]  # a line of old code lacks the solver
+            shift = str(values.get("sampler") or "").partition(", ")[2]  # a line of older code has no solver
             key = (str(values.get("time")), str(values.get("step")), shift)
             if path.suffix == ".csv" or counts:
                 counts = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
@@ -47,7 +45,7 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 
 
 def _read(path: Path, problems: list[str]) -> list[dict]:
-    """The object of a .json, or the rows of a .csv without their empty cells; [] for what can't be read."""
+    """Return a .json's object in a list, or a .csv's rows without empty cells; if unreadable, [] and a new problem."""
     try:
         with path.open(newline="", errors="replace") as file:
             if path.suffix == ".csv":

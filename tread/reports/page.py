@@ -1,7 +1,7 @@
-"""One HTML page that needs nothing beside itself: texts, tables, curves (plotly) and pictures, for people.
+"""Writes an HTML page of texts, tables, curves (plotly) and pictures that needs no other file and no network.
 
-All text that is not in page.html, page.css or page.js is escaped here. The page forbids itself every request (its
-Content-Security-Policy), so it shows the same without a network, in years.
+All text from elsewhere than page.html, page.css and page.js is escaped here. The page's Content-Security-Policy forbids
+every request, so that it will look the same in years.
 """
 
 import base64
@@ -21,14 +21,14 @@ from tread.drawing.charts import Panel
 from tread.runtime.files import explain_failure, whole_file
 
 HERE = Path(__file__).resolve().parent
-POINTS = 2000  # of a curve; of longer ones each second, third, … is drawn
+POINTS = 2000  # of a curve; longer curves are drawn with every second, third, … point
 NUMBER = re.compile(r"[-–+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|±.*|of [\d,/]+))?|–")
-SIDE = 1000  # pixels of a picture at most
-BYTES = 150_000  # of a file that is taken as it is
+SIDE = 1000  # largest side of a reduced picture, in pixels
+BYTES = 150_000  # of a file that is embedded as it is
 
 
 class Page:
-    """Sections of elements, in order; `write` makes the file."""
+    """An HTML page under construction: sections of elements, in the order in which they are added."""
 
     def __init__(self, title: str, subtitle: str) -> None:
         self.title, self.subtitle = title, subtitle
@@ -54,7 +54,7 @@ class Page:
             self.add(f'<div class="{kind}"><ul>{items}</ul></div>')
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """The first cell of a row names it; a column of numbers is set to the right."""
+        """Append a table; the first cell of a row is its name, and columns of numbers are aligned to the right."""
         right = [all(NUMBER.fullmatch(str(cell)) for cell in column) for column in zip(*rows)]
 
         def row(kind: str, cells: Sequence[object]) -> str:
@@ -70,12 +70,12 @@ class Page:
         self.add(f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>")
 
     def curves(self, charts: Sequence[Mapping[str, Panel]]) -> None:
-        """Plots, each by the name of its x-axis ("" where there is one), under one switch and one button a line."""
+        """Append charts, each {x-axis: panel} ("" for a single axis), with one switch of axes and a button per line."""
         self.charts.append([{axis: _plain(panel) for axis, panel in chart.items()} for chart in charts])
         self.add('<div class="charts"></div>')
 
     def slider(self, rows: Mapping[str, Mapping[int, str]]) -> None:
-        """Pictures side by side: name → step → data URI. One slider for all shows each one's newest up to a step."""
+        """Append pictures, name → step → data URI, with one slider: it shows each name's newest up to a step."""
         steps = sorted({step for pictures in rows.values() for step in pictures})
         figures = []
         for name, pictures in rows.items():
@@ -92,7 +92,7 @@ class Page:
         self.add(f'<div class="samples">{control}<div class="pictures">{"".join(figures)}</div></div>')
 
     def write(self, path: Path) -> None:
-        """Raises OSError if it can't be written, ImportError without plotly."""
+        """Write the page. Raises OSError if that fails, ImportError without plotly."""
         try:
             from plotly.offline import get_plotlyjs  # imported here because only the main process draws, at the end
         except ImportError as error:
@@ -104,7 +104,7 @@ class Page:
             for title, content in self.sections.items()
         ]
         charts = json.dumps(self.charts, allow_nan=False)  # ASCII
-        for sign in "<>&":  # so that it may stand inside a script element
+        for sign in "<>&":  # to be safe inside a script element
             charts = charts.replace(sign, f"\\u{ord(sign):04x}")
         parts = {
             "title": escape(self.title),
@@ -121,18 +121,18 @@ class Page:
 
 
 def filled(name: str, parts: Mapping[str, str]) -> str:
-    """A file beside this one, with parts in the place of their names in double braces."""
+    """Return the text of a file in this folder, with each {{name}} replaced by its part."""
     skeleton = (HERE / name).read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], skeleton)
 
 
 def escape(text: object) -> str:
-    """Any text for HTML; what is no character of Unicode, as in odd file names, by its number."""
+    """Escape any text for HTML; bytes of file names that are not Unicode are written by their numbers."""
     return html.escape(str(text).encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def _plain(panel: Panel) -> dict:
-    """A panel for JSON: long curves with fewer points, numbers to six digits."""
+    """Convert a panel for JSON: at most about POINTS points per line, numbers to six digits."""
     lines = []
     for line in panel.lines:
         every, last = math.ceil(len(line.x) / POINTS), len(line.x) - 1
@@ -143,13 +143,11 @@ def _plain(panel: Panel) -> dict:
 
 
 def data_uri(path: Path) -> tuple[str, bool]:
-    """A picture's file as a URI, and whether it was made smaller; a large one becomes a JPEG of at most SIDE pixels.
-
-    Raises OSError or ValueError for what is no whole picture.
-    """
+    """Return a picture's file as a URI, and whether it was reduced: large ones become JPEGs of at most SIDE pixels.
+    Raises OSError or ValueError for a file that is no complete picture."""
     try:
         with Image.open(path) as picture:
-            picture.load()  # a file that was cut short fails here
+            picture.load()  # a truncated file fails here
             if path.stat().st_size <= BYTES and max(picture.size) <= 2 * SIDE and picture.format == "PNG":
                 return picture_uri("png", path.read_bytes()), False
             small = picture.convert("RGB")

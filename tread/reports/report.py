@@ -1,4 +1,4 @@
-"""A page on one run or several: their results, samples, curves, scores, costs, settings and troubles."""
+"""Writes a page on one or several runs: results, warnings, samples, curves, scores, time spent and settings."""
 
 import datetime
 import json
@@ -19,15 +19,15 @@ from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, differences, value_at
 
 ABSENT = "–"
-SPENT = {  # keys of metrics.jsonl → what took those seconds, beside the training steps
+SPENT = {  # keys of metrics.jsonl → the work, beside training steps, that took these seconds
     "eval_seconds": "evaluation loss",
     "fid_seconds": "FID in training",
     "draw_seconds": "drawing samples",
     "judge_seconds": "judging samples at the end",
     "save_seconds": "saving checkpoints",
 }
-PICTURES = 48  # in a page, of all runs together
-ABOUT = {  # a scoring's columns beside its metrics
+PICTURES = 48  # in a page, all runs together
+ABOUT = {  # columns of a score beside its metrics
     "count": "samples",
     "guidance": "guidance",
     "flops_relative": "FLOPs over none",
@@ -41,10 +41,10 @@ ABOUT = {  # a scoring's columns beside its metrics
 
 @dataclass(frozen=True)
 class Subject:
-    """The runs that a report is about.
+    """The runs of a report.
 
-    groups  the runs, grouped if they differ only by seed.
-    names   a run's folder → its unique name on the page, in the order of the runs.
+    groups  the runs, grouped if they differ only in their seed.
+    names   run folder → unique name on the page, in the order of the runs.
     """
 
     runs: Sequence[Found]
@@ -53,7 +53,7 @@ class Subject:
 
     @property
     def comparable(self) -> list[SeedGroup]:
-        """Groups whose settings are known, and which have logged something."""
+        """The groups whose runs have known settings and records."""
         return [group for group in self.groups if all(run.config and run.records for run in group.runs)]
 
     def said(self, run: Found, text: str) -> str:
@@ -61,11 +61,9 @@ class Subject:
 
 
 def write_report(folders: Sequence[Path | str]) -> Path:
-    """Write report.html, of several runs comparison.html, into the first folder, on the runs in all; returns its path.
-
-    What is damaged is reported with what is there. Raises FileNotFoundError for a folder that holds no run, OSError if
-    the page can't be written, ImportError without plotly.
-    """
+    """Write a page on runs into the first folder, as report.html, or comparison.html for several runs; return its path.
+    The page names damaged files. Raises FileNotFoundError for a folder without a run, OSError if the page can't be
+    written, ImportError without plotly."""
     first, *others = dict.fromkeys(map(Path, folders))
     runs = [find_run(folder) for folder in (first, *others)]
     check_place(first, 0)
@@ -81,7 +79,7 @@ def write_report(folders: Sequence[Path | str]) -> Path:
 
 
 def subject_of(runs: Sequence[Found]) -> Subject:
-    """Runs grouped by their seeds, those of unknown settings alone, and named."""
+    """Group runs by seed (those of unknown settings stay alone) and name them."""
     alone = [run for run in runs if len(runs) == 1 or not run.config]
     groups = group_runs([run for run in runs if run not in alone])
     groups += [SeedGroup(run.folder.resolve().name, [run]) for run in alone]
@@ -113,7 +111,7 @@ def add_troubles(page: Page, subject: Subject) -> None:
 
 
 def troubles_of(run: Found) -> list[str]:
-    """Warnings to a reader of this run's numbers, the worst first."""
+    """Return warnings for readers of a run's numbers, the worst first."""
     texts, starts, planned = [], run.starts, value_at(run.config, "train.steps")
     if run.status.get("state") != "finished" or (planned is not None and run.step < planned):
         texts.append(f"{run.state()}, at step {run.progress}")
@@ -170,7 +168,7 @@ def add_samples(page: Page, subject: Subject) -> None:
 
 
 def evenly(items: Sequence, most: int) -> list:
-    """At most so many items (two at least), evenly chosen, with the first and the last."""
+    """Return at most `most` items (but at least two), evenly chosen, with the first and the last."""
     return [items[place] for place in np.linspace(0, len(items) - 1, min(len(items), max(2, most))).round().astype(int)]
 
 
@@ -178,7 +176,7 @@ def add_curves(page: Page, subject: Subject) -> None:
     groups = subject.groups
     shown = [m for m in METRICS if METRICS[m].curve and any(len(group.curve(m)) > 1 for group in groups)]
     if len({point.value for group in groups for point in group.curve("lr")}) < 2:
-        shown = [metric for metric in shown if metric != "lr"]  # a constant one stands in the settings
+        shown = [metric for metric in shown if metric != "lr"]  # a constant learning rate is in the settings
     if not shown:
         return
     page.section("Curves")
@@ -205,7 +203,7 @@ def add_scores(page: Page, subject: Subject) -> None:
 
 
 def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[list[str]]]:
-    """Head and rows, a scoring each, with the columns that any of them has."""
+    """Return a table's head and a row per score, with the columns that any score has."""
 
     def known(names: Iterable[str]) -> list[str]:
         return [name for name in names if any(score.values.get(name) not in (None, "") for score in scored)]
@@ -221,7 +219,7 @@ def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[li
 
 
 def _cell(value: object) -> str:
-    """A value of a record as a table shows it."""
+    """Format a record's value for a table."""
     try:
         return f"{float(value):,.0f}" if float(value).is_integer() else f"{float(value):.5g}"
     except (TypeError, ValueError):
@@ -242,7 +240,7 @@ def add_time(page: Page, subject: Subject) -> None:
 
 
 def time_of(run: Found) -> dict[str, float]:
-    """The seconds that each part of a run took, in their order; of old records, as far as they tell."""
+    """Return the seconds that each part of a run took, in order; records of older code lack some parts."""
     rest = run.status.get("spent")
     records = [*run.records, rest if isinstance(rest, dict) else {}]
 
@@ -286,7 +284,7 @@ def add_settings(page: Page, subject: Subject) -> None:
 
 
 def facts_of(run: Found) -> dict[str, str]:
-    """A run's state, network, data, device and costs, by name."""
+    """Return a run's state, network, data, device and costs as {title: text}."""
     config, (first, last) = run.config, [run.starts[place] if run.starts else {} for place in (0, -1)]
     versions, batch = last.get("versions", {}), value_at(config, "train.batch_size")
     seconds, flops, words, count = run.last("seconds"), run.last("flops"), last.get("command"), last.get("processes")

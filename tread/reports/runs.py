@@ -1,4 +1,4 @@
-"""A run's folder as it was left: finished, running, killed or damaged. What can't be read is named, and left out."""
+"""Reads a run's folder in any state: finished, running, killed or damaged. Unreadable files are named and skipped."""
 
 import glob
 import math
@@ -13,19 +13,19 @@ from tread.runtime.plugins import import_plugins
 from tread.training.run_folder import RunLog, migrate, value_at
 
 FILES = ("run.json", "metrics.jsonl", "status.json")
-NEEDED = {"model.name": str, "train.steps": int, "train.batch_size": int, "dataset.name": str}  # of a config
+NEEDED = {"model.name": str, "train.steps": int, "train.batch_size": int, "dataset.name": str}  # keys of a config
 
 
 @dataclass(frozen=True)
 class Found:
-    """A run, and what is left of it.
+    """A run, and what can be read of it.
 
-    config    of its last start, else of its newest checkpoint; {} if neither can be read.
-    records   the readable ones of metrics.jsonl, with their finite numbers: "step", of the training up to then
-              "seconds" and "flops", and metrics.
+    config    of its last start, or else of its newest checkpoint; {}: neither can be read.
+    records   finite numbers of each readable line of metrics.jsonl: "step", "seconds" and "flops" since the training's
+              start, and metrics.
     starts    of run.json, each with "step", "config", "versions" and "warnings".
-    status    of status.json; {} if there is none.
-    problems  what could not be read, for people.
+    status    of status.json; {}: there is none.
+    problems  texts on what could not be read.
     """
 
     folder: Path
@@ -37,20 +37,20 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The last step that status or records know of."""
+        """The last step in the status or the records."""
         stated = self.status.get("step")
         return max([stated if isinstance(stated, int) else 0, *(record["step"] for record in self.records)])
 
     @property
     def progress(self) -> str:
-        """The last step, and how many the settings ask for, if these are known."""
+        """The last step as text, with the planned number of steps if that is known."""
         return f"{self.step:,}" + (f" of {self.config['train']['steps']:,}" if self.config else "")
 
     def last(self, key: str) -> float | None:
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
     def state(self) -> str:
-        """Whether the run is running, finished, killed, …, for people."""
+        """Describe in words whether the run is running, finished, killed, …."""
         state, reason = self.status.get("state"), self.status.get("reason")
         if state != "running":
             return " – ".join(str(part) for part in (state or "not known", reason) if part)
@@ -61,15 +61,13 @@ class Found:
 
 
 def told_time(stated: object) -> str | None:
-    """A time of run.json or status.json for people."""
+    """Format a time of run.json or status.json for people."""
     return str(stated).replace("T", " ").replace("+00:00", " UTC") if stated else None
 
 
 def folders_of(patterns: Sequence[str]) -> list[Path]:
-    """Folders, each once, by their names or by globs, which match runs alone.
-
-    Raises FileNotFoundError for a glob without a run, or if nothing is named.
-    """
+    """Return the folders that names or glob patterns match, each once; a pattern matches only runs.
+    Raises FileNotFoundError for a pattern without a run, and without patterns."""
     folders: dict[Path, None] = {}
     for pattern in patterns:
         matching = [Path(pattern)]
@@ -84,7 +82,7 @@ def folders_of(patterns: Sequence[str]) -> list[Path]:
 
 
 def find_run(folder: Path) -> Found:
-    """A run by its folder. Raises FileNotFoundError for a folder without any of its files."""
+    """Read a run's folder. Raises FileNotFoundError for a folder without any of a run's files."""
     present = [name for name in FILES if (folder / name).exists()]
     if not present and not any(folder.glob("step_*/info.json")):
         raise FileNotFoundError(f"{folder} is no run's folder: it has neither {', '.join(FILES)} nor a checkpoint")
@@ -100,7 +98,7 @@ def find_run(folder: Path) -> Found:
     if lost := sum(bool(line.strip()) for line in lines) - len(records):
         problems.append(f"{lost} of {lost + len(records)} lines of metrics.jsonl can't be read and are left out")
     config, saved = _config_of(starts[-1]["config"]) if starts else {}, {}
-    import_plugins(config.get("plugins", ()))  # they may define its metrics and its network
+    import_plugins(config.get("plugins", ()))  # they may define metrics and networks of the run
     try:
         if newest := checkpoint.newest(folder):
             source = checkpoint.find(newest)
@@ -118,20 +116,20 @@ def find_run(folder: Path) -> Found:
 
 
 def _numbers(record: object) -> dict:
-    """A line's finite numbers; {} if it is no record."""
+    """Return the finite numbers of a line of metrics.jsonl; {} if it is no record."""
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return {}
     return {key: value for key, value in record.items() if type(value) in (int, float) and math.isfinite(value)}
 
 
 def _typed(start: dict) -> dict:
-    """A start of run.json, with empty values for keys that are missing or of a wrong type."""
+    """Return a start of run.json with empty values for keys that are missing or of a wrong type."""
     kinds = {"step": int, "config": dict, "versions": dict, "warnings": list}
     return start | {key: start[key] if isinstance(start.get(key), kind) else kind() for key, kind in kinds.items()}
 
 
 def _config_of(config: object) -> dict:
-    """A config by today's keys; {} if it lacks what every reader needs."""
+    """Return a config with today's keys; {} if it lacks one of NEEDED."""
     try:
         config = migrate(config)
     except (TypeError, AttributeError):
@@ -140,7 +138,7 @@ def _config_of(config: object) -> dict:
 
 
 def _alive(pid: int) -> bool:
-    """Whether this machine has such a process."""
+    """Return whether a process with this id exists on this machine."""
     try:
         os.kill(pid, 0)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""More ways to route: other ids, and hooks for models that can't be edited. Copied together with routing_module."""
+"""Rules that choose tokens, and hooks for models that can't be edited. Copy it together with routing_module.py."""

@@ -1,33 +1,31 @@
-"""Routes for models that can't be edited: hooks on a ModuleList of blocks.
+"""Routes for models that can't be edited, by forward hooks on a ModuleList of blocks.
 
     routing = attach_routes(model.transformer_blocks, [Route(2, -4)])
-    with routing.on(torch.rand(B, N)):      # without it the model is what it was
+    with routing.on(torch.rand(B, N)):      # outside of this context the model runs all tokens
         loss = criterion(model(...))
-        loss.backward()                     # inside too, where activations are computed again
+        loss.backward()                     # inside too: activation checkpointing calls the blocks again
 
-Every block on a route gets the kept tokens, and its output is put back among the skipped ones right behind it, so
-whatever a model does between two blocks sees all tokens. The result is that of gathering and scattering once, as
-run_blocks does, for two more copies of the tokens per block.
+Each block on a route gets the kept tokens, and its output is put back among the skipped ones right after it, so
+whatever a model does between two blocks sees all tokens. The result is that of run_blocks, which gathers and scatters
+once, at the price of two more copies of the tokens per block.
 
 Blocks may take the tokens by keyword and return them in a tuple. For joint blocks of text and picture tokens,
 attach_routes(…, tokens="hidden_states", output=1) routes the picture tokens and leaves the text whole.
 
-No name or shape tells for certain what else has a token axis, so the caller says it with two functions. Without
-them, any input that might have one is an error:
+Names and shapes do not say for certain which other inputs have a token axis. By default an input that might have one
+raises ValueError; the caller can pass two functions instead:
 
-    select(args, kwargs, ids) → args, kwargs     a block's inputs, everything with a token axis gathered
-    join(output, saved, ids) → output            a block's output, put back; saved is (args, kwargs) before select, or
-                                                 those of the block before which the skipped tokens rejoin
+    select(args, kwargs, ids_keep) → args, kwargs    a block's inputs, with everything along a token axis gathered
+    join(output, saved, ids_keep) → output           a block's output, put back into saved = (args, kwargs), its inputs
+                                                     before `select` (or those of block `rejoin` if that is earlier)
 
-With `tokens`, both see the tokens first in args, however the model called the block; with `output`, join gets and
-returns the tokens alone.
+With `tokens`, both functions find the tokens first in args, however the model called the block. With `output`, join
+gets and returns the tokens alone.
 
 At the first call of one or two blocks of each class on a route, two more forwards check that the order of its tokens
-does not matter: see positions.py.
+does not matter (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
 
-This file needs only torch, routing_module.py, ids.py and positions.py.
-
-Shapes: B samples, N tokens, K kept tokens.
+Shapes: B samples, N tokens, K kept tokens, D channels.
 """
 
 import contextlib
@@ -52,7 +50,7 @@ Join = Callable[[Any, Inputs, Tensor], Any]
 
 
 def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """For blocks whose first positional input, the tokens (B, N, D), is the only one with a token axis."""
+    """Gather the kept tokens of args[0] (B, N, D) and pass on all other inputs whole, as if they had no token axis."""
     if not args:
         raise ValueError(
             f"the block was called with keywords only ({', '.join(kwargs)}): give attach_routes a select and a join, "
@@ -62,11 +60,8 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
 
 
 def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """select_first with a check, attach_routes' default.
-
-    Raises ValueError for another tensor, in lists and dicts too, with an axis as long as the tokens', since it may
-    travel with them. The first axis does not count where there are as many samples as tokens.
-    """
+    """Like select_first, but raise ValueError if another tensor among the inputs, in lists and dicts too, has an axis
+    of length N, which may be a token axis. If N = B, first axes are ignored. This is attach_routes' default."""
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
     others = {f"input {place}": given for place, given in enumerate(args[1:], 1)} | kwargs
@@ -81,12 +76,12 @@ def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
 
 
 def _written(*inputs: Any) -> list[int]:
-    """How often each tensor among a block's inputs was written to."""
+    """Return how often each tensor among a block's inputs was changed in place."""
     return [times_written(tensor) for _, tensor in tensors_in(inputs)]
 
 
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
-    """For blocks that return the tokens alone."""
+    """Put a block's output, the kept tokens (B, K, D) alone, back into the saved tokens (B, N, D)."""
     if not isinstance(output, Tensor):
         raise ValueError(
             f"the block returned a {type(output).__name__}, not the tokens alone: give attach_routes a join, or "
@@ -96,7 +91,7 @@ def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
 
 
 class Routing:
-    """Routes attached to a model's blocks; off until `on` or `on_ids`. Made by attach_routes."""
+    """Routes attached to a model's blocks by attach_routes. They act only inside the contexts `on` and `on_ids`."""
 
     def __init__(
         self,
@@ -115,15 +110,15 @@ class Routing:
         self._select, self._join, self._keyword, self._place = select, join, keyword, place
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: int | None = None
-        self._running: dict[int, tuple[Inputs, Tensor]] = {}  # by block, the call that is under way
-        self._rejoins: dict[int, tuple[Inputs, list[int]]] = {}  # by route, what its skipped tokens return to
+        self._running: dict[int, tuple[Inputs, Tensor]] = {}  # block → inputs, ids_keep of its call
+        self._rejoins: dict[int, tuple[Inputs, list[int]]] = {}  # route → inputs, write counts
         self._handles = []
-        for number, route in enumerate(routes):  # before those below, which take tokens out
+        for number, route in enumerate(routes):  # before the hooks below, which take tokens out
             if route.rejoin < route.start:
                 save = partial(self._save, number)
                 self._handles.append(blocks[route.rejoin].register_forward_pre_hook(save, with_kwargs=True))
         for number, route in enumerate(routes):
-            for index in range(route.start, route.end + 1):  # methods, so that a copy of the model has its own
+            for index in range(route.start, route.end + 1):  # methods: a deep copy of the model gets its own Routing
                 before, behind = partial(self._before, number, index), partial(self._behind, index)
                 self._handles += [
                     blocks[index].register_forward_pre_hook(before, with_kwargs=True),
@@ -131,9 +126,8 @@ class Routing:
                 ]
 
     def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
-        """The same call with the tokens by position: they are the block's first input. Raises ValueError for another
-        number of tokens than the ids are for; of a caller's select, which may take other inputs or (N, B, D), if no
-        input has it."""
+        """Return a block's inputs with the tokens in args[0] instead of by keyword. Raises ValueError if their number,
+        or with a custom `select` that of any input, is not the N that the ids were chosen for."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
@@ -153,10 +147,11 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved)
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """The inputs saved before block `rejoin`, handed out once; args are those of block `index`, the route's end."""
+        """Return the inputs saved before block `rejoin` of route `number`, and forget them. `args` are those of block
+        `index`, the route's last. Raises RuntimeError if nothing was saved or if the model changed these inputs."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
-        if number not in self._rejoins or no_graph:  # the second: use_reentrant=True
+        if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
             raise RuntimeError(
                 f"block {index} was called without block {rejoin}, before which its route rejoins, as activation "
                 "checkpointing around single blocks does; hooks can't support that: leave rejoin out, or use run_blocks"
@@ -198,9 +193,8 @@ class Routing:
         return tuple(parts)
 
     def _verify(self, number: int, index: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Raise ValueError if the order of a block's tokens matters: of all, or, if their number is not known, of the
-        kept ones."""
-        ids, self._ids = self._ids, None  # off, for the block's own hooks
+        """Raise ValueError if a block's output depends on the order of its tokens (if N is unknown, the kept ones)."""
+        ids, self._ids = self._ids, None  # the block's own hooks do nothing meanwhile
         every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens
         if count is not None:
             every = torch.arange(count, device=every.device).expand(len(every), -1)
@@ -215,12 +209,9 @@ class Routing:
 
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
-        """Run the model under given ids, (B, K) for each route, whatever the route's ratio.
-
-        tokens  N, compared with what the blocks get, under a `select` of the caller with any input; None: not compared.
-
-        Raises ValueError for ids that do not fit or name a token twice (looked at on a CPU only).
-        """
+        """Return a context in which the model runs with the given ids_keep (B, K) int64, one tensor for each route.
+        `tokens` is N, compared with the tokens, or with a custom `select` with all inputs (None: not compared).
+        Raises ValueError for ids_keep that check_ids refuses."""
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         for ids in ids_keep:
@@ -239,7 +230,7 @@ class Routing:
         finally:
             _ON.remove(self)
             self._ids = self._tokens = None
-            self._running.clear()  # a call that failed holds its tensors
+            self._running.clear()  # a failed call would keep its tensors alive
             self._rejoins.clear()
 
     def on(
@@ -250,10 +241,8 @@ class Routing:
         force_keep: Tensor | None = None,
         prefix: int = 0,
     ) -> contextlib.AbstractContextManager[None]:
-        """Run the model under ids chosen from uniform noise, (B, N) for each route, or one tensor for all.
-
-        ratio  replaces the routes' selection_ratio, e.g. at inference. The rest: see choose_ids.
-        """
+        """Return a context in which the model runs with tokens chosen by uniform noise (B, N), one tensor per route or
+        one for all. `ratio` replaces the routes' selection_ratio, e.g. at inference; the rest goes to choose_ids."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if len(each) != len(self.routes):
             raise ValueError(f"{len(noise)} tensors of noise for {len(self.routes)} routes: give one for each, or one")
@@ -262,7 +251,7 @@ class Routing:
         return self.on_ids(*ids, tokens=prefix + each[0].shape[1])
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -276,22 +265,21 @@ def attach_routes(
     output: int | None = None,
     verify: bool = True,
 ) -> Routing:
-    """Run a model's blocks under routes, by hooks; no weight, name or line of the model changes.
+    """Run a model's blocks under routes by hooks; the model's weights, names and code stay as they are.
 
-    blocks        the model's own list, in the order in which it calls them.
-    routes        disjoint; ends may be negative. Hooks keep no block in fp32: "auto" means none. A route with an
-                  earlier rejoin excludes activation checkpointing around single blocks (RuntimeError in the pass).
-    select, join  what travels with the tokens, see above; blocks (tokens, …) → tokens need neither.
-                  select=select_first tells the default's check that nothing else has a token axis.
-    tokens        the name of the blocks' first input, the tokens, if the model passes it by keyword.
-    output        the tokens' index in the tuple that the blocks return; None: they return the tokens alone.
-    verify        check once that the order of a block's tokens does not matter, at the first call on a route outside
-                  a compiled graph of the first block of each class and of the one whose settings differ most from its
-                  (ValueError in the pass): two more forwards each. False: for blocks that mix by order on purpose,
-                  such as scans.
+    blocks        the model's own list, in the order in which it calls the blocks.
+    routes        routes that share no block. Hooks can't change precision, so fp32 must be "auto" or "off"; both mean
+                  "off". With an earlier `rejoin`, activation checkpointing of single blocks raises RuntimeError.
+    select, join  functions that gather inputs and put outputs back, see the top of this file. Blocks (tokens, …) →
+                  tokens need neither. select=select_first allows further inputs with an axis of length N.
+    tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
+    output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
+    verify        True: the first call on a route, outside compiled graphs, of each class's first block and of the one
+                  whose settings differ most from its raises ValueError if the order of tokens matters (two more
+                  forwards each). False: for blocks that need an order, such as scans.
 
-    Raises ValueError for routes that do not fit the blocks or ask for a block in fp32, for a block that is in the list
-    twice, and without a select for blocks that hold a module with batch_first=False.
+    Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
+    default `select`, for blocks that contain a module with batch_first=False.
     """
     routes = [routes] if isinstance(routes, Route) else routes
     for route in routes:

@@ -1,11 +1,11 @@
-"""Rules that choose which tokens a route keeps: plain functions from uniform noise to ids, and a table of them.
+"""Rules that choose which tokens a route keeps: functions from uniform noise to ids_keep, and a table of them.
 
-Each returns ids_keep (B, K) int64 in raster order, for run_blocks or attach_routes. K is the same for all samples.
-None of them draws: the caller draws `torch.rand(B, N, generator=…)` for the whole batch, from a generator seeded by
-(seed, step), and passes the rows of its part of the batch. So the ids do not depend on the number of processes.
+Each function returns ids_keep (B, K) int64, the indices of the kept tokens in raster order, for run_blocks or
+attach_routes. No function draws random numbers: the caller draws `torch.rand(B, N, generator=…)` for the global batch
+from a generator seeded by (seed, step), and passes each process its rows, so any number of processes gives equal ids.
 
-A rule is an object in RULES, under the name that Route.select and `model.routes.<n>.select` take: derive it from Token
-and override what differs. A rule that looks at the tokens themselves has `scores`, which run_blocks calls.
+A rule is an object in RULES, under the name that Route.select and `model.routes.<n>.select` take. For a new rule,
+subclass Token and override what differs. If a rule has `scores`, a function of the tokens' values, run_blocks calls it.
 
 This file needs only torch and routing_module.py.
 
@@ -25,8 +25,8 @@ Some = Tensor | None
 
 
 def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
-    """Noise (B, N) by which tokens stay where keep (B, N) is true, and the others by chance; their number is the same.
-    Raises ValueError if a sample forces more tokens than are kept; if the mask is on a GPU, the check waits for it."""
+    """Return noise (B, N) that makes draw_ids keep all tokens where `keep` (B, N) bool is true; K does not change.
+    Raises ValueError if a sample has more than K such tokens, a check for which a GPU synchronises."""
     _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
@@ -38,11 +38,11 @@ def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
 
 
 def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
-    """Keep whole rows of the grid, for blocks that look at neighbours: H − int(H·ratio) of them, in order.
+    """Keep H − int(H·ratio) whole rows of the grid, for blocks that use neighbouring tokens: ids_keep (B, K).
 
-    noise       (B, N); the first number of each row decides.
+    noise       (B, N) uniform numbers; the first number of each row decides.
     grid        (H, W); the kept rows form a grid (K / W, W).
-    force_keep  (B, N) bool; a row stays if one of its tokens must.
+    force_keep  (B, N) bool; a row is kept if one of its values is true.
     """
     height, width = _check_grid(noise, grid)
     chances = noise.view(-1, height, width)[:, :, 0]
@@ -54,11 +54,11 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tenso
 
 
 def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
-    """Keep one token of each 2×2 group of the grid, the one with the smallest number, as SPRINT does: (B, N / 4).
+    """Keep the token with the smallest number of each 2×2 group of the grid, as SPRINT does: ids_keep (B, N / 4).
 
-    noise       (B, N); the four tokens of a group are equally likely, whatever the other groups keep.
+    noise       (B, N) uniform numbers, so the four tokens of a group are equally likely.
     grid        (H, W), both even.
-    force_keep  (B, N) bool; at most one token of a group.
+    force_keep  (B, N) bool, tokens that are kept; at most one of a group.
     """
     height, width = _check_grid(noise, grid)
     check_groups(grid)
@@ -75,7 +75,7 @@ def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Te
 
 
 def check_groups(grid: Grid) -> None:
-    """Raise ValueError for a grid (H, W) without whole 2×2 groups."""
+    """Raise ValueError unless both sides of the grid (H, W) are even."""
     if grid[0] % 2 or grid[1] % 2:
         raise ValueError(
             f"select=group keeps one token of each 2×2 group, but a grid of {grid[0]}×{grid[1]} tokens is odd: "
@@ -84,17 +84,17 @@ def check_groups(grid: Grid) -> None:
 
 
 def _by_groups(values: Tensor, grid: Grid) -> Tensor:
-    """(B, H·W) → (B, H/2, W/2, 4)."""
+    """Split the grid into 2×2 groups: (B, H·W) → (B, H/2, W/2, 4)."""
     height, width = grid
     return values.view(-1, height // 2, 2, width // 2, 2).transpose(2, 3).flatten(3)
 
 
 def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None = None) -> Tensor:
-    """Keep the same tokens in all samples, chosen by the first sample's numbers: (B, K).
+    """Keep the same tokens in all samples, chosen by the first sample's noise: ids_keep (B, K). force_keep (B, N) bool:
+    tokens that are true in any sample are kept.
 
-    For models whose positions or masks have no batch axis. If a batch is split over processes or accumulation steps,
-    pass every part the same first row (and the same forced tokens), or the parts choose differently.
-    force_keep  (B, N) bool; a token stays if it must stay in any sample.
+    This is for models whose positions or masks have no batch axis. If a batch is split over processes or accumulation
+    steps, give each part the same first row of noise and the same forced tokens, or the parts choose differently.
     """
     chances = noise[:1]
     if force_keep is not None:
@@ -104,18 +104,16 @@ def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None 
 
 
 class Token:
-    """Single tokens, each sample its own."""
+    """Rule "token": each sample keeps random tokens of its own. Other rules are derived from this class."""
 
     keeps_grid = False  # whether the kept tokens form a grid, as blocks that look at neighbours need
-    description = ""  # added to the number of tokens in a run's summary
+    description = ""  # text after the number of tokens in a run's summary
     ratio = None  # the only selection_ratio that the rule supports; None: any
     scores = None  # or a function from the tokens (B, N, D) before the route to scores (B, N)
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
-        """ids_keep (B, K): the smallest of uniform draws (B, N), or the largest of scores (B, N) if the rule has them.
-
-        keep  (B, N) bool, tokens that stay.
-        """
+        """Return ids_keep (B, K): the tokens with the smallest uniform draws (B, N), or with the largest scores (B, N)
+        if given. `keep` (B, N) bool or None: tokens that must be kept."""
         if scores is not None and scores.shape != draws.shape:
             raise ValueError(
                 f"scores of select={route.select} are {tuple(scores.shape)}, but must be {tuple(draws.shape)}, (B, N)"
@@ -126,11 +124,11 @@ class Token:
         return draw_ids(draws, route.selection_ratio)
 
     def count(self, route: Route, num_tokens: int, grid: Grid | None) -> int:
-        """K, out of N tokens."""
+        """Return K, the number of kept tokens out of N."""
         return num_keep(num_tokens, route.selection_ratio)
 
     def check_route(self, route: Route) -> None:
-        """Raise ValueError for a ratio that the rule does not support."""
+        """Raise ValueError if the rule does not support the route's selection_ratio."""
         if self.ratio not in (None, route.selection_ratio):
             raise ValueError(
                 f"selection_ratio is {route.selection_ratio}, but must be {self.ratio} with select={route.select}: "
@@ -138,20 +136,21 @@ class Token:
             )
 
     def check_grid(self, grid: Grid) -> tuple[str, int]:
-        """The unit that is chosen, for messages, and how many a grid (H, W) has. Raises ValueError for a misfit."""
+        """Return the name and number of units that the rule selects in a grid (H, W), such as ("row", H), for messages.
+        Raises ValueError if the grid does not suit the rule."""
         return "token", math.prod(grid)
 
     def with_ratio(self, route: Route, ratio: float) -> Route:
-        """The route with another ratio, for sampling."""
+        """Return the route with another selection_ratio, for sampling."""
         return replace(route, selection_ratio=ratio)
 
     def for_sampling(self, route: Route) -> Route:
-        """The route to sample with, whose ids depend on each sample's own draws only."""
+        """Return the route to sample with, whose ids_keep must depend on each sample's own draws only."""
         return route
 
 
 class Row(Token):
-    """Whole rows of the token grid, each sample its own."""
+    """Rule "row": each sample keeps random rows of the token grid."""
 
     keeps_grid, description = True, " in whole rows"
 
@@ -168,7 +167,7 @@ class Row(Token):
 
 
 class Shared(Token):
-    """The same tokens in the whole batch."""
+    """Rule "shared": all samples of a batch keep the same random tokens."""
 
     description = ", the same ones in a batch"
 
@@ -180,7 +179,7 @@ class Shared(Token):
 
 
 class Group(Token):
-    """One token of each 2×2 group of the grid, each sample its own; its ratio is 0.75."""
+    """Rule "group": each sample keeps a random token of each 2×2 group of the grid, so selection_ratio is 0.75."""
 
     description, ratio = ", one of each 2×2", 0.75
 
@@ -197,11 +196,9 @@ class Group(Token):
 
 @dataclass(frozen=True)
 class LargestNorm(Token):
-    """Tokens drawn without replacement, with probabilities proportional to exp(z / temperature), where z is the log of
-    a token's norm, standardised over its sample.
-
-    temperature  0: the tokens of the largest norm; towards infinity as `token`.
-    """
+    """Rule "norm": tokens are kept at random without replacement, with probabilities proportional to
+    exp(z / temperature). z is the logarithm of a token's norm, standardised within its sample. Temperature 0 keeps the
+    tokens with the largest norms; a high temperature approaches the rule "token"."""
 
     temperature: float = 1.0
     description = " by their norm"
@@ -222,15 +219,14 @@ RULES |= {"token": Token(), "row": Row(), "shared": Shared(), "group": Group(), 
 def choose_ids(
     route: Route, noise: Tensor, grid: Grid | None = None, force_keep: Tensor | None = None, prefix: int = 0
 ) -> Tensor:
-    """The ids of a route, by its `select` and its ratio: (B, prefix + K).
+    """Return a route's ids_keep (B, prefix + K), chosen by the rule route.select.
 
     noise       (B, N) uniform numbers for the tokens that may be skipped.
-    grid        (H, W) of those tokens, for select="row" and "group".
-    force_keep  (B, N) bool, tokens that stay; the number of kept tokens does not change.
-    prefix      number of tokens before the N (class, register or text tokens), which always stay.
+    grid        (H, W) of these tokens, required by select="row" and "group".
+    force_keep  (B, N) bool, tokens that are kept; K does not change.
+    prefix      number of tokens before the N (class, register or text tokens), which are always kept.
 
-    Raises ValueError for a missing grid or one of another number of tokens, for more forced tokens than are
-    kept, and for a rule that scores the tokens, which only run_blocks can call.
+    Raises ValueError for a grid or force_keep that does not fit, and for rules that score tokens (use run_blocks).
     """
     rule = RULES[route.select]
     if rule.scores is not None:
@@ -243,42 +239,40 @@ def choose_ids(
 
 
 def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
-    """A route as networks take it: with its ids_keep (B, K), or with the draws (B, N) if its rule scores tokens."""
+    """Return the pair that networks take: (route, ids_keep (B, K)), or (route, draws) if the rule scores tokens."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
 
 
 def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
-    """Ids among the tokens behind a prefix → ids of the whole sequence, with the prefix: (B, K) → (B, prefix + K)."""
+    """Shift the indices by `prefix` and put 0..prefix−1 before them: (B, K) → (B, prefix + K)."""
     first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
     return torch.cat([first, ids_keep + prefix], dim=1)
 
 
 def with_ratio(route: Route, ratio: float) -> Route:
-    """The route with another ratio; select="group", whose ratio is fixed, becomes "token"."""
+    """Return the route with another selection_ratio; select="group", whose ratio is fixed, becomes "token"."""
     return RULES[route.select].with_ratio(route, ratio)
 
 
 def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """How many of N tokens choose_ids keeps for a route, without a prefix."""
+    """Return how many of N tokens choose_ids keeps for a route, without a prefix."""
     return RULES[route.select].count(route, num_tokens, grid)
 
 
 def count_run(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """How many of N tokens the blocks on a route run on: the kept ones, or all if the route removes none."""
+    """Return how many of N tokens the route's blocks run on: the kept ones, or all if the route removes none."""
     return count_kept(route, num_tokens, grid) if route.rejoins.removes else num_tokens
 
 
 def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
-    """A resolved route in words, like "r(2→8) keeps 8 of 16 tokens"."""
+    """Describe a resolved route: "r(2→8) keeps 8 of 16 tokens"."""
     comma = "" if str(route).endswith(")") else ","
     return f"{route}{comma} keeps {count_kept(route, num_tokens, grid)} of {num_tokens} tokens"
 
 
 def check_ratio(route: Route, grid: Grid, key: str) -> None:
-    """Raise ValueError, naming the key, for a ratio above 0 that skips no token or keeps a single one.
-
-    In settings either is a mistake: a single token attends to nothing else. Route and the functions above allow both.
-    """
+    """Raise ValueError, naming the setting `key`, if the route's selection_ratio is above 0 but skips no token, or
+    keeps a single one, which attends to nothing else. In settings either is a mistake; Route itself allows both."""
     ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
     unit, units = RULES[route.select].check_grid(grid)
     if ratio and kept == tokens:
@@ -310,11 +304,11 @@ def _check_mask(noise: Tensor, keep: Tensor) -> None:
 
 @dataclass(frozen=True)
 class RatioSchedule:
-    """A selection_ratio, that of all routes, which changes over training steps in a few levels.
+    """A selection_ratio for all routes that changes over the training steps in a few levels.
 
-    start, end    the ratio up to step `first` and from step `last` on, in [0, 1).
-    shape         "linear", or "cosine" (flat at both ends).
-    levels        the number of different ratios, 2..16: compiled blocks have one graph for each.
+    start, end  the ratio up to step `first` and from step `last` on, in [0, 1).
+    shape       "linear", or "cosine" (flat at both ends).
+    levels      the number of different ratios, 2 to 16; compiled blocks have one graph for each.
     """
 
     start: float
@@ -336,13 +330,13 @@ class RatioSchedule:
             raise ValueError(f"levels is {self.levels}, but must lie in 2..16: each is compiled anew")
 
     def at(self, step: int) -> float:
-        """The ratio of training step `step` (0, 1, …)."""
+        """Return the ratio of training step `step` (0, 1, …)."""
         done = min(max((step - self.first) / (self.last - self.first), 0.0), 1.0)
         if self.shape == "cosine":
             done = (1 - math.cos(math.pi * done)) / 2
         level = min(int(done * self.levels), self.levels - 1) / (self.levels - 1)
-        return (1 - level) * self.start + level * self.end  # which gives both ends exactly
+        return (1 - level) * self.start + level * self.end  # both ends exactly
 
     def apply(self, routes: Sequence[Route], step: int) -> tuple[Route, ...]:
-        """The routes with the ratio of a step."""
+        """Return the routes with the ratio of training step `step`."""
         return tuple(replace(route, selection_ratio=self.at(step)) for route in routes)

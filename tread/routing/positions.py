@@ -1,10 +1,8 @@
-"""Blocks that make their own positions: what a route would get silently wrong, and a check that refuses it.
+"""Check that blocks do not compute positions from the order of their tokens, which a route would make wrong silently.
 
-A block that takes rotary angles from arange(x.shape[1]), say, gives the K kept tokens the positions 0..K−1. Nothing
-fails and nothing looks wrong. Attention with positions handed along is equivariant instead: permuted tokens give
-permuted outputs. The check permutes all tokens and compares.
-
-This file needs only torch and routing_module.py.
+A block with rotary angles from arange(x.shape[1]), say, gives the K kept tokens the positions 0..K−1, and nothing
+fails. If positions are passed along with the tokens instead, permuted tokens give permuted outputs. The check permutes
+all tokens and compares. This file needs only torch and routing_module.py.
 """
 
 import contextlib
@@ -18,21 +16,19 @@ from torch.func import functional_call
 
 from routing_module import gather_tokens, scatter_tokens
 
-GAIN = 2.0  # of the random matrices: attention that looks at few tokens, where positions weigh as much as contents
-TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.02}  # of a relative difference; half precision leaves 0.002
-FULL_TOLERANCE = 1e-3  # fp32 leaves 3e-7; angles by arange make 0.4
+GAIN = 2.0  # scale of random matrices: attention then picks few tokens, and positions weigh as much as contents
+TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.02}  # for relative differences; half precision's rounding is 0.002
+FULL_TOLERANCE = 1e-3  # fp32's rounding is 3e-7; angles by arange make 0.4
 
 
 def check_positions(
     blocks: Sequence[Callable[..., Tensor]], tokens: Tensor, *shared: Tensor, along: Sequence[Tensor] = ()
 ) -> None:
-    """Check blocks that are called by run_blocks(blocks, tokens, *shared, along=along), those of blocks_to_check.
+    """Raise ValueError if a block's output depends on the order of its tokens (B, N, D), N > 1. Blocks are called as
+    run_blocks(blocks, tokens, *shared, along=along) calls them; each tensor of `along` is (B, N, …).
 
-    tokens  (B, N, D), N > 1; along (B, N, …) each.
-
-    Two forwards a block, in eval and without gradient, on random parameters, since a fresh adaLN-Zero block adds
-    nothing. Parameters, buffers, mode and the global generators stay as they were. Raises ValueError for a block whose
-    output depends on the order of its tokens.
+    Those of blocks_to_check run twice, in eval mode and without gradient, on random parameters, since a fresh
+    adaLN-Zero block adds nothing. Parameters, buffers, mode and global random generators stay as they were.
     """
 
     def select(args: tuple, kwargs: dict, ids: Tensor) -> tuple[tuple, dict]:
@@ -74,7 +70,7 @@ def _settings(block: nn.Module) -> dict[str, Any]:
 
 
 def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:
-    """The error text for a refused block, with its two remedies."""
+    """Return the error text for a block whose output changes by the fraction `difference`, with two texts of advice."""
     return (
         f"block {index} ({type(block).__name__}) depends on the order of its tokens: when they are permuted, what it "
         f"adds to them changes by {difference:.0%}. If it makes positions by itself, such as rotary angles from "
@@ -85,7 +81,7 @@ def refusal(index: int, block: Any, difference: float, how: str, otherwise: str)
 
 
 def permuted(ids: Tensor, shared: bool = False) -> Tensor:
-    """Ids (B, K) in a fixed random order, another one for each sample unless `shared`."""
+    """Return indices (B, K) in a fixed random order, with another order for each sample unless `shared`."""
     noise = torch.rand(1 if shared else len(ids), ids.shape[1], generator=torch.Generator().manual_seed(0))
     return ids.gather(1, noise.argsort(dim=1).expand(ids.shape).to(ids.device))
 
@@ -93,10 +89,11 @@ def permuted(ids: Tensor, shared: bool = False) -> Tensor:
 def order_matters(
     block: Callable, args: tuple, kwargs: dict, ids: Tensor, shared: bool, select: Callable, join: Callable
 ) -> float:
-    """By how much a block's output changes when it gets the tokens `ids` (B, K) in another order.
+    """Return by how much a block's output changes if it gets the tokens at indices ids (B, K) in another order.
 
-    Relative to what the block adds to its tokens, args[0]; 0 within rounding. select, join: see hooks.py. Blocks whose
-    parameters can't be replaced, sharded or quantized ones, are not checked, with a warning.
+    The change is relative to what the block adds to its tokens args[0], and 0 within rounding. shared=True permutes all
+    samples alike. `select` and `join` gather inputs and put outputs back, see hooks.py. A block with sharded or
+    quantized parameters, which can't be replaced by random ones, only gives a warning and 0.
     """
     plain = (nn.Parameter, Tensor)
     if any(type(given) not in plain or given.is_meta for given in getattr(block, "parameters", list)()):
@@ -127,7 +124,8 @@ def order_matters(
 
 @contextlib.contextmanager
 def _sandbox(block: Callable) -> Iterator[Callable]:
-    """The block with random parameters, in eval, without gradient, on copies of its buffers, in a forked generator."""
+    """Yield a function that calls the block with random parameters, in eval mode, without gradient, on copies of its
+    buffers and with forked random generators."""
     if not isinstance(block, nn.Module):
         with torch.no_grad():
             yield block
@@ -149,7 +147,7 @@ def _sandbox(block: Callable) -> Iterator[Callable]:
 
 
 def tensors_in(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors among a block's inputs or outputs with their names, inside lists, tuples and dicts too."""
+    """Yield (name, tensor) for each tensor in nested lists, tuples and dicts."""
     if isinstance(given, Tensor):
         yield name, given
     elif isinstance(given, (dict, list, tuple)):

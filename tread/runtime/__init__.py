@@ -1,1 +1,1 @@
-"""What the rest stands on: files, devices, processes, signals, randomness, settings as types. Knows no model."""
+"""Files, devices, processes, signals, random numbers and typed settings, for all other packages; knows no model."""

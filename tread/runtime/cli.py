@@ -1,6 +1,4 @@
-"""What every entry point does around its work: it checks its command line before Hydra does, answers --help, and
-says in a line how it ended.
-"""
+"""The command line of every entry point: checks of overrides, --help, plugins, and errors in one line."""
 
 import contextlib
 import os
@@ -25,13 +23,13 @@ def open_door(
     literal: Collection[str] = (),
     spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
-    """Run a script's Hydra `main`, answer --help, or end with an error that names the nearest known key.
-
-    known    dotted keys; a function is called once the plugins are imported, since they may add keys.
-    literal  keys whose values Hydra must not parse, see `take_literally`.
-    spell    rewrites the overrides for Hydra.
-
+    """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call its Hydra function `main`.
     An error in the composed config ends the script without a traceback; HYDRA_FULL_ERROR=1 shows it.
+
+    known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
+             keys.
+    literal  keys whose values Hydra must not parse: `take_literally` encodes them.
+    spell    rewrites the list of overrides for Hydra.
     """
     script = main.__wrapped__.__globals__
     config = config_file(Path(script["__file__"]))
@@ -43,21 +41,21 @@ def open_door(
         check_overrides(sys.argv[1:], list(known() if callable(known) else known))
         if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:
             sys.stderr.write("--cfg prints values as they are put together; a run also checks them\n")
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors
         try:
             main()
         except Exception as error:
             if full_error or type(error).__module__.partition(".")[0] not in ("hydra", "omegaconf", "yaml"):
                 raise
-            word = getattr(error, "override", "")  # which Hydra does not name
+            word = getattr(error, "override", "")  # the override, which Hydra's message leaves out
             sys.exit("\n".join(f"error: {part}" for part in (word, error, error.__cause__) if part))
     leave_at_once(0)
 
 
 def named_plugins(words: Iterable[str], config: Path) -> list[str]:
-    """The `plugins` of a command line, else those of the config file."""
+    """Return the plugins named on the command line, else those in the config file; [] if these can't be read."""
     typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
-    with contextlib.suppress(Exception):  # Hydra and the settings refuse what can't be read, and say why
+    with contextlib.suppress(Exception):  # a config that can't be read is refused later, with the reason
         plugins = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(typed)).get("plugins")
         return list(plugins) if isinstance(plugins, ListConfig) else []
     return []
@@ -65,11 +63,8 @@ def named_plugins(words: Iterable[str], config: Path) -> list[str]:
 
 @contextlib.contextmanager
 def explained(stopped: str = "stopped") -> Iterator[None]:
-    """End the process with a line and no traceback at ValueError, OSError, a full GPU and Ctrl-C (exit code 130).
-
-    Where nobody reads the output any more, as behind `| head -1`, it ends without a word (141). `stopped` is said at
-    Ctrl-C.
-    """
+    """Context that ends the process with one line and no traceback at ValueError, OSError, a full GPU and Ctrl-C, which
+    prints `stopped` and exits with 130. A closed output pipe, as after `| head -1`, ends it silently, with 141."""
     try:
         yield
         sys.stdout.flush()
@@ -86,20 +81,18 @@ def explained(stopped: str = "stopped") -> Iterator[None]:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except BrokenPipeError:  # Python would complain about it once more at its end
+            except BrokenPipeError:  # else Python reports the closed pipe again at its exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def spell_folder(words: Iterable[str]) -> list[str]:
-    """dataset=<folder> as dataset.path=<folder>: Hydra takes `dataset` for the choice of a file in configs/dataset/."""
+    """Rewrite dataset=<folder> to dataset.path=<folder>: Hydra takes `dataset` for a file of configs/dataset/."""
     return [re.sub("^dataset=", "dataset.path=", word) for word in words]
 
 
 def take_literally(words: Iterable[str], keys: Collection[str]) -> list[str]:
-    """A command line whose values of some keys are encoded, so that Hydra's grammar does not see their text.
-
-    `plain` decodes them, whatever commas, quotes, signs, braces or $ are in them.
-    """
+    """Encode the values of some keys in a command line, so that Hydra does not parse their commas, quotes, signs,
+    braces or $; `plain` decodes them."""
     parted = [(word, *word.partition("=")) for word in words]
     return [
         f"{key}=${{literal:x{os.fsencode(text).hex()}}}" if equals and key in keys else word
@@ -111,7 +104,7 @@ OmegaConf.register_new_resolver("literal", lambda word: os.fsdecode(bytes.fromhe
 
 
 def plain(composed: DictConfig) -> dict:
-    """A composed config as nested dicts. Raises ValueError for a value that is missing or can't be resolved."""
+    """Convert a composed config to nested dicts. Raises ValueError for a value that is missing or can't be resolved."""
     try:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -121,31 +114,30 @@ def plain(composed: DictConfig) -> dict:
 
 
 def config_file(script: Path) -> Path:
-    """A script's config file: of its name, or else config.yaml, in the configs/ beside it or beside its folder."""
+    """Return a script's config file, named like the script, else config.yaml. It lies in configs/, which is beside the
+    script or beside the script's folder."""
     folder = next(folder for folder in (script.parent / "configs", script.parent.parent / "configs") if folder.is_dir())
     config = folder / f"{script.stem}.yaml"
     return config if config.is_file() else folder / "config.yaml"
 
 
 def answer_help(doc: str, config: Path | None = None) -> None:
-    """If the command line asks for help, print a script's docstring and its config file's text, and end.
-
-    "--help all" adds the files that this config file extends.
-    """
+    """If sys.argv holds --help or -h, print the script's docstring `doc` and its config file, and exit. "--help all"
+    also prints the files that this config file extends."""
     if not {"--help", "-h"} & {*sys.argv[1:]}:
         return
     parts, files = [doc.strip()], [config] if config else []
-    for path in files:  # which grows
+    for path in files:  # the loop appends to it
         parts.append(path.read_text().partition("\nhydra:")[0].strip())
         if "all" in sys.argv:
             names = re.findall(r"^  - (\w+) *(?:#.*)?$", parts[-1], re.M)
             files += [path.with_name(f"{name}.yaml") for name in names if name != "_self_"]
         else:
-            parts[-1] = parts[-1].partition("\n\n# Below are ")[0]  # the keys that people may set there
+            parts[-1] = parts[-1].partition("\n\n# Below are ")[0]  # the keys above it, which people set
     if config:
         parts.append(f"--help all prints all keys; they are in {config.parent}. --cfg job prints a command's values.")
     text = "\n\n".join(parts) + "\n"
-    if config and config.parent.parent.name == "doors":  # a wheel's, whose scripts are commands
+    if config and config.parent.parent.name == "doors":  # installed from a wheel: scripts are commands
         text = re.sub(r"(accelerate launch|python) (train|sample|fid)\.py", r"tread-\2", text)
     sys.stdout.write(text)
     sys.exit(0)

@@ -1,7 +1,7 @@
 """torch.compile block by block: all blocks of a network share one graph for each kind of call.
 
-A kind of call is a batch shape, a number of tokens, a precision, and whether there are gradients; so a
-run has a handful of graphs, however deep its network is.
+A kind of call is a batch shape, a number of tokens, a precision, and whether there are gradients. A run therefore has a
+handful of graphs, however deep its network is.
 """
 
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 Compile = Literal["auto", True, False]
-GRAPHS = 64  # for one block, more than any run needs; torch's limit, 8, is too small for routes and sampling
+GRAPHS = 64  # per block, more than any run needs; torch's limit, 8, is too small for routes and sampling
 
 
 def why_not(device: torch.device) -> str | None:
-    """None if torch.compile works on a device, else the reason in a line. It compiles a layer to find out."""
+    """Return None if torch.compile works on a device, else why not, in a line. It compiles a layer to find out."""
     try:
         torch.compile(nn.LayerNorm(8, device=device), dynamic=False)(torch.ones(2, 8, device=device)).sum().backward()
     except Exception as error:  # compilers, drivers and caches fail in many ways
@@ -24,7 +24,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | None]:
-    """Whether to compile on a device, and why not if it was wanted and does not work; auto wants it on a GPU."""
+    """Return whether to compile, and the reason if compiling is wanted but fails; "auto" wants it on GPUs only."""
     if not value or (value == "auto" and device.type != "cuda"):
         return False, None
     reason = why_not(device)
@@ -32,10 +32,10 @@ def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | No
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
-    """Compile each block in place: the network's names, weights and copies stay as they are."""
+    """Compile each block in place; the network's parameter names, weights and copies are unaffected."""
     import torch._dynamo  # imported here because it takes seconds
 
     torch._dynamo.config.cache_size_limit = max(GRAPHS, torch._dynamo.config.cache_size_limit)
-    torch._dynamo.config.optimize_ddp = False  # it would split a block in DDP; between blocks, sums overlap anyway
+    torch._dynamo.config.optimize_ddp = False  # it would split blocks; DDP's sums overlap between blocks anyway
     for block in blocks:
         block.compile(dynamic=False, fullgraph=True, backend=backend)

@@ -1,4 +1,4 @@
-"""How a device computes: its precision, and a CPU's threads."""
+"""Numerical precision, CPU threads, synchronisation and peak speed of a device."""
 
 import os
 from collections.abc import Iterator
@@ -14,10 +14,9 @@ LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launc
 
 
 def use_precision(name: Precision, device: torch.device) -> str:
-    """Settle the precision: auto becomes bf16 on a GPU that has it in hardware, else fp32.
+    """Return the precision, "auto" resolved to "bf16" on a GPU that has it in hardware, else to "fp32"; set TF32.
 
-    With bf16, what autocast leaves in fp32 may use TF32, for a route's fp32 block is as large as the
-    others; plain fp32 stays exact.
+    With bf16, TF32 is allowed, since a route's fp32 block is as large as the others; with fp32 it is off.
     """
     check("precision", name, Precision)
     if name == "auto":
@@ -29,13 +28,13 @@ def use_precision(name: Precision, device: torch.device) -> str:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    """The context in which a network runs: weights stay fp32, and bf16 is autocast."""
+    """Return the context in which a network runs: autocast to bf16, or none; weights stay fp32."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """A context of fp32 without TF32 or autocast, whatever sampling or training has set."""
+    """Context that computes in fp32 without TF32 or autocast, whatever sampling or training has set."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = False
@@ -48,13 +47,13 @@ def exact() -> Iterator[None]:
 
 
 def use_cores(threads: int | None, processes: int) -> int:
-    """Set how many CPU threads torch uses, and return it. None: OMP_NUM_THREADS, else an equal part of the cores.
+    """Set and return torch's number of CPU threads in one of `processes` processes on this machine. With threads=None
+    it is OMP_NUM_THREADS, else an equal share of the cores.
 
-    accelerate and torchrun set OMP_NUM_THREADS=1 for the processes that they launch, which would leave all cores
-    but one idle; so below a launcher 1 counts as unset.
+    Since accelerate and torchrun set OMP_NUM_THREADS=1 in processes that they launch, 1 counts as unset there.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is for nested regions
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # may be a list, a number per nesting level
     launched = not LAUNCHED.isdisjoint(os.environ)
     if not asked.isdecimal() or asked == "0" or (launched and asked == "1"):
         asked = max(1, cores // processes)
@@ -63,7 +62,7 @@ def use_cores(threads: int | None, processes: int) -> int:
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when a device has done all its work; a CPU always has."""
+    """Wait until a device has finished its queued work; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -83,11 +82,11 @@ PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from the maker's data s
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """A GPU's peak FLOP/s in bf16, for model FLOPs utilisation; None for other precisions and unlisted devices."""
+    """Return a GPU's peak bf16 FLOP/s, for model FLOPs utilisation; None for fp32 and for unlisted devices."""
     name = device_name(device) if precision == "bf16" else ""
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's model, or "cpu"."""
+    """Return a GPU's model name, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

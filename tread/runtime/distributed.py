@@ -1,4 +1,4 @@
-"""The processes of a launch, by accelerate: they train one network, or share work in independent parts."""
+"""The processes of a launch, by accelerate: they train one network together, or share independent work."""
 
 import contextlib
 import datetime
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 
 def open_training(precision: str, cpu_threads: int | None, processes: int | None = None) -> "tuple[Processes, str]":
-    """The processes that train one network together, and the precision, settled.
+    """Set up the processes that train one network. Returns them and the precision, "auto" resolved by `use_precision`.
 
-    Raises ValueError for a launch that is not supported, and for another number of processes than was asked for.
+    Raises ValueError if the launch is neither one device nor DDP, or has another number of processes than `processes`.
     """
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "accelerate was asked for several processes and started one, as it does on CPUs: launch them by "
             "torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
         )
-    # autocast is device.autocast's, as in sampling; without cpu=True, torchrun on CPUs would start one process
+    # device.autocast sets the precision, as in sampling; without cpu=True, torchrun on CPUs would start one process
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=PATIENCE)]
     on_cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=handlers)
@@ -52,11 +52,9 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
 
 
 def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes":
-    """The processes that share work in independent parts: those that accelerate or torchrun launched, or the only one.
-
-    They talk through gloo, whatever the device: they only say when they are done, and others may take hours.
-
-    device  None: the GPU that belongs to this process, else the CPU. Raises ValueError for one that can't be used.
+    """Set up the processes that share independent work: those that accelerate or torchrun launched, or this one alone.
+    They communicate by gloo on any device, and may wait for days, as they only report when they are done. device=None
+    is the GPU that belongs to this process, else the CPU. Raises ValueError for a device that can't be used.
     """
     state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
     if device is None:
@@ -72,11 +70,11 @@ def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes
 
 
 class Processes:
-    """This process among those of a launch, or the only one; open_training and share_work make it.
+    """This process and its place among the processes of a launch; made by open_training and share_work.
 
-    rank, count, main  its number, how many there are, and whether it is number 0.
-    device             what it computes on.
-    cores              how many CPU threads it uses.
+    rank, count, main  this process's number, the number of processes, and whether this one's number is 0.
+    device             the device that it computes on.
+    cores              the number of CPU threads that it uses.
 
     Raises ValueError if accelerate runs another number of processes than were launched.
     """
@@ -89,26 +87,26 @@ class Processes:
             raise ValueError(f"{started} processes were launched, but accelerate runs {self.count}")
 
     def distribute(self, network: nn.Module) -> nn.Module:
-        """The network, in DDP where several processes train it; its buffers are constants and are not broadcast."""
+        """Return the network, in DDP if several processes train it; its buffers are constants and are not broadcast."""
         buffers = [name for name, _ in network.named_buffers()]
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
         return self._launched.prepare(network)
 
     def no_sync(self, network: nn.Module) -> contextlib.AbstractContextManager:
-        """A context in which a distributed network accumulates gradients, without reducing them."""
+        """Return a context in which a distributed network accumulates gradients without reducing them."""
         return self._launched.no_sync(network)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, on each of them."""
+        """Return the sum of a tensor over all processes, on each of them."""
         return reduce(tensor, "sum")
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all processes, concatenated along the first dimension, on each of them."""
+        """Return the tensors of all processes, concatenated along the first dimension, on each of them."""
         return gather(tensor)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """A context that the main process goes through before the others."""
+        """Context whose body runs in the main process first, then in the others."""
         if not self.main:
             self.wait()
         yield
@@ -116,17 +114,15 @@ class Processes:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all processes are here. Raises OSError if another one has ended."""
+        """Wait until all processes reach this call. Raises OSError if another process has ended."""
         try:
             self._launched.wait_for_everyone()
-        except RuntimeError as error:  # torch.distributed's
+        except RuntimeError as error:  # from torch.distributed
             raise OSError("another process stopped; see its message") from error
 
     def together(self, work: Callable[[], T]) -> T:
-        """What this process does, while each of the others does its own part.
-
-        If one fails, all raise its error, an unexpected one as RuntimeError; OSError if another process has ended.
-        """
+        """Run `work` in every process and return this process's result. If it fails in one, all raise its error, in the
+        others as RuntimeError unless it is a ValueError or OSError. Raises OSError if another process has ended."""
         done, error, told = None, None, None
         try:
             done = work()
@@ -136,18 +132,18 @@ class Processes:
                 told = RuntimeError(f"process {self.rank} failed: {type(error).__name__}: {error}")
         try:
             failed = [one for one in gather_object([told]) if one is not None]
-        except RuntimeError as lost:  # torch.distributed's
+        except RuntimeError as lost:  # from torch.distributed
             raise error or OSError("another process stopped; see its message") from lost
         if failed:
             raise error or failed[0]
         return done
 
     def from_main(self, decide: Callable[[], T]) -> T:
-        """What the main process decides, for all: others do not look at files that may change meanwhile."""
+        """Run `decide` in the main process alone and return its result in all processes, so that they agree."""
         return broadcast_object_list([self.together(lambda: decide() if self.main else None)])[0]
 
     def say(self, text: str) -> None:
-        """Print a line from the main process; where nobody reads it any more, the work goes on without output."""
+        """Print a line from the main process; if the output was closed, the work goes on without printing."""
         try:
             if self.main:
                 tqdm.write(text)
@@ -156,7 +152,7 @@ class Processes:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def bar(self, what: str, total: int, unit: str = "image") -> tqdm:
-        """A progress bar over this process's share of the images, which only the main process shows."""
+        """Return a progress bar for this process's share, `total` units of work; only the main process shows it."""
         share = f" (process 1 of {self.count})" if self.count > 1 else ""
         pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates
         hidden = not self.main or not total
@@ -164,7 +160,7 @@ class Processes:
 
     @contextlib.contextmanager
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
-        """Hold a lock in the main process. If another launch has it, raise FileExistsError(busy); None waits for it."""
+        """Context holding a file lock in the main process. If taken, raise FileExistsError(busy); busy=None waits."""
         held = None
         if self.main:
             try:
@@ -182,7 +178,7 @@ class Processes:
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
-    """A process's rows of the global batch by accumulation step. Raises ValueError where it does not divide evenly."""
+    """Return a process's rows of the global batch in slices of micro_batch_size (None: one); ValueError if uneven."""
     share, rest = divmod(batch_size, ranks)
     if rest:
         raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")

@@ -1,4 +1,4 @@
-"""Files that take their name only once they are whole, and locks."""
+"""Files and folders that appear under their names only once they are complete; file locks, hashes, free space."""
 
 import fcntl
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path, PureWindowsPath
 
 
 def sha256(path: Path) -> str:
-    """Hex sha256 of a file's content."""
+    """Return the hex sha256 of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -22,7 +22,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have the operating system write a file, or a folder's directory, to the disk."""
+    """Flush a file, or a folder's list of files, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,10 +32,8 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder, which takes the name when the block ends well and replaces an existing folder.
-
-    After an exception nothing is left behind, and the existing folder is as it was.
-    """
+    """Context that yields a temporary folder and renames it to `folder` at the end, replacing an existing one. After an
+    exception the temporary folder is removed, and the existing one is unchanged."""
     partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -58,10 +56,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(path: Path, mark: str = "") -> Iterator[Path]:
-    """Yields a temporary path, which takes the name when the block ends well: readers see the old file or the new.
-
-    mark  part of the temporary name, where several may write at once.
-    """
+    """Context that yields a temporary path and renames it to `path` at the end, so that readers see the old or the new
+    file. `mark` is part of the temporary name, for a file that several threads or processes may write at once."""
     partial = path.with_name(f".{path.name}{mark}.partial")
     try:
         yield partial
@@ -73,34 +69,34 @@ def whole_file(path: Path, mark: str = "") -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file in one piece, see `whole_file`."""
+    """Write a text file in UTF-8, replacing an older one in a single step."""
     with whole_file(path, f".{os.getpid()}-{threading.get_ident()}") as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, tree: object) -> None:
-    """Write JSON for people and programs in one piece. Raises an OSError that names the file."""
+    """Write indented JSON, replacing an older file in a single step. Raises an OSError that names the file."""
     with explain_failure(path):
         write_whole(path, json.dumps(tree, indent=1) + "\n")
 
 
 class Unwritable(OSError):
-    """A file that could not be written; the message says which and why."""
+    """A file or folder could not be written; the message names it and the reason."""
 
 
 @contextmanager
 def explain_failure(path: Path) -> Iterator[None]:
-    """Let an OSError in the block name the path that could not be written."""
+    """Context that turns an OSError in its block into one that names `path` as the file that could not be written."""
     try:
         yield
-    except (Unwritable, BrokenPipeError):  # the pipe is the output's, not the path's
+    except (Unwritable, BrokenPipeError):  # BrokenPipeError is about standard output, not `path`
         raise
     except OSError as error:
         raise Unwritable(f"{path} could not be written ({error}). What was done before is kept") from error
 
 
 def point_to(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to `target`, a name in the same folder, and replace an older one in one step."""
+    """Make `link` a symbolic link to `target`, a name in the same folder, replacing an older link in one step."""
     partial = link.with_name(f".{link.name}.partial")
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
@@ -109,7 +105,7 @@ def point_to(link: Path, target: str) -> None:
 
 
 def check_place(folder: Path, needed: int) -> None:
-    """Raise OSError unless a folder, which is made if need be, can take files of so many bytes."""
+    """Make a folder if it is missing. Raises OSError unless it can take files of `needed` bytes."""
     if files := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
         raise Unwritable(f"{folder} could not be written ({files[0]} is a file, but must be a folder)")
     with explain_failure(folder):
@@ -122,7 +118,7 @@ def check_place(folder: Path, needed: int) -> None:
 
 
 def check_file(name: str) -> Path:
-    """The path of a file to be written. Raises OSError unless its folder, which is made if need be, can take it."""
+    """Return the path of a file to be written. Raises OSError unless its folder, made if missing, can take files."""
     if name.endswith("/") or Path(name).is_dir():
         raise Unwritable(f"{name} could not be written: it names a folder, but must name a file")
     check_place(Path(name).parent, 0)
@@ -130,7 +126,7 @@ def check_file(name: str) -> Path:
 
 
 def size_text(count: float) -> str:
-    """A number of bytes to three digits: 812 B, 3.4 kB, 16 MB, 41.7 GB, 1.2 TB; a kB has 1,000."""
+    """Format a number of bytes with three digits: 812 B, 3.4 kB, 16 MB, 41.7 GB, 1.2 TB; a kB has 1,000 bytes."""
     rounded = float(f"{count:.3g}")
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if rounded < 1000 or unit == "TB":
@@ -139,14 +135,14 @@ def size_text(count: float) -> str:
 
 
 def plain_name(name: object, where: object) -> str:
-    """The name of a file that must lie beside `where`, which names it. Raises ValueError for any other path."""
+    """Return `name`, which the file `where` states. Raises ValueError unless it is a file name without any folder."""
     if not isinstance(name, str) or name in ("", "..") or PureWindowsPath(name).name != name:
         raise ValueError(f"{where} names the file {name!r}, but must name files beside it, without any folder")
     return name
 
 
 def free_bytes(folder: Path) -> int:
-    """How many bytes the disk of a folder can still take."""
+    """Return the free bytes on a folder's disk."""
     return shutil.disk_usage(folder).free
 
 
@@ -154,7 +150,7 @@ _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _forget_inherited_locks() -> None:
-    """Close a forked child's copies, which would hold its parent's locks beyond the parent's end."""
+    """Close a forked child's copies of locks, which would otherwise be held after the parent's end."""
     for lock in _locks:
         lock.release()
 
@@ -163,11 +159,11 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 
 class Lock:
-    """A lock on a file, made if need be, that one process holds until it is released or the process ends.
+    """A lock on a file, made if missing, that one process holds until it is released or the process ends.
 
-    busy  the message of the FileExistsError if another process holds it; None waits for it.
+    busy  message of the FileExistsError if another process holds the lock; None: wait for it.
 
-    On a file system without locks it does nothing.
+    Does nothing on a file system without locks.
     """
 
     def __init__(self, path: Path, busy: str | None) -> None:
@@ -184,7 +180,7 @@ class Lock:
             pass  # a file system without locks
 
     def fileno(self) -> int:
-        """For a child process that is to hold it, too, until both have ended."""
+        """Return the descriptor, for a child process that is to hold the lock too until both have ended."""
         return self._file.fileno()
 
     def release(self) -> None:

@@ -1,12 +1,12 @@
-"""What settings are called in other codebases (diffusers, timm, Lightning, DiT, SiT, EDM), and what here.
+"""Names of settings in other codebases (diffusers, timm, Lightning, DiT, SiT, EDM), and ours for the same settings.
 
-A foreign name is never taken, for it may mean something else there: the error names ours.
+A foreign name is never accepted, as it may mean something else there: the error message names our key.
 """
 
 from collections.abc import Sequence
 
-# Our keys, of which a script has one or none | names elsewhere | what to know beside the name.
-# The first row that holds the name and a key of the script counts.
+# Our keys, of which a script may know some | names elsewhere | a note for the message.
+# The first row that holds the foreign name and a key known to the script is used.
 _TABLE = """
 train.steps | epochs max_epochs num_epochs num_train_epochs | optimizer steps, not epochs
 train.steps | total_kimg kimg duration | optimizer steps, not images
@@ -56,10 +56,10 @@ objective | loss_type path_type prediction prediction_type parameterization prec
 
 
 def ours(key: str, known: Sequence[str]) -> str | None:
-    """What to say of a dotted key that is unknown here, if other codebases have a setting of that name; else None."""
+    """Return a hint, "here it is 'optim.lr'", if an unknown key is another codebase's name for a known one, or None."""
     section, _, name = key.lower().replace("-", "_").rpartition(".")
     if section and any(other.rpartition(".")[2] == name for other in known):
-        return None  # our own name in a section that is misspelt
+        return None  # our own name under a misspelt section
     for line in _TABLE.strip().splitlines():
         keys, names, *notes = line.split(" | ")
         if name in names.split() and (same := [other for other in keys.split() if other in known]):

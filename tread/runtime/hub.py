@@ -1,6 +1,5 @@
-"""Files on Hugging Face's hub: what is cached is not asked for again, and a silent server is noticed within seconds,
-where libraries that fetch files would try for minutes.
-"""
+"""Checks before fetching from the Hugging Face hub: is a model cached, and does the server answer within seconds? By
+themselves, libraries would retry a silent server for minutes."""
 
 import re
 import threading
@@ -12,10 +11,8 @@ WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 
 
 def is_cached(name: str, weights: Sequence[str]) -> bool:
-    """Whether the cache holds a hub id's config.json and one of its files of weights.
-
-    Raises ValueError if it is no hub id, OSError if the cache lacks them and the hub is silent.
-    """
+    """Return whether the cache holds config.json and one of the files `weights` of hub id `name`. Raises ValueError if
+    it is no hub id, OSError if the cache lacks them and the hub does not answer."""
     from huggingface_hub import constants, try_to_load_from_cache  # imported here because it takes long
     from huggingface_hub.utils import get_session
 
@@ -29,9 +26,8 @@ def is_cached(name: str, weights: Sequence[str]) -> bool:
 
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
-    """Raise OSError unless a server answers within so many seconds, including the look-up of its name.
-
-    ask  asks a URL by the client, with its proxies, that will fetch from there; it raises if there is no answer.
+    """Raise OSError unless a server answers within `seconds`, including the DNS look-up. `ask(url, seconds)` sends a
+    request by the client, with its proxies, that will fetch from there later; it raises an error if there is no answer.
     """
     failure: list[object] = [f"no answer in {seconds} s"]
 

@@ -1,5 +1,5 @@
-"""A line in place of a traceback while a script still imports, which takes seconds: for Ctrl-C, and for packages that
-are not installed. Standard library alone."""
+"""One line in place of a traceback for Ctrl-C and missing packages while a script is importing, which takes seconds.
+Uses the standard library alone."""
 
 import os
 import signal
@@ -9,11 +9,8 @@ from pathlib import Path
 
 
 def guard_imports(script: Mapping) -> None:
-    """Let Ctrl-C and a missing package end the process by a line, with 130 and 1, until a script's globals() hold its
-    `main`.
-
-    From there on both raise, as ever. Where Ctrl-C is ignored, it stays so.
-    """
+    """Let Ctrl-C (exit code 130) and a missing package (1) end the process with one line until `script`, the globals()
+    of a script that is importing, holds `main`. From then on both raise as usual. An ignored Ctrl-C stays ignored."""
 
     def interrupted(number: int, frame: object) -> None:
         if "main" in script:

@@ -1,7 +1,7 @@
-"""A user's modules, named by the setting `plugins`, which add entries to our tables when they are imported.
+"""User modules named by the setting `plugins`, which add entries to this code's tables when they are imported.
 
-schema.read imports what a config names before it looks at any other key. The config of a run or checkpoint names
-them, so training, resuming, sampling and scoring know the same entries.
+schema.read imports a config's plugins before it looks at any other key. The configs of runs and checkpoints name them,
+so training, resuming, sampling and scoring know the same entries.
 """
 
 import importlib
@@ -14,11 +14,8 @@ _imported: set[str] = set()  # names of files
 
 
 def import_plugins(names: Sequence[str]) -> None:
-    """Import modules, each once a process: dotted names that Python finds, or paths of .py files.
-
-    A file that has moved is not imported again if one of its name was.
-
-    Raises ValueError for one that can't be imported, with the reason.
+    """Import modules by dotted names or paths of .py files, each once per process. A file that is missing is skipped if
+    one of the same name was imported before. Raises ValueError, with the reason, for a module that can't be imported.
     """
     for name in names:
         place, module = absolute(name), Path(name).name
@@ -41,5 +38,5 @@ def import_plugins(names: Sequence[str]) -> None:
 
 
 def absolute(name: str) -> str:
-    """A plugin's name as a run records it: the paths of files are absolute."""
+    """Return a plugin's name as runs record it: a module's name, or the absolute path of a .py file."""
     return str(Path(name).expanduser().resolve()) if name.endswith(".py") else name

@@ -1,7 +1,7 @@
-"""Nested dicts → dataclasses, by their annotations: every key is known and of its type, or an error says so.
+"""Reads nested dicts into dataclasses by their annotations; unknown keys and wrong types raise ValueError.
 
-Choices are Literals. Annotated[…] adds a Range that a number must lie in; a note, which the error shows in brackets;
-or Chosen, for a section whose dataclass is an entry of a table. Numbers without a Range must be finite.
+Choices are Literals. Annotated[…] adds a Range that a number must lie in; a note, which the error shows in brackets; or
+Chosen, for a section whose dataclass is picked from a table. Numbers without a Range must be finite.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from tread.runtime.plugins import import_plugins
 
 
 class Range(NamedTuple):
-    """The numbers that a setting takes: what an error says of them, and whether a number is one."""
+    """The numbers that a setting allows: `must` describes them in errors ("be positive"), `holds` tests a number."""
 
     must: str
     holds: Callable[[float], bool]
@@ -36,18 +36,16 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 
 class Chosen(NamedTuple):
-    """A section is read into the dataclass that one of its keys chooses from a table.
-
-    A key that only other entries have is left out where it has their default, or where they have none.
-    """
+    """Marks a section of the settings whose dataclass is picked from `table` by the section's key `key`. Keys that only
+    other dataclasses of the table have are dropped, unless their values differ from those dataclasses' defaults."""
 
     key: str
     table: Mapping[str, type]
 
     def settle(self, section: object, where: str) -> tuple[type, dict]:
-        """The dataclass, and the section at the dotted key `where` with all its keys and no other entry's.
+        """Return the picked dataclass, and the section at dotted key `where` with that class's keys and defaults alone.
 
-        Raises ValueError for a section that names no entry, or sets a key that only other entries have.
+        Raises ValueError if the section picks no entry of the table, or sets a key that only other entries have.
         """
         if not isinstance(section, dict) or self.key not in section:
             raise ValueError(f"{where} is {section!r}, but must be a section that has {self.key}")
@@ -67,13 +65,13 @@ class Chosen(NamedTuple):
 
 
 def _hints(kind: type) -> dict[str, Any]:
-    """The annotations of a dataclass's fields, without its class variables."""
+    """Return the annotations of a dataclass's fields, without its class variables."""
     hints = get_type_hints(kind, include_extras=True)
     return {item.name: hints[item.name] for item in fields(kind)}
 
 
 def known_keys(kind: type, prefix: str = "") -> list[str]:
-    """All dotted keys of the settings, sections included; the items of a list are written `*`."""
+    """Return all dotted keys of settings, sections included; `*` stands for the index of a list's item."""
     keys = []
     for name, hint in _hints(kind).items():
         keys.append(prefix + name)
@@ -88,7 +86,7 @@ def _choices(hint: Any) -> list[Chosen]:
 
 
 def add_unstated(words: Iterable[str], kind: type) -> list[str]:
-    """Overrides with ++ before the keys of `Chosen` sections that the composed files need not state."""
+    """Return overrides with ++ before optional keys of `Chosen` sections, which config files need not state."""
     keys = set()
     for name, hint in _hints(kind).items():
         entries = [entry for choice in _choices(hint) for entry in choice.table.values()]
@@ -97,12 +95,11 @@ def add_unstated(words: Iterable[str], kind: type) -> list[str]:
 
 
 def _with_stars(key: str) -> str:
-    """A dotted key with * for the numbers of list items."""
     return re.sub(r"\.\d+", ".*", key)
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """The error for an unknown key, with our name for another codebase's, else the nearest known key."""
+    """Return the error for an unknown key, with our name for another codebase's, else with the nearest known key."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
@@ -133,7 +130,7 @@ def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
 
 
 def fill(tree: dict, kind: type) -> dict:
-    """A nested dict, with the defaults of a dataclass for the keys that it, its sections and their lists lack."""
+    """Return a nested dict in which missing keys, also in sections and lists, have the dataclass's defaults."""
     filled = dict(tree)
     for item, hint in zip(fields(kind), _hints(kind).values()):
         value = tree.get(item.name, item.default)
@@ -152,7 +149,7 @@ def fill(tree: dict, kind: type) -> dict:
 
 
 def written(value: object) -> str:
-    """A value as Hydra reads it."""
+    """Format a value as Hydra's command line takes it."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -161,17 +158,15 @@ def written(value: object) -> str:
 
 
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
-    """Nested dict → a dataclass; its `plugins`, if it has that field, are imported first.
-
-    Raises ValueError for unknown, missing or mistyped keys, with `prefix` before them.
-    """
+    """Build dataclass `kind` from a nested dict, after importing the plugins that it names. Raises ValueError for
+    unknown, missing or mistyped keys, which it names with `prefix` before them."""
     if "plugins" in _hints(kind) and isinstance(tree, dict):
         import_plugins(_convert(tuple[str, ...], tree.get("plugins", ()), "plugins", []))
     return _build(kind, tree, prefix, known_keys(kind, prefix))
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """A tree with the whole floats that stand for counts, such as 1e3, as ints, as in the dataclass built of it."""
+    """Return a tree with ints where `built`, the dataclass read from it, took a float such as 1e3 as a count."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)) and isinstance(built, (list, tuple)):
@@ -180,7 +175,7 @@ def as_read(tree: Any, built: Any) -> Any:
 
 
 def check(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless a value is of an annotated type; for functions that settings and people call."""
+    """Raise ValueError unless a value fits the annotation `kind`; for functions that people may call directly."""
     _convert(kind, value, name, [])
 
 
@@ -200,11 +195,11 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
     except ValueError as error:
         if str(error).partition(" ")[0] not in hints:
             raise
-        raise ValueError(f"{prefix}{error}") from error  # classes that are no settings name their own keys alone
+        raise ValueError(f"{prefix}{error}") from error  # the error of a nested class names the key without its section
 
 
 def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
-    """Check a value against a type annotation; whole numbers pass as floats, and whole floats as counts."""
+    """Check a value against a type annotation and return it; whole numbers pass as floats, whole floats as ints."""
     for choice in _choices(hint):
         hint, value = choice.settle(value, key)
     if is_dataclass(hint):
@@ -232,7 +227,7 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
 
 
 def _names(kind: Any) -> list[str]:
-    """A type's name in errors, or its choices."""
+    """Return a type's name for errors, or its choices."""
     if get_origin(kind) is Literal:
         return [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(kind)]
     if is_dataclass(kind):

@@ -1,4 +1,4 @@
-"""Being asked to stop: the step that runs is finished, and all processes stop after the same one."""
+"""Stopping on request: the running step is finished, and all processes stop after the same step."""
 
 import datetime
 import os
@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PATIENCE = datetime.timedelta(hours=2)  # with other processes: one may hash or write a large checkpoint meanwhile
+PATIENCE = datetime.timedelta(hours=2)  # to wait for another process, which may hash or write a large checkpoint
 INTERRUPTED = 75  # exit code of a run that was stopped and saved: EX_TEMPFAIL, "try again later"
-SAME = 0.5  # seconds in which a signal that comes again is the same one: torchrun repeats what the terminal sent to all
+SAME = 0.5  # seconds in which a repeated signal counts once: torchrun forwards what the terminal sends to all
 
 
 def leave_at_once(code: int, last_words: str = "") -> None:
-    """End this process without taking anything apart, where it has process groups; elsewhere do nothing.
+    """End this process without clean-up if it has process groups, after printing `last_words`; otherwise do nothing.
 
-    A gloo group that is deleted waits for its threads while it holds Python's lock, and a thread may wait for
-    that lock to drop a tensor: then the process never ends.
+    Deleting a gloo group waits for its threads while holding the GIL. If a thread needs the GIL to free a tensor, the
+    process would never end.
     """
     if dist.is_initialized():
         sys.stdout.flush()
@@ -31,11 +31,10 @@ def leave_at_once(code: int, last_words: str = "") -> None:
 
 
 class Stop:
-    """Listens for SIGTERM, SIGUSR1 and Ctrl-C from its making until `close`.
+    """Listens for SIGTERM, SIGUSR1 and Ctrl-C until `close` is called. Must be constructed in the main thread.
 
-    The first signal sets `reason`; a second one calls `ending` and ends the process at once, even while
-    it waits for a device. Of what accelerate or torchrun has started, the end of the launcher counts as a signal
-    too, since not all launchers pass signals on. To be made in the main thread.
+    The first signal sets `reason`. A second one calls `ending` and ends the process at once, even while it waits for a
+    device. The end of a launcher, accelerate or torchrun, counts as a signal too, since not all forward signals.
     """
 
     def __init__(self) -> None:
@@ -46,8 +45,8 @@ class Stop:
         self._group, self._flag, self._work = None, None, None
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        # Python handlers run between bytecodes of the main thread, so they wait for what it waits for; this thread
-        # hears of signals at once
+        # Python's handlers run between bytecodes of the main thread, and so wait while it waits for a device; this
+        # thread gets signals at once
         self._before = {number: signal.signal(number, self._first) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(self._read,), daemon=True, name="signals").start()
@@ -56,7 +55,7 @@ class Stop:
         self.reason = self.reason or signal.Signals(number).name
 
     def _watch(self, descriptor: int) -> None:
-        """Until the pipe is closed: end the process at the second signal."""
+        """Read signal numbers from a pipe until it is closed, and end the process at the second signal."""
         first = None
         while received := os.read(descriptor, 1):
             if received[0] not in SIGNALS:
@@ -71,11 +70,11 @@ class Stop:
         os.close(descriptor)
 
     def connect(self, processes: int) -> None:
-        """Let several processes agree, through gloo on their CPUs: no device is waited for."""
+        """Create the gloo group by which several processes agree to stop, without waiting for any device."""
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if processes > 1 else None
 
     def poll(self) -> bool:
-        """Whether to stop now, the same on all processes, which all call it once a step; with several it lags."""
+        """Return whether to stop: the same in all processes, which all call this once a step, with a step's delay."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self.reason = self.reason or "the launcher has ended"
         if self._group is None:
@@ -86,7 +85,7 @@ class Stop:
         return asked
 
     def agreed(self) -> bool:
-        """Whether any process was asked to stop. All of them call it, and wait for one another."""
+        """Return whether any process was asked to stop. All processes must call it, and wait for one another."""
         return self.poll() or (self._group is not None and self._answer())
 
     def _answer(self) -> bool:
@@ -96,7 +95,7 @@ class Stop:
         return work is not None and bool(self._flag.item())
 
     def close(self) -> None:
-        """Stop listening: signals do again what they did before."""
+        """Stop listening, and restore the earlier signal handlers."""
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -1,9 +1,9 @@
-"""State dicts in files, our own and other people's, by the names that a network itself has.
+"""Reads and writes state dicts, ours and other people's, by the parameter names of the bare network.
 
-What training code leaves in a file: weights alone; {"model": …, "ema": …, "opt": …, "args": …} (public DiT, SiT);
+Layouts that are read: weights alone; {"model": …, "ema": …, "opt": …, "args": …} (public DiT, SiT);
 {"model_state_dict": …, "ema_state_dict": …} (released TREAD); ema_pytorch's "ema_model.…" and "online_model.…".
-Prefixes that wrappers put before the names are taken off: "module." (DDP), "model." (a preconditioned network),
-"_orig_mod." (torch.compile, also within a name). Released MaskDiT's matrix of labels becomes a table.
+Prefixes of wrappers are removed: "module." (DDP), "model." (a preconditioned network), "_orig_mod." (torch.compile,
+also within a name). The label matrix of released MaskDiT becomes a table.
 """
 
 import argparse
@@ -26,26 +26,26 @@ KEYS = {  # where training code keeps averaged and raw weights
     "model": ("model", "model_state_dict", "state_dict", "module"),
 }
 FLAT = {"ema": "ema_model.", "model": "online_model."}  # ema_pytorch keeps both in one state dict
-FIRST = "x_embedder.proj.weight"  # the name that tells where a DiT's own names begin
+FIRST = "x_embedder.proj.weight"  # what precedes this name in a file is a wrapper's prefix
 WRAPPERS = re.compile(r"((module|model|net|ema_model)\.)*")
 LABELS = "y_embedder.embedding_table.weight"
-MASKDIT = "decoder_layer.linear.weight"  # the name that tells a MaskDiT
-COUNTERS = {"initted", "step", "n_averaged"}  # ema_pytorch's and torch's AveragedModel's: one number each, no weights
+MASKDIT = "decoder_layer.linear.weight"  # a parameter that only MaskDiT has
+COUNTERS = {"initted", "step", "n_averaged"}  # scalars of ema_pytorch and torch's AveragedModel, not weights
 
 
 def read_state_dict(path: Path, weights: str = "ema") -> dict[str, Tensor]:
-    """One kind of weights in a .safetensors, .pt or .pth file, by the network's own names.
+    """Read one kind of weights from a .safetensors, .pt or .pth file, by the network's own names.
 
-    weights  "ema", "model" (raw), or "any": averaged ones if there are any. A file of weights alone does
-             not say which kind it holds, and serves as either.
+    weights  "ema" (averaged), "model" (raw), or "any": averaged ones if there are any. A file of weights alone does not
+             say which kind it holds, and serves as either.
 
-    Raises ValueError, also if the file holds the other kind only.
+    Raises ValueError if the file can't be read, or holds the other kind only.
     """
     return read_kind(path, weights)[1]
 
 
 def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, Tensor]]:
-    """As read_state_dict, with the kind, "ema" or "model": None where the file does not say."""
+    """Like read_state_dict, but return (kind, weights): "ema", "model", or None if the file does not say."""
     parts = _parts(path)
     kind = next((kind for kind in KEYS if weights in (kind, "any") and kind in parts), None)
     if kind in parts:
@@ -59,12 +59,12 @@ def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, T
 
 
 def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
-    """All weights in a file: "ema", "model" or, where it does not say which, None → state dict. Raises ValueError."""
+    """Read all weights in a file by kind: "ema", "model", or None if the file does not say. Raises ValueError."""
     return {kind: plain_names(_tensors(*part)) for kind, part in _parts(path).items()}
 
 
 def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
-    """A file's weights by kind, unchecked, each with where it was."""
+    """Return a file's weights by kind, unchecked, each with a text that says where in the file they are."""
     content, parts = _read(path), {}
     for kind, keys in KEYS.items():
         key = next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
@@ -74,13 +74,13 @@ def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
 
 
 def _read(path: Path) -> object:
-    """What a file holds. The only objects it may make are tensors, plain values and argparse.Namespace (options)."""
+    """Load a file, in which only tensors, plain values and argparse.Namespace (training options) are unpickled."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # in damaged files torch stumbles over whatever is there
+    except Exception as error:  # torch raises many kinds for damaged files
         why = what_is_wrong(path) or error
         if foreign := re.search(r"GLOBAL (\S+)", str(error)):
             why = (
@@ -91,7 +91,7 @@ def _read(path: Path) -> object:
 
 
 def what_is_wrong(path: Path) -> str | None:
-    """What is wrong with a file of tensors that a library can't read, and what to do; None if it is not there."""
+    """Explain why a library can't read a file of tensors, and what to do; None if the file is missing."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -115,7 +115,7 @@ def _tensors(content: object, where: str) -> dict[str, Tensor]:
 
 
 def _flat(content: object) -> dict[str, dict]:
-    """The networks in an ema_pytorch state dict by kind; {} for anything else."""
+    """Split an ema_pytorch state dict by kind; {} for anything else."""
     names = [name for name in content if isinstance(name, str)] if isinstance(content, dict) else []
     parts = {
         kind: {name.removeprefix(prefix): content[name] for name in names if name.startswith(prefix)}
@@ -128,10 +128,9 @@ def _flat(content: object) -> dict[str, dict]:
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors by a DiT's own names, without the prefixes of wrappers.
+    """Rename a DiT's tensors to its own names, without the prefixes and counters of wrappers; others keep their names.
 
-    The wrappers' counters are left out; other entries keep their names. A state dict that is no DiT's
-    loses "_orig_mod." alone. Raises ValueError if two entries come to one name.
+    A state dict that is not a DiT's loses only "_orig_mod.". Raises ValueError if two entries get the same name.
     """
     names = {name: name.replace("_orig_mod.", "") for name in state}
     heads = [name.removesuffix(FIRST) for name in names.values() if name.endswith(FIRST)]
@@ -145,10 +144,10 @@ def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Released MaskDiT's matrix (D, classes), for one-hot labels, as a table (classes + 1, D).
+    """Convert released MaskDiT's label matrix (D, classes), for one-hot labels, to an embedding table (classes + 1, D).
 
-    The table's last row, for the null class, is zero, as a dropped label is there; this tells a square matrix
-    from a table.
+    The last row, the null class, is zero, as MaskDiT embeds a dropped label. A square matrix whose last row is zero
+    counts as a table already.
     """
     if not {MASKDIT, LABELS, FIRST} <= state.keys():
         return state
@@ -162,13 +161,13 @@ def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:
-    """The first `most` names, and how many more there are."""
+    """Join the first `most` names by commas, and say how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a .safetensors file, readable as the umask says. Raises OSError, where safetensors wraps one too."""
+    """Write a .safetensors file with the umask's permissions. Errors of safetensors are raised as OSError too."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:

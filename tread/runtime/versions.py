@@ -1,4 +1,4 @@
-"""What ran: versions of Python, of the packages that matter, and of this code."""
+"""Versions of Python, of the main packages and of this code, for a run's record."""
 
 import importlib.metadata
 import platform
@@ -9,7 +9,7 @@ PACKAGES = ("torch", "accelerate", "hydra-core", "diffusers", "numpy", "pillow",
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and the packages that matter, and the code's git revision."""
+    """Return the versions of Python and PACKAGES, and this code's git revision, by name."""
     numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -20,9 +20,9 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str:
-    """The commit of this code, with "+changes" if files differ from it; "unknown" outside a checkout of its own."""
+    """Return this code's commit, with "+changes" if files differ from it; "unknown" without a checkout of its own."""
     checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / ".git").exists():  # an installed copy may lie inside somebody else's
+    if not (checkout / ".git").exists():  # an installed copy may lie inside another project's
         return "unknown"
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty=+changes"]
     try:

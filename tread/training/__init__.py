@@ -1,1 +1,1 @@
-"""A run: its settings, its start, a step and what it minimises, and what happens between steps."""
+"""A training run: its settings, start and continuation, the training step and its loss, and the work between steps."""

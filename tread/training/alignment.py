@@ -1,11 +1,11 @@
-"""Alignment of a block's output, token by token, with targets of the clean picture, under routes too.
+"""Alignment losses between a block's output, token by token, and targets of the clean picture, also inside routes.
 
 repa  (Yu et al. 2025, arXiv 2410.06940): −cosine between the projected output and patch features of a frozen encoder.
 self  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the projected output and the output of a deeper
-      block of the averaged network, which sees the same latents, noise and labels at a lower noise level, all tokens.
+      block of the averaged network, which sees all tokens of the same latents, noise and labels at a lower noise level.
 
-The output is taken as the block leaves it. Inside a route it holds the kept tokens, and the targets are gathered by the
-same ids; elsewhere it holds all. Sampling needs neither projector nor targets.
+The output is taken as the block leaves it. Inside a route it holds the kept tokens, and targets are gathered by the
+same ids. Sampling needs neither projector nor targets.
 
 Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
 """
@@ -32,7 +32,7 @@ BETA = 0.05  # where smooth L1 turns from a parabola into a line (SRA)
 
 @dataclass(frozen=True)
 class Alignment:
-    """Section alignment of the settings, see configs/defaults.yaml."""
+    """The settings of section `alignment`, which configs/defaults.yaml explains."""
 
     kind: Literal["none", "repa", "self"] = "none"
     block: int | None = None
@@ -44,7 +44,7 @@ class Alignment:
     gap: Share = 0.2
 
     def blocks(self, depth: int) -> tuple[int, int]:
-        """The aligned block and the teacher's in a network of `depth` blocks, from 0. Raises ValueError."""
+        """Return the indices of the aligned and the teacher's block. Raises ValueError if `depth` is too small."""
         blocks = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
         for name, value in (("block", self.block), ("teacher", self.teacher)):
             if value is not None and not -depth <= value < depth:
@@ -54,16 +54,16 @@ class Alignment:
 
 
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """REPA's loss of each sample, −cosine averaged over the tokens: (B,) fp32.
+    """Compute REPA's loss of each sample, −cosine averaged over the tokens: (B,) fp32.
 
-    projected  (B, K, z), the tokens ids_keep (B, K), or all tokens, K = N, where that is None.
+    projected  (B, K, z), the tokens ids_keep (B, K), or all tokens, K = N, if ids_keep is None.
     targets    (B, N, z).
     """
     return -F.cosine_similarity(projected.float(), _kept(targets, ids_keep), dim=2).mean(dim=1)
 
 
 def self_distance(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """SRA's loss of each sample, smooth L1 averaged over tokens and channels: (B,) fp32; as alignment_loss."""
+    """Compute SRA's loss of each sample, smooth L1 over tokens and channels: (B,). Arguments: see alignment_loss."""
     distance = F.smooth_l1_loss(projected.float(), _kept(targets, ids_keep), beta=BETA, reduction="none")
     return distance.mean(dim=(1, 2))
 
@@ -73,7 +73,7 @@ def _kept(targets: Tensor, ids_keep: Tensor | None) -> Tensor:
 
 
 def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Sequential:
-    """The layers between the aligned block and the targets, (B, K, D) → (B, K, z); Xavier weights, biases 0.
+    """Build the MLP between the aligned block and the targets, (B, K, D) → (B, K, z), with Xavier weights and biases 0.
 
     width  z. repa has three layers, two of them alignment.width wide; self has two, the first 2D wide.
     """
@@ -87,7 +87,7 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
 
 
 class Aligned(nn.Module):
-    """A network and its projector as one module, for the processes of a run to share."""
+    """A network and its projector as one module, so that DDP wraps both."""
 
     def __init__(self, network: Backbone, projector: nn.Module, block: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Aligned(nn.Module):
         record: Record | None = None,
         path_drop: Tensor | None = None,
     ) -> Tensor:
-        """The network's output; the record then holds the aligned block's projected tokens (B, K, z)."""
+        """Return the network's output; `record` then holds the aligned block's projected tokens (B, K, z)."""
         record = record or Record()
         record.blocks = (self.block,)
         dropped = {} if path_drop is None else {"path_drop": path_drop}  # SPRINT alone takes it
@@ -114,7 +114,7 @@ class Aligned(nn.Module):
 
 @dataclass(frozen=True)
 class Aligner:
-    """The targets and losses of a run's alignment."""
+    """Computes the targets, the loss and the FLOPs of a run's alignment."""
 
     settings: Alignment
     module: Aligned  # the network with its projector
@@ -127,10 +127,10 @@ class Aligner:
     def targets(
         self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor, back: Tensor
     ) -> Tensor:
-        """The targets (B, N, z) of the projected tokens, for clean latents x and their conditions y.
+        """Return the targets (B, N, z) for clean latents x with conditions y.
 
-        The teacher sees the training's noise at a lower level: normal (B,) gave the training's level, `back` (B,) is
-        the fraction of the gap between the two.
+        The teacher sees the training's noise at a lower level. `normal` (B,), standard normal, gave the training's
+        level; `back` (B,), uniform in [0, 1), is the fraction of alignment.gap by which the teacher's is lower.
         """
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features
@@ -139,12 +139,12 @@ class Aligner:
         return self.teacher.output_of(block, *process.precondition(process.noised(x, level, noise), level), y)
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:
-        """The alignment loss of the projected tokens that a pass recorded: (B,) fp32."""
+        """Compute the alignment loss of the projected tokens in the record of a forward pass: (B,) fp32."""
         projected, ids_keep = record.outputs[self.module.block]
         return (alignment_loss if self.teacher is None else self_distance)(projected, targets, ids_keep)
 
     def flops(self, routes: Sequence[Route]) -> int:
-        """What alignment adds to a training step for one sample: projector forward and backward, teacher, encoder."""
+        """Return the FLOPs that alignment adds per sample: projector (forward and backward), teacher, encoder."""
         network = self.module.network
         layers = [layer.weight.numel() for layer in self.module.projector if isinstance(layer, nn.Linear)]
         flops = self.encoder_flops + 3 * 2 * sum(layers) * tokens_at(self.module.block, routes, network)
@@ -154,7 +154,7 @@ class Aligner:
 
 
 def tokens_at(block: int, routes: Sequence[Route], network: Backbone) -> int:
-    """The number of tokens that a block sees under routes."""
+    """Return the number of tokens that a block sees under routes."""
     tokens, grid = network.num_tokens, network.grid
     around = [route for route in check_routes(routes, len(network.blocks)) if route.start <= block <= route.end]
     return count_run(around[0], tokens, grid) if around else tokens

@@ -1,7 +1,7 @@
 """Averages of the weights over training: exponential, and by power functions of time.
 
-σ_rel is the width of a power function's average relative to the training so far (Karras et al. 2024,
-arXiv 2312.02696, "EDM2", Section 3.1); posthoc_ema.py makes averages of other widths from stored ones.
+σ_rel is the width of a power function's average relative to the training so far (Karras et al. 2024, arXiv 2312.02696,
+"EDM2", Section 3.1). posthoc_ema.py makes averages of other widths from stored ones.
 """
 
 import copy
@@ -14,31 +14,28 @@ from torch import Tensor, nn
 
 from tread.runtime.schema import Range, check
 
-# a σ_rel that can be had
+# a possible σ_rel
 Width = Annotated[float, Range("lie between 0 and 0.288, the uniform average's", lambda width: 0 < width < 12**-0.5)]
 
 
 def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], float]:
-    """The paper's profile: the same decay at each update.
+    """Return the paper's profile: the decay as a function of the number n of earlier updates, here a constant.
 
-    warmup  decay min(decay, (1+n)/(10+n)) after n earlier updates, so that short runs are not ruled
-            by the initial weights; False is the paper's constant.
+    warmup  use min(decay, (1+n)/(10+n)), so that the initial weights do not dominate short runs; the paper does not.
     """
     return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
 def exponent(sigma_rel: float) -> float:
-    """γ of the profile t^γ whose standard deviation is sigma_rel of the training time (EDM2, Eq. 4 and 123).
-
-    Raises ValueError outside (0, 0.288), the width of a uniform average.
-    """
+    """Return γ of the profile t^γ whose standard deviation is sigma_rel of the training time (EDM2, Eq. 4 and 123).
+    Raises ValueError outside (0, 0.288); 0.288 is the width of a uniform average."""
     check("sigma_rel", sigma_rel, Width)
     inverse = sigma_rel**-2  # σ_rel² = (γ+1)/((γ+2)²(γ+3)), a cubic equation in γ
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
 
 def power(sigma_rel: float) -> Callable[[int], float]:
-    """The power-function profile: decay (1 − 1/t)^(γ+1) at update t = 1, 2, … (EDM2, Eq. 2)."""
+    """Return the power-function profile: decay (1 − 1/t)^(γ+1) at update t = 1, 2, … (EDM2, Eq. 2)."""
     gamma = exponent(sigma_rel)
     return lambda step: (1 - 1 / (step + 1)) ** (gamma + 1)
 
@@ -46,8 +43,8 @@ def power(sigma_rel: float) -> Callable[[int], float]:
 class EMA:
     """Keeps an averaged copy of a network: e ← d·e + (1−d)·w after each step.
 
-    profile  d as a function of the number of earlier steps: `exponential` or `power`.
-    network  the averaged copy, in eval mode; sample and evaluate with it.
+    profile  d as a function of the number of earlier steps, from `exponential` or `power`.
+    network  as an attribute, the averaged copy, in eval mode: sample and evaluate with it.
     """
 
     def __init__(self, network: nn.Module, profile: Callable[[int], float]) -> None:
@@ -56,10 +53,8 @@ class EMA:
 
     @torch.no_grad()
     def update(self, network: nn.Module, step: int, skip: Tensor) -> None:
-        """Average in the weights of `network` (same parameters) after training step `step` (0, 1, …).
-
-        skip  0-d fp32 on the parameters' device, where nobody waits for it: 1 leaves the average as it is, 0 does not.
-        """
+        """Average in the weights of `network` after training step `step` (0, 1, …). `skip` is 0-d fp32 on the
+        parameters' device, so that the host need not wait: 1 leaves the average as it is, 0 updates it."""
         averaged, current = list(self.network.parameters()), list(network.parameters())
         share = (1 - self.profile(step)) * (1 - skip)
         torch._foreach_lerp_(averaged, current, [share] * len(averaged))

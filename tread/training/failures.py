@@ -1,4 +1,4 @@
-"""How a launch of train.py fails: what is printed, recorded and tried out."""
+"""Failures of a launch of train.py: messages and exit codes, running without torch.compile, advice on memory."""
 
 import math
 import sys
@@ -16,7 +16,7 @@ from tread.training.step import loss, step_draws, training_step
 
 
 class Launch:
-    """The context of a launch: it listens for signals to stop, and ends the process as the run ended."""
+    """Context of a launch of train.py: listens for signals, and ends the process with a message and exit code."""
 
     def __init__(self) -> None:
         self.stop = Stop()
@@ -48,29 +48,25 @@ class Launch:
 
 
 def guarded_step(run: Run) -> None:
-    """A training step, without compiled blocks from where their compiler fails.
-
-    Raises Failure, with the micro-batch that would fit, where the device's memory does not suffice.
-    """
+    """Run a training step; after a failure of torch.compile, blocks run uncompiled. Raises Failure if the device's
+    memory does not suffice, with a micro-batch that would fit."""
     full = None
     try:
         training_step(run)
     except torch.OutOfMemoryError as error:
         full = str(error)
-    except BackendCompilerFailed as error:  # a block's graph, although the sample of settle_compile went well
+    except BackendCompilerFailed as error:  # although the test in settle_compile succeeded
         run.processes.say(f"warning: going on without torch.compile, which failed: {first_line(error)}")
         torch.compiler.set_stance("force_eager")
         run.optimizer.zero_grad()
         training_step(run)
-    if full is not None:  # here, the step's memory is free again
+    if full is not None:  # outside the except block, which holds the step's memory
         raise Failure(explain_memory(run, full))
 
 
 def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:
-    """A micro-batch, smaller than the one tried, whose attempt does not run out of memory; None without any.
-
-    It divides a process's share of the batch. Each attempt that fails is followed by one of at most half its size.
-    """
+    """Return a micro-batch size below `tried` with which `attempt(size)` does not run out of memory, or None. It tries
+    divisors of `share`, a process's part of the batch; after each failure the next one is at most half as large."""
     at_most = tried - 1
     while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
         torch.cuda.empty_cache()
@@ -83,7 +79,7 @@ def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int 
 
 
 def explain_memory(run: Run, error: str) -> str:
-    """A message that names the micro-batch that would fit, which is tried out."""
+    """Return a message for an out-of-memory `error` that names a micro-batch that fits, found by trying."""
     rows, cfg = run.micro_batches[0], run.cfg
     share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
     run.optimizer.zero_grad()
@@ -93,7 +89,7 @@ def explain_memory(run: Run, error: str) -> str:
     parameters = list(module.parameters())
 
     def attempt(size: int) -> None:
-        few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # its state is yet to come
+        few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # room for its later state
         room = [parameter.new_empty(math.ceil(copies * parameter.numel())) for parameter in parameters]
         with torch.compiler.set_stance("force_eager"), autocast(run.processes.device, run.precision):
             given = (batch.rows(few), draws.rows(few), run.network.null(1))

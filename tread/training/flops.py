@@ -1,4 +1,4 @@
-"""FLOPs of training: forward and backward pass by the routes of each step, and what alignment adds."""
+"""FLOPs of training steps, by the routes of each step, with what alignment adds."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from tread.training.step import active_routes
 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
-    """FLOPs of training steps, of whole batches, by their routes."""
+    """Return the FLOPs of the given training steps over whole batches, by each step's routes."""
     alike = itertools.groupby(active_routes(cfg, step) for step in steps)
     each = sum(sample_flops(network, routes, aligner) * sum(1 for _ in group) for routes, group in alike)
     return each * cfg.train.batch_size
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
-    """FLOPs of training on one sample: forward and backward pass (twice the forward one), and what alignment adds."""
+    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass), and alignment."""
     return 3 * network.forward_flops(routes) + (aligner.flops(routes) if aligner else 0)

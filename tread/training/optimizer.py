@@ -1,8 +1,8 @@
-"""One optimizer step that never waits for the device: bad numbers are skipped there, and counted there.
+"""One optimizer step, in which bad gradients are skipped and counted on the device; the host never waits for it.
 
-Whether a step is bad is known from the norm of the gradients, which DDP has made equal on all
-processes; a loss that is not finite spoils its gradients on purpose (`backward`). The flag stays on
-the device: fused AdamW takes it as `found_inf`, averages as `skip`, `step_unless` does it for other optimizers.
+A step is bad if the norm of its gradients is not finite. DDP has made the norm equal on all processes, and `backward`
+turns a loss that is not finite into NaN gradients. The flag stays on the device: fused AdamW takes it as `found_inf`,
+averages take it as `skip`, and `step_unless` applies it to other optimizers.
 """
 
 import math
@@ -17,7 +17,7 @@ SKIPPING = (torch.optim.AdamW, torch.optim.Adam)  # their fused kernels clip and
 
 
 def learning_rate(cfg: Settings, step: int) -> float:
-    """The rate of training step `step` (0, 1, …): it rises to optim.lr, then may fall to final_lr after the last."""
+    """Return the rate of training step `step` (0, 1, …): it rises to optim.lr, then may fall to final_lr by the end."""
     optim = cfg.optim
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -27,18 +27,16 @@ def learning_rate(cfg: Settings, step: int) -> float:
 
 
 def backward(loss: Tensor) -> None:
-    """loss.backward() for a 0-d loss, with NaN as gradients where the loss is not finite."""
+    """Run loss.backward() for a 0-d loss; the gradients are NaN if the loss is not finite."""
     loss.backward(torch.where(loss.detach().isfinite(), 1.0, math.nan))
 
 
 @torch.no_grad()
 def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float | None) -> tuple[Tensor, Tensor]:
-    """Update the parameters by their gradients, or leave all as it is if these are bad; then drop the gradients.
+    """Update the parameters by their gradients, unless these are not finite, and clear the gradients. Gradients whose
+    norm exceeds clip_norm are scaled down to it; None: never.
 
-    clip_norm  the norm that gradients are scaled down to; None: never.
-
-    Returns the gradients' norm before clipping, and 1.0 if it was not finite and the step was skipped, else 0.0: 0-d
-    fp32 on the device.
+    Returns the norm before clipping, and 1.0 if the step was skipped, else 0.0; both 0-d fp32 on the device.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))

@@ -15,17 +15,18 @@ from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer that optim.name can choose. Only its `state` and `param_groups` are saved, and kept from bad steps.
+    """An optimizer for optim.name to choose. Only its `state` and `param_groups` are saved, and kept in skipped steps.
 
-    make  its class, or a function that returns one: takes parameters, then by name lr, `shared` and optim.options.
+    make  its class, or a function that returns one of its objects; takes the parameters and, by name, lr, the settings
+          in `shared` and those in optim.options.
     """
 
     make: Callable[..., torch.optim.Optimizer]
-    copies: Callable[[dict], float]  # optim.options → how many numbers its state holds for each number of a parameter
+    copies: Callable[[dict], float]  # optim.options → values of state per value of a parameter
     shared: tuple[str, ...] = ("weight_decay",)  # the other settings of section optim that it takes
 
 
-# optimizer_step clips and skips for any of them, checkpoints save and resume any
+# any optimizer works: optimizer_step clips and skips, checkpoints save and resume
 OPTIMIZERS = {
     "adamw": OptimizerEntry(
         partial(torch.optim.AdamW, fused=True),
@@ -70,30 +71,30 @@ class Optim:
         return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of these parameters. Raises ValueError for options that it refuses."""
+        """Build the optimizer of these parameters. Raises ValueError for options that it refuses."""
         try:
             optimizer = OPTIMIZERS[self.name].make(list(parameters), **self._arguments(), **(self.options or {}))
         except (TypeError, ValueError) as error:
             raise ValueError(f"optim.name={self.name} refuses its settings, see section optim: {error}") from error
-        optimizer.built = [dict(group) for group in optimizer.param_groups]  # checkpoints keep what it changes there
+        optimizer.built = [dict(group) for group in optimizer.param_groups]  # checkpoints save what differs from it
         return optimizer
 
     def keeps_state(self, changed: Collection[str]) -> bool:
-        """Whether a run with these changed settings, dotted keys, goes on with its optimizer's state."""
+        """Return whether the optimizer's state stays valid in a run whose settings with these dotted keys changed."""
         return not any(key.startswith(("optim.name", "optim.options")) for key in changed)
 
     @property
     def copies(self) -> float:
-        """How many numbers the optimizer's state holds for each number of the parameters."""
+        """The number of values in the optimizer's state for each value of the parameters."""
         return OPTIMIZERS[self.name].copies(self.options or {})
 
 
 def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
-    """optimizer.step(), but parameters and state stay bit for bit as they are if `bad`, a 0-d flag, is set.
+    """Call optimizer.step(), but keep parameters and state bit for bit as they are if `bad`, a 0-d flag, is set.
 
-    The device chooses between the numbers before and after. The host waits for it only if state lies elsewhere: in
-    steps that make state, such as the first, or that change Python numbers or tensors on another device (with CUDA,
-    `step` of torch's optimizers, unless their option `capturable` is true).
+    The device chooses between the values before and after the step. The host waits for it only if a step makes state,
+    as the first does, or changes state elsewhere: Python numbers, or tensors on another device (with CUDA, `step` of
+    torch's optimizers unless their option `capturable` is true).
     """
     for gradient in gradients:
         gradient.masked_fill_(bad, 0.0)  # a step may raise an error for NaN
@@ -116,13 +117,13 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
 
 
 def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
-    """The owners of state; all values of state and groups except parameters; and the containers of these values."""
+    """Return the owners of state; all values of state and groups except parameters; and their structure as a pytree."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
 
 
 def _decidable(old: object, new: object, device: torch.device) -> bool:
-    """Whether a flag on this device can choose between two values: tensors there, or values that are equal."""
+    """Return whether a flag on this device can choose between two values: tensors there, or values that are equal."""
     if torch.is_tensor(old) and torch.is_tensor(new):
         return (old.device, old.shape, old.dtype) == (device, new.shape, new.dtype) and new.device == device
     return type(old) is type(new) and old == new

@@ -1,4 +1,4 @@
-"""The work between training steps and after the last: logs, evaluation, FID, grids, checkpoints, judges."""
+"""The work between training steps and after the last one: logs, evaluation, FID, grids, checkpoints, demo scores."""
 
 import contextlib
 import functools
@@ -37,15 +37,13 @@ from tread.training.summary import forecast
 
 
 class Clock:
-    """The time that training takes, without pauses: in total as the run's seconds and flops, and since the last log.
-
-    The time since the last log is for the speed. It leaves out the first step, which compiles, if others follow.
-    """
+    """Measures training without pauses: the run's seconds and FLOPs in total, and the time since the last log for the
+    speed. The latter leaves out the first step, which compiles, unless a log is due right after it."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
         self.starting: dict[str, float] = {}  # seconds of the start, for the next record
-        self.counted = run.step, self.began  # up to where training is counted
+        self.counted = run.step, self.began  # step and time up to which training is counted
         self.restart()
 
     def restart(self) -> None:
@@ -53,7 +51,7 @@ class Clock:
         self.first = self.run.step
 
     def tick(self, due: bool) -> None:
-        """After each step, before a log that is due: say how long the start took, and what the next steps foretell."""
+        """Call after each step, before a due log. Prints how long the start took, and two steps later the time left."""
         if self.run.step - self.start_step == 1:
             wait_for(self.run.processes.device)
             self.advance()
@@ -68,7 +66,7 @@ class Clock:
             self.run.processes.say(forecast(self.run, seconds))
 
     def advance(self) -> None:
-        """Count the training up to here. The device must have done what it was given."""
+        """Add the training since the last call to the run's seconds and FLOPs; the device must have finished it."""
         run, (step, since) = self.run, self.counted
         self.counted = run.step, time.perf_counter()
         self.seconds += self.counted[1] - since
@@ -78,7 +76,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose time does not count. Waits for the device, whose steps do."""
+        """Context whose time is not counted as training; waits for the device first."""
         wait_for(self.run.processes.device)
         self.advance()
         yield
@@ -86,7 +84,7 @@ class Clock:
 
 
 def log(run: Run, clock: Clock) -> str:
-    """Record means and speed since the last log, and begin anew; returns a short summary."""
+    """Record means and speed since the last log, and reset their sums; returns a short summary."""
     sums = read_statistics(run)  # waits for the device, so the clock comes after
     clock.advance()
     values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(sums["bad"])}
@@ -113,15 +111,13 @@ def log(run: Run, clock: Clock) -> str:
 
 
 def read_statistics(run: Run) -> dict:
-    """The sums by name; for loss and alignment, lists of each process's sum.
-
-    Raises Failure for too many bad steps: in a row, or more than half of the last ones.
-    """
+    """Return the sums of StepStatistics by name; for loss and alignment, a list with each process's sum. Raises Failure
+    for too many bad steps: more than train.max_bad_steps in a row, or more than half of the last 100 steps."""
     sums, most, steps = run.statistics.read(), run.cfg.train.max_bad_steps, ()
     for name in ("loss", "alignment") if run.aligner else ("loss",):
         sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.processes.device)).tolist()
     recent = len(sums["recent"])
-    known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints did not keep them
+    known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints have no flags
     if sums["longest"] > most:
         end = run.step - int(sums["ago"])
         steps = range(end - int(sums["longest"]), end)
@@ -135,20 +131,20 @@ def read_statistics(run: Run) -> dict:
 
 
 def mostly_bad(sums: dict) -> bool:
-    """Whether more than half of the last steps were bad."""
+    """Return whether more than half of the last steps were bad, by the sums of read_statistics."""
     return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 
 def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """The bad ones of the last `steps` steps, by number from 0, as far as StepStatistics keeps them."""
+    """Return the bad ones among the last `steps` steps, numbered from 0, as far as StepStatistics keeps flags."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
 
 def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
-    """A message about bad steps, which `what` counts: their noise levels and samples, and what to try."""
+    """Return a message on bad steps, described by `what`: their noise levels and samples, and advice."""
     process, device = process_of(run.cfg), run.processes.device
-    draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # again
+    draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # the same numbers again
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
     spoilt, seen = look_at_samples(run, steps)
     advice = "Try a smaller optim.lr, optim.clip_norm=1 or train.precision=fp32, or look at the data"
@@ -161,10 +157,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
 
 
 def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Whether samples of these steps hold numbers that are not finite, and a text that names them.
-
-    The samples are read again, for no more steps than take a few seconds.
-    """
+    """Return whether samples of these steps hold numbers that are not finite, and a text that names them. Reads samples
+    again, of as many steps as take a few seconds."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
     spoilt = name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked))
@@ -173,7 +167,7 @@ def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
 
 
 def name_spoilt(data: LatentDataset, batches: Iterable[Batch]) -> str:
-    """The samples that hold numbers that are not finite, the first three by number, file and row; "" without any."""
+    """Name the samples with numbers that are not finite, the first three by number, file and row; "" if none."""
     spoilt = set()
     for batch in batches:
         for read in (batch.stored, batch.features, *(batch.text or ())):
@@ -191,16 +185,16 @@ DIVERGED = "the training has diverged, or the data is of another scale. Try a sm
 
 
 def interrupts(run: Run) -> bool:
-    """Whether work beside training is due after run.step steps."""
+    """Return whether any work besides training is due after run.step steps."""
     every, cfg = run.cfg.every, run.cfg
     intervals = (every.evaluate, every.sample, every.save, cfg.eval.fid_every, cfg.ema.snapshot_every)
     return any(map(run.due, intervals))
 
 
 def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
-    """Do all that is due after run.step steps; returns whether to go on, and whether saving waits for a good step.
+    """Do all work that is due after run.step steps; returns whether to go on, and whether saving waits for a good step.
 
-    If anything but the training fails, as a file that can't be read, the step is saved before that is raised.
+    If anything but training fails, such as reading a file, the step is saved before the error is raised.
     """
     try:
         on = evaluate_and_draw(run)
@@ -214,7 +208,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool) -> bool:
-    """Store what is due: averages for scripts/reconstruct_ema.py, and a checkpoint, or if asked; whether that waits."""
+    """Save averages and a checkpoint if due, the latter also if `asked`; returns whether it waits for a good step."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))
@@ -222,9 +216,9 @@ def save_due(run: Run, asked: bool) -> bool:
 
 
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
-    """Evaluate, score and draw what is due after run.step steps; False if the run was asked to stop meanwhile.
+    """Evaluate, score and draw what is due after run.step steps; returns False if the run was asked to stop meanwhile.
 
-    done  the work done at this step before an interruption: the evaluation by its name, "fid", "grid".
+    done  the work done at this step before an interruption, to leave out: the evaluation's name, "fid", "grid".
     """
     metric, cfg = run.model.process.evaluation, run.cfg
     if run.heldout is not None and run.due(cfg.every.evaluate) and metric not in done:
@@ -251,16 +245,14 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 
 
 def done_before(run: Run) -> set[str]:
-    """The work that `evaluate_and_draw` did at this step in an earlier start of the run."""
+    """Return the names of the work that `evaluate_and_draw` did at this step before the run was interrupted."""
     recorded = {name for record in run.log.records() if record["step"] == run.step for name in record}
     return recorded | ({"grid"} if grid_path(run).exists() else set())
 
 
 def evaluate(run: Run) -> float:
-    """The loss of the EMA weights on held-out data, all tokens, see tread/evaluation/heldout_loss.py.
-
-    Cut short if the run was asked to stop, which run.stop.agreed() tells: then it is no mean.
-    """
+    """Return the mean loss of the EMA weights on held-out data with all tokens, see tread/evaluation/heldout_loss.py.
+    If the run is asked to stop, as run.stop.agreed() then says, evaluation is cut short, and the value is no mean."""
     options, processes, process, network = run.cfg.eval, run.processes, run.model.process, run.ema.network
     total = torch.zeros((), device=processes.device)
     mine = torch.arange(options.points)[processes.rank :: processes.count]
@@ -280,14 +272,14 @@ def evaluate(run: Run) -> float:
 
 
 def evaluated(run: Run) -> Iterator[Batch]:
-    """The held-out samples that `evaluate` takes."""
+    """Yield the held-out samples that `evaluate` uses, in batches."""
     options, data = run.cfg.eval, run.heldout
     samples, _ = point(torch.arange(options.points), options.points, len(data), options.noise_levels)
     return (data.read(some.numpy()) for some in samples.unique().split(options.batch_size))
 
 
 def log_fid(run: Run) -> bool:
-    """Record the FID of a few EMA samples, from fixed seeds, split over processes. False if interrupted."""
+    """Record the FID of a few EMA samples with fixed seeds, split over processes. Returns False if interrupted."""
     began, processes = time.perf_counter(), run.processes
     seeds = range(run.cfg.eval.fid_samples)[processes.rank :: processes.count]
     drawn_by, stopped = sampler(run, len(seeds)), lambda: run.stop.reason is not None
@@ -309,7 +301,7 @@ def grid_path(run: Run) -> Path:
 
 
 def draw_grid(run: Run) -> None:
-    """Draw the loss curve and a grid of EMA samples: a row a class or caption, the same noise each time."""
+    """Save the loss curve, and a grid of EMA samples: a row per class or caption, with the same noise each time."""
     sampling = run.cfg.sampling
     classes = spread_classes(run.model.num_labels, sampling.classes)
     pictures = draw_samples(run, torch.tensor(classes).repeat_interleave(sampling.per_class))
@@ -319,22 +311,21 @@ def draw_grid(run: Run) -> None:
 
 
 def draw_samples(run: Run, labels: Tensor, prompts: Text | None = None) -> Tensor:
-    """EMA samples of classes, or of prompts that the labels number, by seeds 0, 1, …: (n, 1 or 3, H, W) uint8."""
+    """Draw EMA samples by seeds 0, 1, …: (n, 1 or 3, H, W) uint8. Labels (n,) are classes, or indices of prompts."""
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
     return torch.cat(list(draw_pictures(model, run.decoder, range(len(labels)), labels, sampler(run, len(labels)))))
 
 
 def sampler(run: Run, samples: int) -> Sampler:
-    """The run's sampler for `samples` samples at once, at most 64."""
+    """Return the run's sampler for batches of `samples` samples, at most 64."""
     sampling = run.cfg.sampling
     return Sampler.of(run.model.process, sampling.steps, sampling.solver, min(64, samples), run.precision)
 
 
 def save(run: Run) -> bool:
-    """Write a checkpoint, unless this step or most of the last ones were skipped: what is saved works. True if written.
-
-    The last step of a run is saved in any case, but then no older ones are removed. Raises OSError if the checkpoint
-    can't be written, Failure if the weights are broken.
+    """Write a checkpoint and return True, or return False if this step or most of the last ones were skipped. The last
+    step of a run is saved in any case, but if it was skipped no older checkpoints are removed. Raises OSError if the
+    checkpoint can't be written, Failure if the weights are not finite.
     """
     counted = read_statistics(run)
     skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
@@ -369,10 +360,8 @@ def save(run: Run) -> bool:
 
 
 def judge_demo(run: Run) -> None:
-    """Record an embedded dataset's judgement of run.demo_samples EMA samples, unless that is done.
-
-    Raises ValueError or OSError for weights of Inception that are named and can't be read.
-    """
+    """Record the scores of run.demo_samples EMA samples of an embedded dataset, unless that was done before. Raises
+    ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
     judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())
     if run.processes.main and count and not judged:
@@ -382,7 +371,7 @@ def judge_demo(run: Run) -> None:
 
 
 def judged_samples(run: Run, count: int) -> dict[str, float]:
-    """The judge's values for so many EMA samples of digits, or of emoji by captions, by name."""
+    """Return the scores, by name, of `count` EMA samples of digits, or of emoji by captions."""
     cfg = run.cfg
     if cfg.dataset.embedded == "digits":
         labels = torch.arange(count) % cfg.dataset.num_classes

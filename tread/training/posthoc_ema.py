@@ -1,8 +1,8 @@
 """Averages of the weights of any width, made after training from stored averages.
 
-A run stores its averages by one or two power functions of time every so many steps. The average by another power
-function, at any of these steps, is nearly a weighted sum of them (Karras et al. 2024, arXiv 2312.02696, "EDM2",
-Section 3.2 and Appendix C).
+A run stores its averages by one or two power functions of time at regular steps. At any of these, the average by
+another power function is nearly a weighted sum of them (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2,
+Appendix C).
 
 results/<run>/ema_snapshots/step_0001000.safetensors
     <sigma_rel>/<parameter>  fp16, or fp32 for a tensor with values that fp16 does not reach
@@ -31,7 +31,7 @@ FP16_ROUNDING = 2e-4  # root mean square of the relative error of rounding to fp
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The averages stored after some steps of training: their widths, ascending, and the parameters' shapes by name."""
+    """The averages stored at a step of training: their widths, ascending, and the parameters' shapes by name."""
 
     step: int
     sigma_rel: tuple[float, ...]
@@ -40,7 +40,7 @@ class Snapshot:
 
 
 def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
-    """Store averages after `step` steps, whole or not at all, in place of an older file; returns the file.
+    """Store averages after `step` steps in a file, whole or not at all, in place of an older one; returns its path.
 
     averages  parameters (not buffers) by <sigma_rel>/<name>, the same names for each width.
 
@@ -57,7 +57,7 @@ def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
 
 
 def _compact(value: Tensor, name: str) -> Tensor:
-    """A copy on the CPU in fp16, or in fp32 if fp16 would overflow."""
+    """Return a copy on the CPU in fp16, or in fp32 if fp16 would overflow."""
     value = value.detach()
     if not value.isfinite().all():
         raise ValueError(f"{name} is not finite, so no average of it can be stored")
@@ -66,7 +66,7 @@ def _compact(value: Tensor, name: str) -> Tensor:
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Remove snapshots of later steps: a run that goes on from `step` makes them again."""
+    """Remove snapshots of steps after `step`: a run that continues there makes them again."""
     for path in (run / "ema_snapshots").glob("step_*.safetensors"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
@@ -74,7 +74,7 @@ def forget_after(run: Path, step: int) -> None:
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
-    """All snapshots of a run by step, read from their headers. Raises ValueError for a damaged file."""
+    """Return a run's snapshots by step, read from the files' headers. Raises ValueError for a damaged file."""
     return sorted(map(_header, (run / "ema_snapshots").glob("step_*.safetensors")), key=lambda each: each.step)
 
 
@@ -93,10 +93,8 @@ def _header(path: Path) -> Snapshot:
 
 
 def usable(run: Path, step: int | None) -> list[Snapshot]:
-    """The snapshots that an average at `step` is made of, that step's the last; None is the newest step.
-
-    Raises FileNotFoundError without snapshots, ValueError without one at that step, or if parameters differ.
-    """
+    """Return the snapshots that an average at `step` is made of, up to that step's; None is the newest step. Raises
+    FileNotFoundError without snapshots, ValueError without one at that step or if parameters differ."""
     snapshots = find_snapshots(run)
     if not snapshots:
         raise FileNotFoundError(f"{run}/ema_snapshots holds no snapshots: ema.power=[0.05,0.1] stores them")
@@ -113,15 +111,15 @@ def usable(run: Path, step: int | None) -> list[Snapshot]:
 
 
 def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
-    """(step, sigma_rel) of each stored average."""
+    """Return (step, sigma_rel) of each stored average."""
     return [(snapshot.step, sigma_rel) for snapshot in snapshots for sigma_rel in snapshot.sigma_rel]
 
 
 def inner_products(profiles: Profiles) -> np.ndarray:
-    """∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64.
+    """Return ∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64.
 
-    p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], so that for s ≤ t, whose exponents are β and γ, the integral over
-    [0, s] is (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is taken by logarithms.
+    p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t]. For s ≤ t, with exponents β and γ, the integral over [0, s] is
+    (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is computed by logarithms.
     """
     t, gamma = np.array([(step, exponent(sigma_rel)) for step, sigma_rel in profiles]).T
     s, beta = t[:, None], gamma[:, None]
@@ -131,7 +129,8 @@ def inner_products(profiles: Profiles) -> np.ndarray:
 
 
 def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inner products of profiles scaled to length 1: stored with stored, stored with target; each one's scale."""
+    """Return the inner products of profiles scaled to length 1, stored with stored and stored with target, and the
+    target's length over that of each stored one."""
     products = inner_products([*stored, (step, sigma_rel)])
     lengths = np.sqrt(products.diagonal())
     scaled = products / lengths / lengths[:, None]
@@ -139,11 +138,11 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
-    """The factors (len(stored),) of stored averages that give the nearest to the average of width sigma_rel at `step`.
+    """Return the factors of stored averages, (len(stored),), that best fit the average of width sigma_rel at `step`.
 
-    Nearest in L2 over training time (EDM2, Appendix C), by the normal equations in fp64, among factors whose sum is 1:
-    parameters that do not move in training come out as they are. The paper leaves the sum free, which shrinks or grows
-    all parameters where snapshots are few. Raises ValueError for widths outside (0, 0.288).
+    The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64, among factors whose sum is
+    1: parameters that do not move in training come out as they are. The paper leaves the sum free, which shrinks or
+    grows all parameters if snapshots are few. Raises ValueError for widths outside (0, 0.288).
     """
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     solved = np.linalg.lstsq(products, np.stack([goal, scale], axis=1), rcond=None)[0]
@@ -152,22 +151,20 @@ def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
 
 
 def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, for the coefficients x: 0 is an exact fit, resolved to 1e-7."""
+    """Return ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time for the coefficients x; 0 is exact, resolved to 1e-7."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     x = coefficients(stored, step, sigma_rel) / scale
     return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """The root mean square of a parameter's relative error from fp16 storage; large far below the stored widths."""
+    """Return a parameter's relative RMS error from storage in fp16; it is large far below the stored widths."""
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> dict[str, Tensor]:
-    """The average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the CPU.
-
-    Raises FileNotFoundError or ValueError as `usable` does, and ValueError for a width outside (0, 0.288).
-    """
+    """Compute the average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the
+    CPU. Raises FileNotFoundError or ValueError as `usable` does, and ValueError for a width outside (0, 0.288)."""
     snapshots = usable(run, step)
     stored = profiles(snapshots)
     factors = dict(zip(stored, coefficients(stored, snapshots[-1].step, sigma_rel).tolist()))

@@ -1,4 +1,4 @@
-"""Going on with a run: by its own settings, except for what was typed on the command line."""
+"""Continues a run by its recorded settings, except for those typed on the command line."""
 
 import os
 import re
@@ -13,15 +13,15 @@ from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
 
-# and the key by which a run names the one it has
+# group of configs → the key that names the chosen file in a run's config
 GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment": "kind"}
 
 
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
-    """The config of a launch that may go on with a run, and warnings, a line each, about values that it does not take.
+    """Return the config of a launch, which may continue a run, and warnings about today's values that it does not take.
 
     composed   today's config, with the typed values.
-    arguments  the command line, which says what was typed. A model, dataset, experiment or alignment other than the
+    arguments  the command line, which tells what was typed. Another model, dataset, experiment or alignment than the
                run's counts as typing all that its file sets.
     configs    the folder of config.yaml and of those files.
 
@@ -69,7 +69,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
 
 
 def find_run(run: str) -> Path:
-    """The folder that run=… names, as it was written. Raises FileNotFoundError, which names the runs around there."""
+    """Return the folder that run=… names, unresolved. Raises FileNotFoundError, which names the runs near it."""
     folder = Path(os.path.normpath(run))
     folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))
 
@@ -86,7 +86,7 @@ def find_run(run: str) -> Path:
 
 
 def leaves(key: str, value: object) -> list[str]:
-    """The dotted keys that a typed key=value sets; for a section, the keys in it."""
+    """Return the dotted keys that a typed key=value sets; for a section, the keys in it."""
     if isinstance(value, str) and re.fullmatch(r"\{.+:.+\}", value):
         value = OmegaConf.to_container(OmegaConf.create(value))
     if not isinstance(value, dict):
@@ -95,7 +95,7 @@ def leaves(key: str, value: object) -> list[str]:
 
 
 def keys_of(configs: Path, name: str) -> set[str]:
-    """The dotted keys that a config file and the files it chooses by `override /…` set; none without the file."""
+    """Return the dotted keys that a config file, if it exists, and the files it chooses by `override /…` set."""
     path = configs / f"{name}.yaml"
     tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
     lists = [item for item in tree.pop("defaults", ()) if isinstance(item, dict)]
@@ -106,7 +106,7 @@ def keys_of(configs: Path, name: str) -> set[str]:
 
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
-    """A run's config with the composed values at the typed dotted keys, and at keys that it lacks."""
+    """Return `recorded` with the composed values at the typed dotted keys, and at keys that it lacks."""
     below = [name for name in typed if name.startswith(f"{key}." if key else "")]
     if key in typed:
         return composed
@@ -123,5 +123,5 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Whether a key is left to the dataset's folder or, of MaskDiT's decoder, to the encoder; or must be typed."""
+    """Return whether a key awaits its value from the dataset's folder, the encoder (in MaskDiT) or the user."""
     return key.startswith(("dataset.", "model.decoder_")) and value in (None, "auto")

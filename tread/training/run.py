@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and how it ends."""
+"""The state that a run carries from step to step, and how the run ends."""
 
 import contextlib
 import time
@@ -32,9 +32,11 @@ from tread.training.tracking import Tracker
 class StepStatistics:
     """Sums over the steps since the last log, and which of the last steps were bad, on the device.
 
-    sums    (8,) fp32 in the order of NAMES: loss and gradient norm of the good steps; good and bad steps; the bad steps
-            in a row up to now, the longest such row since the last log, and how many steps ago that ended; alignment.
-    recent  (LAST,) fp32: 1 for a bad and 0 for a good one of the last steps, the newest last, 0.5 if not known.
+    values  what `read` returned, to continue from; None: begin at 0.
+    sums    (8,) fp32 in the order of NAMES: loss and gradient norm of the good steps; counts of good and bad steps; bad
+            steps in a row up to now, the longest such row since the last log, and how many steps ago it ended;
+            alignment loss.
+    recent  (LAST,) fp32 for the last steps, the newest last: 1 for a bad step, 0 for a good one, 0.5 if unknown.
     """
 
     NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago", "alignment")
@@ -47,7 +49,7 @@ class StepStatistics:
         self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
-        """Count a step: its mean loss, what optimizer_step returned, and its mean alignment if there is one."""
+        """Count a step: its mean loss, what optimizer_step returned, and its mean alignment loss if there is one."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
         in_a_row, longest, ago, aligned = self.sums[4:].unbind()
@@ -60,24 +62,24 @@ class StepStatistics:
         self.recent = torch.cat([self.recent[1:], skip[None]])
 
     def read(self) -> dict[str, float | str]:
-        """The sums by name, and as "recent" the known flags of the last steps, "1" a bad one. Waits for the device."""
+        """Return the sums by name, and "recent", the known flags as text, "1" for a bad step. Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
     def restart(self) -> None:
-        """Begin new sums, but keep counting the bad steps in a row."""
+        """Reset the sums, but keep counting the bad steps in a row."""
         zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
         self.sums = torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]])
 
 
 class Failure(Exception):
-    """A run that can't go on; the message says why and what to try."""
+    """A run can't go on; the message says why and what to try."""
 
 
 @dataclass
 class Run:
-    """What a run carries from step to step."""
+    """The state that a run carries from step to step."""
 
     cfg: Settings
     config: dict
@@ -88,24 +90,24 @@ class Run:
     heldout: LatentDataset | None
     network: Backbone
     ema: EMA
-    averages: list[EMA]  # this one, and those of ema.power
+    averages: list[EMA]  # `ema`, and those of ema.power
     aligner: Aligner | None  # for alignment=repa and alignment=self
     optimizer: torch.optim.Optimizer
-    trained: Trained  # what checkpoints hold of these
+    trained: Trained  # the parts of checkpoints
     decoder: Decoder
     online_fid: OnlineFID | None  # for eval.fid_every
     weights: str  # where its weights come from
     warnings: list[str]  # about its settings, data or weights
     stop: Stop
     began: float  # when the start began, by time.perf_counter
-    earlier: Checkpoint | None = None  # where it goes on
+    earlier: Checkpoint | None = None  # the checkpoint that it continues
     prompts: Text | None = None  # the grids' texts, for a network that takes texts
-    captions: Sequence[str] = ()  # these, as people write them
+    captions: Sequence[str] = ()  # the grids' captions
     tracker: Tracker | None = None
-    spent: dict[str, float] = field(default_factory=dict)  # seconds beside training since the last record, by what
+    spent: dict[str, float] = field(default_factory=dict)  # seconds of other work since the last record
 
     def __post_init__(self) -> None:
-        """Set what follows from the fields: where the run is written, and how far it has come."""
+        """Set what follows from the fields: the folder, the log, the loader, and how far the run has come."""
         cfg, info = self.cfg, self.earlier.info if self.earlier else {}
         self.folder = Path(cfg.results) / cfg.name
         self.log = RunLog(self.folder)
@@ -122,23 +124,23 @@ class Run:
 
     @property
     def model(self) -> Model:
-        """What is sampled and evaluated: the EMA weights, by the run's process."""
+        """The model to sample and evaluate: the EMA weights, with the run's process."""
         return Model(process_of(self.cfg), self.ema.network, prompts=self.prompts)
 
     def due(self, interval: int | None) -> bool:
-        """Whether work of every `interval` steps, and of the last one, is due after the steps so far; None: never."""
+        """Return whether work is due now that is done every `interval` steps and after the last one; None: never."""
         last = self.step == self.cfg.train.steps
         return interval is not None and self.step > 0 and (last or self.step % interval == 0)
 
     @property
     def demo_samples(self) -> int:
-        """How many are judged at the end: eval.demo_samples, but of a run below so many steps one a step, or 40."""
+        """The number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)), or 0 if none are."""
         cfg = self.cfg
         judged = cfg.dataset.embedded == "digits" or (cfg.dataset.embedded == "emoji" and cfg.model.takes_text)
         return min(cfg.eval.demo_samples, max(40, cfg.train.steps)) if judged else 0
 
     def checkpoint_bytes(self) -> int:
-        """The size of a checkpoint: weights and the optimizer's state, and the averages of the network."""
+        """Return the size of a checkpoint: weights, averages and the optimizer's state."""
         copies = 1 + self.cfg.optim.copies
         size = (copies + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
         if self.aligner:
@@ -147,18 +149,18 @@ class Run:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """A context whose seconds the next record states as <what>_seconds."""
+        """Context whose seconds the next record states as <what>_seconds."""
         began = time.perf_counter()
         yield
         self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - began
 
     def take_spent(self) -> dict[str, float]:
-        """The seconds spent beside training since the last call, as records state them."""
+        """Return the seconds of other work than training since the last call, by <what>_seconds, and reset them."""
         spent, self.spent = self.spent, {}
         return {f"{what}_seconds": round(seconds, 3) for what, seconds in spent.items()}
 
     def record(self, **values: float) -> None:
-        """Write a line of metrics.jsonl, with FLOPs and seconds of the training up to here, and what else took time."""
+        """Append values to metrics.jsonl, with FLOPs and seconds of training so far and seconds of other work."""
         if self.processes.main:
             values |= {"flops": self.flops, **self.take_spent()}
             if self.seconds is not None:
@@ -170,7 +172,7 @@ class Run:
 
 
 def statistics_of(info: dict, process: int, processes: int) -> dict[str, float | str]:
-    """A checkpoint's sums over the steps since the last log, with this process's losses; else the mean of all's."""
+    """Return a checkpoint's sums with this process's losses, or their mean if the number of processes changed."""
     return {
         name: value if not isinstance(value, list) else value[process] if len(value) == processes else mean(value)
         for name, value in info["tally"].items()
@@ -178,7 +180,7 @@ def statistics_of(info: dict, process: int, processes: int) -> dict[str, float |
 
 
 def leave(run: Run, finished: bool) -> None:
-    """Say how the run ended, and give back the folder."""
+    """Report how the run ended, and release its folder."""
     if run.processes.main:
         state, reason = "finished", None
         if not finished:
@@ -196,12 +198,12 @@ def note_failure(run: Run | None, reason: str) -> None:
     """Record why the run failed, if it had begun and the disk still takes it."""
     if run is not None:
         with contextlib.suppress(OSError):
-            time.sleep(0 if run.processes.main else 2)  # the main process tells a failure that all share
+            time.sleep(0 if run.processes.main else 2)  # for a failure in all processes, the main one's is recorded
             who = "" if run.processes.main else f"process {run.processes.rank}: "
             run.log.status("failed", run.step, who + reason)
         run.log.close()
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line, where compilers print thousands."""
+    """Return an error's type and first line, at most 300 characters; compilers' errors have thousands of lines."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"

@@ -1,4 +1,4 @@
-"""A run's folder: what was started there, and its metrics, one JSON object a line."""
+"""A run's folder: what was started in it, whether a run may start in it, and its metrics, a JSON object a line."""
 
 import contextlib
 import datetime
@@ -17,7 +17,7 @@ from tread.runtime.schema import fill, written
 from tread.runtime.versions import versions
 from tread.training.settings import Settings
 
-# What a resumed run must share with its checkpoint, beside its objective's section: otherwise it is another run.
+# The settings that a resumed run must share with its checkpoint, besides the section of its objective.
 FIXED = ("seed", "objective", "model", "alignment", "ema.power", "init_from", *TextSettings().decisive)
 FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
 FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))
@@ -26,10 +26,8 @@ NOTHING = "nothing"  # stands for the value of a key that is not there
 
 
 def differences(before: dict, now: dict, prefix: str = "", nothing: object = None) -> dict[str, tuple[object, object]]:
-    """Dotted keys whose values differ between two nested dicts → (before, now); `nothing` for a key that one lacks.
-
-    Lists of dicts are compared item by item: model.routes.0.selection_ratio.
-    """
+    """Return dotted keys whose values differ between nested dicts → (before, now); `nothing` stands for a missing
+    value. Lists of dicts are compared item by item: model.routes.0.selection_ratio."""
     changed = {}
     for key in {**before, **now}:
         old, new = before.get(key, nothing), now.get(key, nothing)
@@ -42,28 +40,28 @@ def differences(before: dict, now: dict, prefix: str = "", nothing: object = Non
 
 
 def _by_number(value: object) -> dict | None:
-    """A dict, or a list of dicts by their numbers; None for other values, which have no keys inside."""
+    """Return a dict as it is, a list of dicts as a dict by index, and None for values without keys."""
     if isinstance(value, (list, tuple)) and all(isinstance(item, dict) for item in value):
         return {str(number): item for number, item in enumerate(value)}
     return value if isinstance(value, dict) else None
 
 
 def value_at(config: dict, key: str) -> object:
-    """The value of a dotted key; None if there is none."""
+    """Return the value of a dotted key; None if there is none."""
     for part in key.split("."):
         config = (_by_number(config) or {}).get(part)
     return config
 
 
 def decisive(keys: Iterable[str], config: dict) -> list[str]:
-    """The dotted keys among these that a resumed run must share with its checkpoint."""
+    """Return the given dotted keys whose settings a resumed run must share with its checkpoint."""
     names = (*FIXED, config.get("objective", "edm"))
     return [key for key in keys if any(key == name or key.startswith(name + ".") for name in names)]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """How a run starts in a folder."""
+    """The decision how a run starts in a folder."""
 
     checkpoint: Checkpoint | None = None  # where it goes on; None: at step 0
     changed: dict[str, tuple[object, object]] = field(default_factory=dict)  # settings by dotted key: (before, now)
@@ -71,10 +69,8 @@ class Claim:
 
 
 def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
-    """Decide how a run starts in `folder`; touches nothing.
-
-    Raises FileExistsError, FileNotFoundError or ValueError where starting would mix two runs or lose one.
-    """
+    """Decide how a run starts in `folder`, and touch nothing. Raises FileExistsError, FileNotFoundError or ValueError
+    if starting would mix two runs or lose one."""
     other = "name=<another name> starts a run of its own"
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")
@@ -102,10 +98,8 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 
 
 def migrate(config: dict) -> dict:
-    """A run's config by today's keys: those that its record lacks have their defaults.
-
-    The oldest records also have a section `recipe`, which adds nothing, and wandb.enabled in place of tracker.
-    """
+    """Convert a recorded config to today's keys; those that it lacks have their defaults. In the oldest records,
+    section `recipe` is dropped, and wandb.enabled becomes `tracker`."""
     kept = {key: value for key, value in config.items() if key != "recipe"}
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
@@ -121,21 +115,19 @@ class RunLog:
         self._seen = self._state()
 
     def _state(self) -> tuple[int, Path | None]:
-        """The number of starts and the newest checkpoint, which `claim` decides by."""
+        """Return the number of starts and the newest checkpoint, on which the decision of `claim` depends."""
         checkpoint = newest(self.folder)
         return len(self.starts()), checkpoint and checkpoint.resolve()
 
     def starts(self) -> list[dict]:
-        """run.json: time, step, command, versions and config of each start; [] if it can't be read."""
+        """Return run.json: time, step, command, versions and config of each start; [] if it can't be read."""
         starts = self._read("run.json")
         starts = starts if isinstance(starts, list) else []
         return [start for start in starts if isinstance(start, dict) and "config" in start]
 
     def start(self, step: int, config: dict, **facts: object) -> None:
-        """Take the folder, record a start or resumption, and drop the metrics of steps that will be done again.
-
-        Raises FileExistsError if another process has taken the folder since this log was opened.
-        """
+        """Lock the folder, record a start or resumption, and drop the metrics of steps that will be done again. Raises
+        FileExistsError if another process has used the folder since this log was opened."""
         self.versions = versions()  # of the running code, whatever is committed meanwhile
         self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"another process is training in {self.folder}; name=… starts another run"
@@ -153,10 +145,8 @@ class RunLog:
         self.status("running", step)
 
     def status(self, state: str, step: int, reason: str | None = None, **facts: object) -> None:
-        """Write status.json: running, interrupted, finished or failed, after `step` steps, and more facts.
-
-        The first failure stays: the failures of other processes that follow from it change nothing.
-        """
+        """Write status.json: `state` (running, interrupted, finished or failed), the number of steps done, and more
+        facts. A recorded failure is kept, as other processes' failures follow from it; only "running" replaces it."""
         if state == "running" or self.read_status().get("state") != "failed":
             now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             who = {"host": platform.node(), "pid": os.getpid()}
@@ -168,7 +158,7 @@ class RunLog:
                 (self.folder / "status.json").write_text(text)
 
     def read_status(self) -> dict:
-        """status.json; {} if it can't be read."""
+        """Return status.json; {} if it can't be read."""
         return self._read("status.json") or {}
 
     def _read(self, name: str) -> list | dict | None:
@@ -178,17 +168,17 @@ class RunLog:
             return None  # a damaged one stops nothing: checkpoints decide
 
     def close(self) -> None:
-        """Give the folder back, if it was taken."""
+        """Release the folder, if `start` has locked it."""
         if self._lock is not None:
             self._lock.release()
 
     def write(self, record: dict) -> None:
-        """Append one record; its "step" is the number of steps done."""
+        """Append one record to metrics.jsonl; its "step" is the number of steps done."""
         with self.metrics.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def records(self) -> list[dict]:
-        """All whole records so far, without lines that a crash cut short."""
+        """Return all records of metrics.jsonl, without lines that a crash cut short."""
         records = []
         for line in self.metrics.read_text(errors="replace").splitlines() if self.metrics.exists() else []:
             with contextlib.suppress(json.JSONDecodeError):

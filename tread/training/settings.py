@@ -1,4 +1,4 @@
-"""The run's settings: configs/config.yaml, typed, checked and completed from the dataset."""
+"""The settings of a run: dataclasses for configs/config.yaml, checks, and values completed from the dataset."""
 
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -111,7 +111,7 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class Tags:
-    """The ends of a run's default name, by objective and alignment."""
+    """Suffixes of a run's default name, by objective and alignment."""
 
     edm: str
     rf: str
@@ -152,7 +152,7 @@ class Settings:
     def __post_init__(self) -> None:
         model, schedule, named = self.model, self.train.ratio_schedule, f"model={self.model.name}"
         side, rest = divmod(self.dataset.size or 0, model.patch_size)
-        for number, route in enumerate(() if rest or not side else model.routes):  # with a rest the network refuses
+        for number, route in enumerate(() if rest or not side else model.routes):  # the network refuses a remainder
             if schedule and (fixed := RULES[route.select].ratio) is not None:
                 given = f"train.ratio_schedule is given, but model.routes.{number}.select={route.select}"
                 raise ValueError(f"{given} fixes the ratio at {fixed}: select=token takes others")
@@ -184,7 +184,7 @@ class Settings:
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
 
 
-# a composed config → Settings, or ValueError; all dotted keys; overrides as Hydra takes them if no file states the key
+# reads a composed config as Settings; lists all dotted keys; puts ++ before overrides of keys that no file states
 read = partial(schema.read, kind=Settings)
 known_keys = partial(schema.known_keys, Settings)
 add_unstated = partial(schema.add_unstated, kind=Settings)
@@ -193,13 +193,13 @@ MEASURES = ("channels", "size", "num_classes")
 
 
 def complete(config: dict) -> tuple[Settings, dict]:
-    """A composed config's settings and the config itself, both completed.
+    """Return a composed config's settings and the config itself, both completed.
 
-    From the dataset come dataset.channels, size and num_classes if they are null, a text network's encoder, and what
-    dataset.heldout=auto means: the held-out data prepared with it, or null. The config has exactly the keys of its
+    The dataset gives dataset.channels, size and num_classes if they are null, a text network's encoder, and the value
+    of dataset.heldout=auto: the held-out data prepared with it, or null. The config gets exactly the keys of its
     architecture, with all default sizes as numbers.
 
-    Raises ValueError for settings that can't be, FileNotFoundError for data that is not there.
+    Raises ValueError for settings that do not fit together, FileNotFoundError for missing data.
     """
     cfg = read(config)
     config = schema.as_read(config, cfg)
@@ -209,7 +209,7 @@ def complete(config: dict) -> tuple[Settings, dict]:
         dataset = replace(dataset, heldout=prepared and str(prepared))
     if cfg.model.takes_text:
         text = read_text_settings(cfg)
-        words = text.vocabulary and list(text.vocabulary)  # as info.json gives it back
+        words = text.vocabulary and list(text.vocabulary)  # a list, as JSON gives it back
         config = {**config, "text": {**asdict(text), "vocabulary": words}}
     if None in (measures := {key: getattr(dataset, key) for key in MEASURES}).values():
         latents = LatentDataset(dataset.path).latents
@@ -224,10 +224,8 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
 
 def read_text_settings(cfg: Settings) -> TextSettings:
-    """The text settings that a text network's dataset states for text.encoder.
-
-    Raises FileNotFoundError, or ValueError, also if given settings differ.
-    """
+    """Return the text settings that a text network's dataset states for text.encoder. Raises FileNotFoundError, or
+    ValueError, also if given settings differ."""
     prepare_embedded(cfg, cfg.dataset.path, "train")
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():
@@ -240,7 +238,8 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Write a part of an embedded dataset, and its captions' text if the network takes it, unless they are there."""
+    """Write part "train" or "heldout" of an embedded dataset if it is missing, with encoded captions if the network
+    takes text. Does nothing for other datasets."""
     if cfg.dataset.embedded == "digits":
         digits.prepare_digits(Path(path), part)
     elif cfg.dataset.embedded == "emoji":

@@ -1,4 +1,4 @@
-"""The first stage of training: start or continue a run, with every check before any long work."""
+"""The start of training: begins or continues a run, with every check before any long work."""
 
 import datetime
 import math
@@ -44,7 +44,7 @@ from tread.training.tracking import check_tracker, open_tracker
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
-    """Start or continue a run, and say the warnings. Raises ValueError or OSError for bad input."""
+    """Begin or continue a run, and print the warnings. Raises ValueError or OSError for bad input."""
     began = time.perf_counter()
     check_tracker(cfg.tracker)
     processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
@@ -85,7 +85,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     )  # fmt: skip
     run.warnings += [*settings_warnings(cfg), *data_warnings(run)]
     if earlier and "flops" not in earlier.info:
-        run.flops = training_flops(cfg, network, range(run.step), aligner)  # as the settings have them
+        run.flops = training_flops(cfg, network, range(run.step), aligner)  # an old checkpoint has no count
     processes.from_main(lambda: take_folder(run, claimed))
     for warning in warnings:
         processes.say(warning)
@@ -95,14 +95,14 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 
 def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDataset) -> None:
-    """Raise ValueError unless a checkpoint was trained on samples and latents like these."""
+    """Raise ValueError unless `data` has the latents and number of samples that a checkpoint was trained on."""
     if (LatentSpec.from_json(earlier.info["latents"]), earlier.info["samples"]) != (data.latents, len(data)):
         run = Path(cfg.results) / cfg.name
         raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
 
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
-    """Raise ValueError, before it is built, for a network that the device's memory can't hold by its blocks alone."""
+    """Raise ValueError, before the network is built, if training its blocks alone exceeds the device's memory."""
     model, copies = cfg.model, 3 + cfg.optim.copies + len(cfg.ema.power)
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of any architecture; most have more
     needed = int(4 * copies * least)
@@ -116,7 +116,7 @@ def check_memory(cfg: Settings, device: torch.device) -> None:
 
 
 def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tuple[Decoder, OnlineFID | None]:
-    """The decoder that makes the grids' pictures, and the scoring while training, if any."""
+    """Return the decoder that draws sample grids, and the FID scorer to use while training, or None."""
     pictures, online_fid = None, None
     if (processes.main and cfg.sampling.decode) or cfg.eval.fid_every:
         pictures = autoencoder.load_decoder(data.latents, processes.device, cfg.sampling.autoencoder)
@@ -127,10 +127,8 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
-    """Record the start, and bring the run's folder to the step it goes on from, in the main process.
-
-    Raises OSError, also without room for a checkpoint, or ValueError if the tracker refuses.
-    """
+    """Record the start, and reset the run's folder to the step from which it continues; in the main process only.
+    Raises OSError, also without room for a checkpoint, or ValueError if the tracker refuses."""
     say, optim = run.processes.say, run.cfg.optim
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
@@ -170,11 +168,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
-    """Load the weights of init_from if a run begins, and the text that stands for none.
-
-    Returns where the run's weights come from, and warnings. Raises FileNotFoundError, or ValueError for weights that do
-    not fit.
-    """
+    """Load the weights of init_from if a run begins, and for a text network the text of an empty caption. Returns where
+    the weights come from, and warnings. Raises FileNotFoundError, or ValueError if weights do not fit."""
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
@@ -190,7 +185,7 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
 
 
 def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset) -> Aligner | None:
-    """The run's alignment, its projector drawn by the seed; None without alignment. Raises ValueError."""
+    """Build the run's alignment, with a projector drawn by the seed, or None. Raises ValueError for a misfit."""
     alignment, device, encoder, flops, fingerprint = cfg.alignment, network.pos_embed.device, None, 0, None
     if alignment.kind == "none":
         return None
@@ -210,7 +205,7 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
 
 
 def settings_warnings(cfg: Settings) -> list[str]:
-    """Warnings of settings that can't help."""
+    """Return warnings about settings that are of no use in this run."""
     warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
     if cfg.alignment.kind == "self" and block >= teacher:
         said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
@@ -226,7 +221,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def files_of(data: LatentDataset) -> dict[str, str]:
-    """Each file of a dataset's latents, with its sha256 as index.json states it, its size and its last change."""
+    """Return each file of a dataset's latents with its recorded sha256, its size and the time of its last change."""
     files = {}
     for shard in read_index(data.folder)["shards"]:
         found = (data.folder / shard["file"]).stat()
@@ -236,7 +231,7 @@ def files_of(data: LatentDataset) -> dict[str, str]:
 
 
 def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
-    """A warning of files that are not as `files_of` had them; the same hash suffices where the dataset was checked."""
+    """Return a warning if files differ from `before`, made by files_of; with verify=full only hashes count."""
     changed = differences(before, files_of(data), nothing="not there")
     if data.verify == "full":
         changed = {name: both for name, both in changed.items() if len({text.partition(",")[0] for text in both}) > 1}
@@ -248,7 +243,7 @@ def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
 
 
 def data_warnings(run: Run) -> list[str]:
-    """Warnings of held-out photos that are the training's or read differently, and of an encoder that has changed."""
+    """Return warnings of held-out photos that are training data or read differently, and of a changed encoder."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data)), files_of(run.heldout) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
@@ -268,21 +263,19 @@ def data_warnings(run: Run) -> list[str]:
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
-    """The grids' texts, and their captions if known: the first ones of samples spread over a dataset."""
+    """Return `prompts` and `captions` of Run for sample grids: the first captions of samples spread over a dataset."""
     samples = spread_classes(len(data), cfg.sampling.classes)
-    known = "captions" in read_index(data.folder)  # an import may have their text alone
+    known = "captions" in read_index(data.folder)  # imports may have encoded captions alone
     captions = [data.captions[sample][0] for sample in samples] if known else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
 
 
-ALIKE = ("classes", "autoencoder", "fingerprint", "scale", "shift")  # in training and held-out data
+ALIKE = ("classes", "autoencoder", "fingerprint", "scale", "shift")  # must agree in training and held-out data
 
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
-    """The training data, placed and normalised as cfg.dataset says, and the held-out data if it names them.
-
-    Raises ValueError or FileNotFoundError if they do not fit the model, the batch or one another.
-    """
+    """Open the training data, placed and normalised by cfg.dataset, and the held-out data, or None. Raises ValueError
+    or FileNotFoundError if they do not fit the model, the batch or each other."""
     data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
     if data.feature_spec is not None:
         check_grid(data.feature_spec.grid, cfg.dataset.size // cfg.model.patch_size, f"features in {data.folder}")
@@ -310,10 +303,8 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open the "train" or "heldout" part of a dataset, and check that it fits the model.
-
-    An embedded dataset is written first if it is not there. Raises ValueError or FileNotFoundError.
-    """
+    """Open part "train" or "heldout" of a dataset, and check that it fits the model. An embedded dataset is written
+    first if it is missing. Raises ValueError or FileNotFoundError."""
     prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None

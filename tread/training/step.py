@@ -1,4 +1,4 @@
-"""One training step: what it draws, the loss of each sample, and the update of weights and averages."""
+"""One training step: its random numbers, the loss of each sample, and the update of weights and averages."""
 
 import contextlib
 import math
@@ -37,14 +37,14 @@ class Draws:
     path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
 
     def rows(self, rows: slice) -> "Draws":
-        """The draws of some samples of the batch."""
+        """Return the random numbers of some samples of the batch."""
         routes = tuple((route, chosen[rows]) for route, chosen in self.routes)
         drawn = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **drawn, routes=routes)
 
 
 def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
-    """The routes of training step `step` (0, 1, …): the model's, by train.ratio_schedule, until train.routes_until."""
+    """Return the model's routes at step `step` (0, 1, …), by train.ratio_schedule; () from train.routes_until on."""
     until, schedule = cfg.train.routes_until, cfg.train.ratio_schedule
     if until is not None and step >= until:
         return ()
@@ -53,10 +53,8 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
 
 
 def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
-    """All randomness of a training step, for the global batch; each kind has a stream of its own.
-
-    A change of one kind (routes on or off, say) leaves the numbers of the others as they are, so that runs
-    with and without routes see the same noise.
+    """Draw all random numbers of a training step, for the global batch, each kind from its own stream. A change of one
+    kind (routes on or off, say) leaves the others as they are, so that runs with and without routes see the same noise.
     """
 
     def normal(stream: str, *size: int) -> Tensor:
@@ -90,9 +88,9 @@ def loss(
     null: Condition,
     aligner: Aligner | None = None,
 ) -> list[Tensor]:
-    """The losses of each sample, (B,) fp32, not yet weighted: denoising, and alignment if there is an aligner.
+    """Compute the losses of each sample, (B,) fp32: denoising and, with an aligner, alignment, not yet weighted.
 
-    network  the run's network, or its aligner's module, as the processes share it.
+    network  the run's network, or its aligner's module; in DDP with several processes.
     latents  the meaning of the batch's stored numbers.
     null     the condition that replaces dropped labels or texts, see Backbone.null.
     """
@@ -114,7 +112,7 @@ def loss(
 
 
 def training_step(run: Run) -> None:
-    """One optimizer step on global batch number run.step. Nothing in it waits for the device."""
+    """Run one optimizer step on the global batch of step run.step, without waiting for the device."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
     draws = step_draws(cfg, latents, run.step, run.processes.device)
     weights = (1.0, cfg.alignment.weight) if run.aligner else (1.0,)

@@ -1,4 +1,4 @@
-"""The text that a run prints before and behind its first steps and after its last."""
+"""The text that a run prints at its start, after its first steps and after its last one."""
 
 from routing_module import RULES, check_routes
 from tread.checkpoints.network import process_of
@@ -14,7 +14,7 @@ from tread.training.step import active_routes
 
 
 def describe(run: Run) -> str:
-    """Data, size, where weights come from, FLOPs, tokens kept, the batch and its split, disk space: a line each."""
+    """Describe data, network, weights, FLOPs, routes, batch and disk space, a line each, and add the warnings."""
     cfg, network, data, train, optim = run.cfg, run.network, run.data, run.cfg.train, run.cfg.optim
     parameters = sum(parameter.numel() for parameter in network.parameters())
     active, tokens = active_routes(cfg, 0), network.num_tokens
@@ -70,7 +70,7 @@ def describe(run: Run) -> str:
 
 
 def describe_alignment(run: Run) -> str:
-    """The aligned block, its targets, and the size of the projector."""
+    """Describe the aligned block, its targets, and the size of the projector."""
     settings, network = run.cfg.alignment, run.network
     block, teacher = settings.blocks(len(network.blocks))
     kept = tokens_at(block, active_routes(run.cfg, 0), network)
@@ -83,11 +83,11 @@ def describe_alignment(run: Run) -> str:
 
 
 def forecast(run: Run, seconds: float) -> str:
-    """An estimate of the time that is left, by the seconds of a training step and the FLOPs of what comes besides."""
+    """Estimate the time left, from the seconds of a training step and the FLOPs of other work, in a line of text."""
     cfg, model, sampling, count = run.cfg, run.model, run.cfg.sampling, run.processes.count
     each = Sampler.of(model.process, sampling.steps, sampling.solver, 1, run.precision).flops(model)
     flops = sample_flops(run.network, active_routes(cfg, run.step - 1), run.aligner) * cfg.train.batch_size
-    speed = flops / count / seconds  # of a process
+    speed = flops / count / seconds  # FLOP/s of a process
 
     def times(interval: int | None) -> int:
         return 0 if interval is None else -(-cfg.train.steps // interval) - (run.step - 1) // interval
@@ -111,7 +111,7 @@ def forecast(run: Run, seconds: float) -> str:
 
 
 def describe_outcome(run: Run) -> str:
-    """The last evaluation and demo metrics, and where everything is: one line each."""
+    """Describe the last evaluation and demo metrics, and the paths of the results, a line each."""
     lines, records = [], run.log.records() if run.processes.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
         last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)

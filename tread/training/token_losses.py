@@ -1,14 +1,13 @@
 """The training loss over kept tokens alone, for several routes: the first arXiv version of TREAD (2501.04765v1).
 
-As far as it is known, the denoising loss is averaged over the patches that each route keeps in the blocks, and over the
+As far as that version is known, the denoising loss is averaged over the patches that each route keeps, and over the
 routes. A masked reconstruction of the skipped patches is added with a coefficient, as in MaskDiT (Zheng et al. 2023,
 arXiv 2306.09305), also averaged over the routes. Its target is the noisy input, normalised within each patch by the
-unbiased variance as in MaskDiT's code (0 where a patch is a single number). The published method of TREAD has neither:
-all patches count, once.
+unbiased variance as in MaskDiT's code (0 if a patch is a single number). In the published TREAD all patches count once.
 
-MaskDiT is trained by the same two terms, of its one route. Only the denoising one has the process's weight. That is
-λ(σ) of EDM; of rectified flow it is 1 on the velocity's error, which is 1/t² on that of D = x_t − t·v, as
-v − (ε − x) = (x − D)/t: so 1/t² stands in the place of λ(σ), and the reconstruction compares D in both.
+MaskDiT is trained by the same two terms, for its one route. Only the denoising term has the process's weight: λ(σ) for
+EDM. For rectified flow it is 1 on the velocity's error, which is 1/t² on the error of D = x_t − t·v, since
+v − (ε − x) = (x − D)/t. So 1/t² takes the place of λ(σ), and the reconstruction compares D in both.
 
 Shapes: B samples, C channels, S×S latents, N = (S/p)² patches in raster order, K of them kept by a route.
 """
@@ -23,7 +22,7 @@ EPSILON = 1e-6  # added to a patch's variance
 
 
 def to_patches(x: Tensor, patch_size: int) -> Tensor:
-    """(B, C, S, S) → (B, N, C·p·p), patches in raster order."""
+    """Convert (B, C, S, S) to (B, N, C·p·p), patches in raster order."""
     return F.unfold(x, patch_size, stride=patch_size).transpose(1, 2)
 
 
@@ -36,10 +35,8 @@ def kept_terms(
     patch_size: int,
     reconstruction: float,
 ) -> Tensor:
-    """`weight` (B,) times the kept patches' error, plus `reconstruction` times the skipped ones': (B,).
-
-    squared, denoised, noisy  as Process.errors gives them.
-    """
+    """Return `weight` (B,) times the kept patches' error plus `reconstruction` times the skipped patches' error: (B,).
+    `squared`, `denoised` and `noisy` are what Process.errors returns, (B, C, S, S) each."""
     terms = weight * kept_error(squared, ids, patch_size)
     if reconstruction:
         terms = terms + reconstruction * reconstruction_error(denoised, noisy, ids, patch_size)
@@ -47,13 +44,13 @@ def kept_terms(
 
 
 def kept_error(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
-    """Mean of squared errors (B, C, S, S) over the patches ids_keep (B, K) of a route, averaged over routes: (B,)."""
+    """Average squared errors (B, C, S, S) over the patches ids_keep (B, K) of each route, then over routes: (B,)."""
     patches = to_patches(squared, patch_size).mean(dim=2)  # (B, N)
     return torch.stack([patches.gather(1, ids_keep).mean(dim=1) for ids_keep in ids]).mean(dim=0)
 
 
 def reconstruction_error(denoised: Tensor, noisy: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
-    """Squared error of the patches that a route skips, averaged over the routes: (B,).
+    """Compute the squared error on the patches that a route skips, averaged over patches and routes: (B,).
 
     denoised  (B, C, S, S), the network's estimate of the data, taken as the reconstruction.
     noisy     (B, C, S, S), its input; the target is each patch of it with mean 0 and variance 1.

@@ -1,4 +1,4 @@
-"""Metrics beside metrics.jsonl: Weights & Biases or TensorBoard."""
+"""Logging of metrics to Weights & Biases or TensorBoard, besides metrics.jsonl."""
 
 import importlib.util
 import uuid
@@ -16,7 +16,7 @@ def check_tracker(name: str) -> None:
 
 
 class Wandb:
-    """A run of Weights & Biases; the folder keeps its id, so a resumed run goes on in the same one."""
+    """Logs to Weights & Biases; the run's folder keeps the id, so that a resumed run continues the same one."""
 
     def __init__(self, project: str, name: str, config: dict, folder: Path) -> None:
         import wandb  # takes seconds, and is off by default
@@ -38,7 +38,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Events in <run>/tensorboard; those of steps that a resumed run does again are hidden."""
+    """Writes events to <run>/tensorboard, and hides those of steps that a resumed run repeats."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes seconds
@@ -58,7 +58,7 @@ Tracker = Wandb | TensorBoard
 
 
 def open_tracker(cfg: Settings, config: dict, folder: Path, step: int) -> Tracker | None:
-    """The tracker, in the main process, of a run that goes on after `step` steps. Raises ValueError if it refuses."""
+    """Open the tracker of a run that continues after `step` steps, or None. Raises ValueError if it refuses."""
     if cfg.tracker == "wandb":
         return Wandb(cfg.wandb.project, cfg.name, config, folder)
     return TensorBoard(folder, step) if cfg.tracker == "tensorboard" else None
