@@ -88,7 +88,9 @@ class Route:
                 )
         start, end, rejoin = (index % depth for index in given.values())
         if start > end:
-            raise ValueError(f"route start {start} lies behind route end {end} (of {depth} blocks)")
+            raise ValueError(
+                f"the route {self.start}→{self.end} is {start}→{end} in {depth} blocks: its start lies behind its end"
+            )
         if rejoin > start:
             raise ValueError(
                 f"route rejoin {self.rejoin} lies behind route start {start} (of {depth} blocks): skipped tokens "
@@ -209,7 +211,9 @@ def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
 def _spread(ids_keep: Tensor, tokens: Tensor) -> Tensor:
     """Expand the indices (B, K) to (B, K, …), for gather and scatter along dimension 1 of tokens (B, N, …)."""
     if len(ids_keep) != len(tokens):  # gather would use only the first samples
-        raise ValueError(f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row")
+        raise ValueError(
+            f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row (see expand)"
+        )
     return ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
 
 

@@ -111,7 +111,11 @@ def name_above(folder):
 
 
 DAMAGE = {
-    "no index": (lambda f: (f / "index.json").unlink(), FileNotFoundError, "no dataset at"),
+    "no index": (
+        lambda f: (f / "index.json").unlink(),
+        FileNotFoundError,
+        "no dataset at .*prepare_latents.py source=",
+    ),
     "broken index": (lambda f: (f / "index.json").write_text('{"version": 1'), ValueError, "index.json is damaged or"),
     "incomplete index": (lambda f: (f / "index.json").write_text('{"version": 1}'), ValueError, "damaged.*KeyError"),
     "other version": (lambda f: edit_index(f, version=9), ValueError, "version 9.*version 1"),

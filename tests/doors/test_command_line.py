@@ -123,7 +123,10 @@ def test_help_of_shell_scripts_is_their_head(tmp_path, script):
         ("train.steps=1,2", "Ambiguous value for argument 'train.steps=1,2'"),
         ("model.routes.5.end=3", "model.routes.5.end=3"),
         ("name=${nothing}", "name: Interpolation key 'nothing' not found"),
-        ("--seed=3", "unrecognized arguments: --seed=3"),
+        ("--seed=3", "'--seed=3' is written 'seed=3', without dashes"),
+        ("--sede=3", "unrecognized arguments: --sede=3"),
+        ("dit", "'dit' is no setting, which is written key=value"),
+        ("guidance=cfg", "unknown setting 'guidance'; --help all prints all"),
     ],
 )
 def test_a_word_that_is_refused_is_named_without_a_traceback(ask, word, shown):
@@ -157,7 +160,8 @@ def test_each_script_refuses_a_word_that_it_does_not_know(ask):
 
 def test_hydras_own_options_are_left_to_it(ask):
     for words, shown in (
-        (("--cfg", "job", "seed=7"), "seed: 7"),
+        (("--cfg", "job", "seed=7", "train.steps=-1"), "seed: 7"),
+        (("--cfg=job", "train.steps=-1"), "a run also checks them"),
         (("--info", "defaults"), "model/tread"),
         (("--cfg=job", "--resolve", "--package", "optim"), "lr: 0.004"),
     ):

@@ -157,7 +157,7 @@ def test_made_again_it_is_finished_and_worker_processes_change_nothing(prepare, 
     (tmp_path / ".data.unfinished/done").mkdir(parents=True)  # as a process leaves it that is killed at the end
     assert prepare() == f"{tmp_path / 'data'} is finished\n"
     assert names_in(tmp_path) == {"data", "again"} and contents(tmp_path / "data") == before
-    with pytest.raises(FileExistsError, match="exists already; remove it or choose another"):
+    with pytest.raises(FileExistsError, match="exists already; remove it or choose another(?s:.*) there, 24 here"):
         prepare("resolution=24")
 
 
@@ -424,6 +424,8 @@ def test_damaged_pictures_stop_or_are_left_out(photos, prepare, tmp_path):
     assert data.labels.tolist() == [0] * 7 + [1] * 4 + [2] * 7
     for name in DAMAGE:
         (photos / name).unlink()
+    with pytest.raises(FileExistsError, match="(?s)made with on_error=skip, which left out 3 files;.*pictures: "):
+        prepare(f"source={photos}")
     prepare(f"source={photos}", f"out={tmp_path / 'without'}", "decode=21")
     expected = LatentDataset(tmp_path / "without")
     assert torch.allclose(data.read(np.arange(18)).stored, expected.read(np.arange(18)).stored, rtol=2e-3, atol=2e-3)

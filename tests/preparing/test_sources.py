@@ -103,6 +103,11 @@ def test_numbers_are_their_own_names():
     assert label_table("a.csv", b"file,label\na.png,n03\nb.png,0\n") == {"a.png": "n03", "b.png": "0"}
 
 
+def test_a_labels_file_in_another_encoding_names_the_line():
+    with pytest.raises(ValueError, match="labels file a.csv: line 3 is not UTF-8"):
+        label_table("a.csv", "\ufefffile,label\na.png,fée\n".encode() + "b.png,fée\n".encode("latin-1"))
+
+
 def test_another_labels_file_names_the_two_that_are_read():
     for name, content in (
         ("labels.json", b'{"0.png": 1}'),
@@ -174,9 +179,24 @@ def only(name):
     return make
 
 
+def nested(*pictures):
+    def make(tree):
+        for name in pictures:
+            (tree / "nested" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / "nested" / name).write_bytes(b"")
+        return tree / "nested"
+
+    return make
+
+
 WRONG = {
     "nothing there": (lambda tree: tree / "nowhere", "is not there"),
     "no root": (lambda tree: tree, "deeper than <class>/<picture>; .*root=train, root=val"),
+    "roots further down": (nested("a/x/ant/1.png", "b/y/1.png", "b/1.png"), "choose the folder of classes: root=a/x$"),
+    "no folder of classes": (
+        nested("ant/1.png", "ant/old/1.png", "bee/1.png"),
+        "ant/old/1.png lies .*; move it there$",
+    ),
     "flat without labels": (lambda tree: tree / "train/ant", "in no class folder.*labels="),
     "empty class": (empty_class, "classes without a picture: dog.*allow_empty"),
     "no picture": (only("a.txt"), "holds no picture.*x/a.txt: its name"),

@@ -19,7 +19,7 @@ from tread.routing.ids import choose_ids
 from tread.runtime import schema
 from tread.training import settings
 from tread.training.optimizers import OPTIMIZERS
-from tread.training.start import check_memory
+from tread.training.start import check_memory, settings_warnings
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
 DATASETS = sorted(path.stem for path in (ROOT / "configs/dataset").glob("*.yaml"))
@@ -173,6 +173,19 @@ def test_bad_values_are_refused_by_name(composed, path, value, shown):
     node[parts[-1]] = value
     with pytest.raises(ValueError, match=shown):
         settings.read(tree)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["objective=rf", "edm.P_mean=-0.4", "rf.shift=0.3"], ["edm.P_mean is -0.4, but has no effect"]),
+        (["rf.shift=0.3", "rf.time=uniform", "edm.rho=5"], ["rf.shift is 0.3, but has", "rf.time is uniform, but has"]),
+        (["objective=rf"], []),
+    ],
+)
+def test_settings_of_the_other_objective_are_warned_of(read_config, overrides, warned):
+    warnings = settings_warnings(read_config(*overrides))
+    assert len(warnings) == len(warned) and all(map(str.startswith, warnings, warned))
 
 
 def chains(path):

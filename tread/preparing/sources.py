@@ -138,10 +138,13 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
                 f"with a labels file: {LABEL_FORMATS} ({', '.join(LABEL_FILES)} are found by themselves)"
             )
         if "/" in folder:
-            tops = ", ".join(f"root={top}" for top in classes[:4])
-            raise ValueError(
-                f"{where}: {name} lies deeper than <class>/<picture>; choose the folder of classes: {tops}"
-            )
+            depths: dict[str, set[int]] = {}  # of the pictures in each folder
+            for picture in filter(is_picture, names):
+                for depth, parent in enumerate(PurePosixPath(picture).parents):
+                    depths.setdefault(str(parent), set()).add(depth)
+            roots = [f"root={folder}" for folder, found in depths.items() if found == {1}]
+            how = f"choose the folder of classes: {', '.join(roots[:4])}" if roots else "move it there"
+            raise ValueError(f"{where}: {name} lies deeper than <class>/<picture>; {how}")
         if file in LABEL_FILES:
             raise ValueError(f"{where}: {name} is a labels file in a folder of its own; choose it by root={folder}")
         if is_picture(name):
@@ -188,5 +191,8 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
         if twice := [picture for picture, count in Counter(pictures).items() if count > 1]:
             raise ValueError(f"{listed(twice)} comes twice")
         return table
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"labels file {name}: line {line} is not UTF-8, in which it must be saved") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"labels file {name} can't be read: {error}. It must be {LABEL_FORMATS}") from error

@@ -39,6 +39,8 @@ def open_door(
         import_plugins(named_plugins(sys.argv[1:], config))
         sys.argv[1:] = spell(take_literally(sys.argv[1:], literal))
         check_overrides(sys.argv[1:], list(known() if callable(known) else known))
+        if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:
+            sys.stderr.write("--cfg prints values as they are put together; a run also checks them\n")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors
         try:
             main()

@@ -110,12 +110,21 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
         alike = difflib.SequenceMatcher(None, section, other_section).ratio()  # a key's last part counts most
         return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
 
-    return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
+    nearest = max(known, key=likeness)
+    names = (other.rpartition(".")[2] for other in (key, nearest))
+    alike = difflib.SequenceMatcher(None, *names).ratio() >= 0.5
+    more = f"the nearest known one is {nearest!r}" if alike else "--help all prints all"
+    return ValueError(f"unknown setting {key!r}; {more}")
 
 
 def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first Hydra override (key=value) whose key is not known."""
-    for override in overrides:
+    """Raise ValueError for the first word that is no Hydra override (key=value), or whose key is not known."""
+    overrides = list(overrides)
+    for before, override in zip(["", *overrides], overrides):
+        if not re.search("^[-~]|=", override) and not before.startswith("-"):  # behind an option it is its value
+            raise ValueError(f"{override!r} is no setting, which is written key=value")
+        if override.startswith("--") and override[2:].partition("=")[0] in known:
+            raise ValueError(f"{override!r} is written {override[2:]!r}, without dashes")
         match = re.match(r"[+~]*([^-+~=\s][^=\s]*)=", override)
         if match and _with_stars(match[1]) not in known and not match[1].startswith("hydra"):
             raise _unknown(match[1], known)

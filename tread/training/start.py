@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +211,10 @@ def settings_warnings(cfg: Settings) -> list[str]:
     if cfg.alignment.kind == "self" and block >= teacher:
         said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
         warnings.append(f"{said}: see alignment.teacher and .block")
+    other = "edm" if cfg.objective == "rf" else "rf"
+    unread = asdict(getattr(cfg, other)).items() - asdict(type(getattr(cfg, other))()).items()
+    for key, value in sorted(unread):
+        warnings.append(f"{other}.{key} is {value}, but has no effect with objective={cfg.objective}")
     if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
         said = f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel"
         warnings.append(f"{said}, of whose direction only the sign is left: the term teaches nothing")
