@@ -68,7 +68,7 @@ class Sweep:
                 raise ValueError(f"sweep.{name} is empty")
 
     def points(self, routed: bool) -> list[Point]:
-        """Return all settings, each once; `routed` tells whether the guidance has ratios."""
+        """Return all settings, each once; `routed`: the guidance uses routes, so their ratios are swept too."""
         strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 

@@ -65,7 +65,9 @@ class SavedNetwork:
 
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
-    """Read what a checkpoint records of its network. `shift` replaces the recorded rf.shift in sampling; None keeps it.
+    """Open a checkpoint's network; its weights ("ema" or "model") are checked, and not loaded yet.
+
+    `shift` replaces the recorded rf.shift in sampling; None keeps it.
 
     Raises ValueError or FileNotFoundError, also for damaged weights, or if no sampler takes what the network predicts.
     """

@@ -31,15 +31,15 @@ def fit(
     ours: Mapping[str, object] | None = None,
     recorded: Mapping[str, object] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the weights to load into a network, in its own types, after checking that they fit.
+    """Return the weights to load into a network, converted to its dtypes, after checking that they fit.
 
     expected  the network's state dict.
     where     the file of the weights, for messages.
-    ours      the network's settings by dotted name, for those that shapes do not tell.
+    ours      the network's settings by dotted name, to check those that shapes do not show.
     recorded  the settings recorded with the weights, by dotted name; None: there is no record.
 
     Positions and rotary tables are constants: the network's own are used if the file has none, and other ones are
-    refused. Raises ValueError, which tells settings that would fit, unless names, shapes and recorded settings match.
+    refused. Raises ValueError if names, shapes or recorded settings do not match; it suggests settings that would.
     """
     ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
     tables = {name: state[name] for name in TABLES if name in state}

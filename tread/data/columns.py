@@ -185,7 +185,7 @@ class TextSpec:
 
     @property
     def caption_bytes(self) -> int:
-        """Bytes of one stored caption."""
+        """The size of one stored caption in bytes; all have the same."""
         return int(np.prod(self.token_shape)) * np.dtype(self.dtype).itemsize + 2 * (self.pooled or 0) + 4
 
     def describe(self) -> str:

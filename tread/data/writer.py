@@ -27,9 +27,9 @@ class DatasetWriter(ShardStore):
     """Writes a dataset in shards; the work may be interrupted and continued.
 
     folder    the future dataset.
-    plan      everything that determines its content, as JSON: unfinished work by another plan is not continued.
+    plan      JSON of what determines the shards; unfinished work is continued only if its plan is the same.
     pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: none are.
-    besides   parts of the plan that affect no shard: compared with a finished dataset's, not with unfinished work's.
+    besides   further settings, which change no shard; only a finished dataset is compared by them too.
     ranges    the rows of each shard; may be set later.
     """
 

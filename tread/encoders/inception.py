@@ -259,7 +259,7 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """Load a frozen network from a file in pytorch-fid's names, with or without fc. Raises ValueError for others."""
+    """Load a frozen network from a file in pytorch-fid's names, with or without fc. Other files raise ValueError."""
     state = read_state_dict(path, "any")
     channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 in FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)

@@ -206,8 +206,8 @@ def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
 
     encoder  text encoder for the captions, fitted to the captions of "train"; None: captions are not encoded.
 
-    index.json of "heldout" records how many of its first samples are compositions. Several processes may call this at
-    once; one of them encodes the captions while the others wait.
+    index.json of "heldout" records how many of its first samples are compositions: see Composition. Several processes
+    may call this at once; one of them encodes the captions while the others wait.
     """
     if not folder.exists():
         samples, other = emoji_of(part), "heldout" if part == "train" else "train"

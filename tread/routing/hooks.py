@@ -61,7 +61,7 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
 
 def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     """Like select_first, but raise ValueError if another tensor among the inputs, in lists and dicts too, has an axis
-    of length N, which may be a token axis. If N = B, first axes are ignored. This is attach_routes' default."""
+    of length N, which may be a token axis (if N = B, first axes are batches). This is attach_routes' default."""
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
     others = {f"input {place}": given for place, given in enumerate(args[1:], 1)} | kwargs
@@ -126,8 +126,8 @@ class Routing:
                 ]
 
     def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
-        """Return a block's inputs with the tokens in args[0] instead of by keyword. Raises ValueError if their number,
-        or with a custom `select` that of any input, is not the N that the ids were chosen for."""
+        """Return a block's inputs with the tokens moved to args[0] if they came by keyword. Raises ValueError if their
+        number, or with a custom `select` that of any input, is not the N that the ids were chosen for."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
@@ -147,8 +147,9 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved)
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """Return the inputs saved before block `rejoin` of route `number`, and forget them. `args` are those of block
-        `index`, the route's last. Raises RuntimeError if nothing was saved or if the model changed these inputs."""
+        """Return, once, the inputs that were saved for route `number`: those of its first block, or of block `rejoin`.
+        `args` are the inputs of block `index`, its last. Raises RuntimeError if nothing was saved, or the saved inputs
+        were changed in place."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
@@ -193,7 +194,7 @@ class Routing:
         return tuple(parts)
 
     def _verify(self, number: int, index: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Raise ValueError if a block's output depends on the order of its tokens (if N is unknown, the kept ones)."""
+        """Raise ValueError if a block's output depends on the order of its tokens (of the kept ones, if N is unknown)."""
         ids, self._ids = self._ids, None  # the block's own hooks do nothing meanwhile
         every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens
         if count is not None:

@@ -70,7 +70,8 @@ def _settings(block: nn.Module) -> dict[str, Any]:
 
 
 def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:
-    """Return the error text for a block whose output changes by the fraction `difference`, with two texts of advice."""
+    """Return the error text for a block whose output changes by the fraction `difference`, followed by advice: how to
+    mend the block, and `otherwise`, if its order is meant."""
     return (
         f"block {index} ({type(block).__name__}) depends on the order of its tokens: when they are permuted, what it "
         f"adds to them changes by {difference:.0%}. If it makes positions by itself, such as rotary angles from "

@@ -136,7 +136,8 @@ def mostly_bad(sums: dict) -> bool:
 
 
 def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """Return the bad ones among the last `steps` steps, numbered from 0, as far as StepStatistics keeps flags."""
+    """Return which of the last `steps` steps were bad, that is not finite: numbers of the run's steps, from 0, as far
+    back as StepStatistics keeps flags."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
@@ -157,8 +158,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
 
 
 def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Return whether samples of these steps hold numbers that are not finite, and a text that names them. To limit the
-    time, reads the samples of the first 100 of these steps at most, fewer for large batches."""
+    """Read the training samples of these steps again; return whether any holds a number that is not finite, and a text
+    that names such samples. To limit the time, it reads the first 100 of these steps, fewer for large batches."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
     spoilt = name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked))
