@@ -52,6 +52,7 @@ def test_it_disturbs_nothing(place, probed):
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
+@pytest.mark.slow
 def test_processes_share_it(place, probed):
     launch_processes(place, *DATA, *probed[0], "results=two", "train.steps=2", processes=2)
     assert fids(place / "two/rgb") == [pytest.approx(fids(place / "with/rgb")[0], rel=1e-4)]

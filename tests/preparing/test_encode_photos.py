@@ -299,6 +299,7 @@ def test_killed_at_any_point_it_ends_the_same(tree, tmp_path):
     assert names_in(tmp_path) == {"first", "expected", "data"}
 
 
+@pytest.mark.slow
 def test_killed_beside_its_reading_processes_it_can_go_on_at_once(tree, tmp_path):
     """Its children, which outlive it for a second or two, do not hold what it held."""
     tree = {**tree, "workers": 2, "shard_size": 1}

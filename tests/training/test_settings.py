@@ -34,7 +34,7 @@ PAPER = {  # experiment → hidden size, depth, heads, end of the route (TREAD, 
 
 
 CHOSEN = [f"dataset={name}" for name in DATASETS] + [f"experiment={name}" for name in EXPERIMENTS]
-WITH_ALL = ["dataset=digits", "dataset=folder", *(f"experiment={name}" for name in PAPER)]  # models; others with some
+WITH_ALL = ["dataset=digits", "dataset=folder", "experiment=imagenet256_b2"]  # models; others with some
 WITH_TEXT = ("dataset=folder", "experiment=imagenet256_b2")
 
 
@@ -43,7 +43,7 @@ WITH_TEXT = ("dataset=folder", "experiment=imagenet256_b2")
     [
         (this, model)
         for this in CHOSEN
-        for model in (MODELS if this in WITH_ALL else ("dit", "tread", "maskdit", "sprint"))
+        for model in (MODELS if this in WITH_ALL else ("tread", "maskdit"))
         if "text" not in model or this in WITH_TEXT
     ],
 )

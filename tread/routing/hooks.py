@@ -194,7 +194,7 @@ class Routing:
         return tuple(parts)
 
     def _verify(self, number: int, index: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Raise ValueError if a block's output depends on the order of its tokens (of the kept ones, if N is unknown)."""
+        """Raise ValueError if a block's output depends on the order of its tokens (the kept ones if N is unknown)."""
         ids, self._ids = self._ids, None  # the block's own hooks do nothing meanwhile
         every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens
         if count is not None:

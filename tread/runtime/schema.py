@@ -167,12 +167,10 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return `tree` with ints for floats such as 1e3 that `built`, the dataclass read from it, holds as ints."""
+    """Return `tree` with ints for null and floats such as 1e3 where `built`, the dataclass read from it, has ints."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)) and isinstance(built, (list, tuple)):
-        return [as_read(*pair) for pair in zip(tree, built)]
-    return built if type(tree) is float and type(built) is int else tree
+    return built if type(built) is int else tree
 
 
 def check(name: str, value: Any, kind: Any) -> None:

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from tread.checkpoints.checkpoint import find_whole, newest
 from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import written
+from tread.runtime.tensor_files import listed
 from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
 
 # group of configs → the key that names the chosen file in a run's config
@@ -81,9 +82,8 @@ def find_run(run: str) -> Path:
         return folder
     around = [path for place in (folder, folder.parent) if place.is_dir() for path in sorted(place.iterdir())]
     runs = [f"run={path}" for path in (folder.parent, *around) if path.is_dir() and holds_a_run(path)]
-    more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
     what = "holds no run" if folder.exists() else "does not exist"
-    raise FileNotFoundError(f"{folder} {what}; near it: {', '.join(runs[:10]) or 'no run either'}{more}")
+    raise FileNotFoundError(f"{folder} {what}; near it: {listed(runs, 10) or 'no run either'}")
 
 
 def leaves(key: str, value: object) -> list[str]:

@@ -218,7 +218,6 @@ def complete(config: dict) -> tuple[Settings, dict]:
     plugins = tuple(absolute(name) for name in cfg.plugins)
     stated = {**config["dataset"], **{key: getattr(dataset, key) for key in (*MEASURES, "heldout")}}
     model = CHOSEN.settle(config["model"], "model")[1]
-    model = {key: getattr(cfg.model, key) if value is None else value for key, value in model.items()}
     config = {**config, "plugins": list(plugins), "model": model, "dataset": stated}
     return replace(cfg, dataset=dataset, text=text, plugins=plugins), config
 
