@@ -223,6 +223,7 @@ def work(tree, limit=None, descriptors=None):
     if descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     if limit is not None:
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # else the limit may cut a module's, in processes begun from here
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     os.sched_setaffinity(0, CORES[:1])
     multiprocessing.set_start_method(None, force=True)  # Python's own default, as from the command line
