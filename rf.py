@@ -33,12 +33,12 @@ class RF(Process):
     """Rectified flow with its training distribution of times and its sampler's time shift.
 
     time        density of t in training: "logit_normal", logit t ~ Normal(time_mean, time_std²), or "uniform".
-    time_scale  the network gets time_scale·t: 1 as in the released code and SiT; 1000 if it counts timesteps.
-    reverse     True: noise is at time 0, as in public SiT weights; the network gets time_scale·(1 − t), predicts x − ε.
-    direction   weight of 1 − cos in the training loss, beside the squared error. cos compares predicted and true
-                velocity over the channels of a position (LightningDiT: weight 1; Yao et al. 2025, arXiv 2501.01423);
-                velocities shorter than SHORTEST count as that long.
-    shift       s in the sampler's u' = s·u / (1 + (s − 1)·u), u = 1 − t; 0.3 (LightningDiT) adds steps near noise.
+    time_scale  the network gets time_scale·t: 1 as in the released code and SiT; 1000 for networks that take timesteps.
+    reverse     True: noise is at time 0, as in SiT's weights; the network gets time_scale·(1 − t) and predicts x − ε.
+    direction   weight of a second term in the training loss, 1 − cos of the angle between predicted and true velocity
+                over the channels of a position (LightningDiT: weight 1; Yao et al. 2025, arXiv 2501.01423). In it,
+                norms below SHORTEST count as SHORTEST.
+    shift       s in the sampler's u' = s·u / (1 + (s − 1)·u), u = 1 − t; 0.3 (LightningDiT) puts more steps near noise.
     """
 
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
@@ -79,7 +79,7 @@ class RF(Process):
         return x.float(), self.time_scale * (1 - t if self.reverse else t)
 
     def combine(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """Return the predicted data D = x_t − t·v in the dtype of x; v is the velocity in the network's output."""
+        """Return the predicted data D = x_t − t·v in the dtype of x; v is the velocity that the network outputs."""
         level = torch.as_tensor(t, dtype=x.dtype, device=x.device).expand(x.shape[0]).view(-1, 1, 1, 1)
         return x - level * self._velocity(output, x)
 
@@ -100,8 +100,8 @@ class RF(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the squared errors of the velocity, D = x_t − t·v, and x_t, each (B, C, S, S) fp32. The loss term of
-        `direction` is added to the squared errors of all channels at its position."""
+        """Return the squared errors of the velocity, the predicted data D = x_t − t·v, and x_t, each (B, C, S, S) fp32.
+        The cosine term (see `direction`) of a position is added to the squared errors of all its channels."""
         noisy = self.noised(x, t, noise)
         v, target = self.velocity(network, noisy, t, y, routes), noise - x
         squared = (v - target).square()
@@ -115,13 +115,13 @@ class RF(Process):
         return squared.mean(dim=(1, 2, 3))
 
     def evaluation_levels(self, count: int) -> Tensor:
-        """Return the times (i + ½) / count for i = 0 .. count−1, (count,) fp64, whatever the density in training."""
+        """Return the times (i + ½) / count for i = 0 .. count−1, (count,) fp64, independent of the training density."""
         return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return the squared velocity error of each sample, (B,) fp32, without the loss term of `direction`."""
+        """Return each sample's mean squared velocity error (B,) fp32, without the cosine term (see `direction`)."""
         return replace(self, direction=0.0).loss(network, x, y, t, noise, routes)
 
     def schedule(self, num_steps: int = 50) -> Tensor:
@@ -146,8 +146,8 @@ class RF(Process):
         steps: int = 50,
         solver: str = "euler",
     ) -> Tensor:
-        """Draw samples of classes y from standard normal noise with all tokens: (B, C, S, S) float64. null_class: the
-        label that means no class, for classifier-free guidance D_null + scale·(D_y − D_null); None: no guidance."""
+        """Draw samples of classes y from standard normal noise, (B, C, S, S) float64; no token is routed. null_class is
+        the label that means no class, for classifier-free guidance D_null + scale·(D_y − D_null); None: no guidance."""
         if null_class is None and scale != 1:
             raise ValueError(f"scale is {scale}, but without null_class there is no guidance")
         weak_y = None if null_class is None else torch.full_like(y, null_class)
@@ -167,7 +167,8 @@ class RF(Process):
     ) -> Tensor:
         """Draw samples of classes y by Sparse Guidance, with routes in both branches: (B, C, S, S) float64.
 
-        strong, weak  pairs (Route, ids_keep (B, K)) of the branch, or a function from the call's number to such pairs.
+        strong, weak  pairs (Route, ids_keep (B, K)) of the branch, or a function from the number of each denoiser call
+                      (0, 1, …) to such pairs, which may differ from call to call.
         weak_y        labels of the weak branch; None: y, as in Sparse Guidance.
         """
         denoise = partial(self.denoise, network)

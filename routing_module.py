@@ -4,10 +4,10 @@ A route r(i→j) removes a random subset of the tokens before block i and puts t
 i to j, both included, run on the kept tokens only. Routes add no parameters, and without them the network is unchanged.
 
 A network uses routes in one line: `x = run_blocks(self.blocks, x, c, routes=routes)`, where `routes` is a sequence of
-pairs (Route, ids_keep) and ids_keep (B, K) holds the indices of the kept tokens. The caller draws the indices by
-`draw_ids(torch.rand(B, N), ratio)`. Nothing in the network is random, so tests, activation recomputation and per-image
-seeds can pass their own indices. More rules that choose tokens are in tread/routing/ids.py, and routes for models that
-can't be edited in tread/routing/hooks.py. This file needs only torch.
+pairs (Route, ids_keep) and ids_keep (B, K) holds the indices of the kept tokens. The caller draws the indices with
+`draw_ids(torch.rand(B, N), ratio)`. Nothing in the network is random: callers can draw from per-image seeds, and
+activation recomputation runs on the same tokens. More rules that choose tokens are in tread/routing/ids.py, and routes
+for models that can't be edited in tread/routing/hooks.py. This file needs only torch.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -34,9 +34,9 @@ class Route:
     fp32             block that runs in fp32 under autocast, for stability as in the paper: "end" is block `end`, "next"
                      the one after it, "off" none; "auto" is "end" if at most 3 blocks follow the route, else "off".
     select           name of the rule that chooses the kept tokens, a key of RULES (tread/routing/ids.py).
-    rejoin           index of a block, at most `start` (None: `start`; negative ones count from the end): after block
-                     `end`, the skipped tokens return with their values from before that block. "stale": all tokens run,
-                     but after block `end` the skipped ones return to their values from before block `start`.
+    rejoin           index of a block, at most `start` (None: `start`; negative ones count from the end). The skipped
+                     tokens are saved before this block and put back, unchanged, after block `end`. "stale": all tokens
+                     run, but after block `end` the skipped ones return to their values from before block `start`.
     """
 
     start: int
@@ -75,8 +75,9 @@ class Route:
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> "Route":
-        """Return this route with negative indices, fp32="auto" and rejoin=None replaced, for a network of `depth`
-        blocks. Raises ValueError for indices out of range or not in order, and for fp32="next" if no block follows."""
+        """Return this route for a network of `depth` blocks; negative indices, fp32="auto" and rejoin=None become
+        explicit. Raises ValueError for indices out of range or in the wrong order, and for fp32="next" if no block
+        follows."""
         rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
         given = {"start": self.start, "end": self.end, "rejoin": rejoin}
         for name, index in given.items():
@@ -87,7 +88,9 @@ class Route:
                 )
         start, end, rejoin = (index % depth for index in given.values())
         if start > end:
-            raise ValueError(f"route start {start} lies behind route end {end} (of {depth} blocks)")
+            raise ValueError(
+                f"the route {self.start}→{self.end} is {start}→{end} in {depth} blocks: its start lies behind its end"
+            )
         if rejoin > start:
             raise ValueError(
                 f"route rejoin {self.rejoin} lies behind route start {start} (of {depth} blocks): skipped tokens "
@@ -103,7 +106,7 @@ class Route:
 
     @property
     def fp32_block(self) -> int | None:
-        """Index of the block that runs in fp32, or None; only for a route from `resolve`."""
+        """Index of the block that runs in fp32, or None. Valid only for a route that `resolve` returned."""
         return {"end": self.end, "next": self.end + 1}.get(self.fp32)
 
     @property
@@ -113,7 +116,7 @@ class Route:
 
     @property
     def saved_before(self) -> int:
-        """Index of the block before which the skipped tokens are saved; only for a route from `resolve`."""
+        """Index of the block before which skipped tokens are saved. Valid only for a route that `resolve` returned."""
         return self.rejoin if isinstance(self.rejoin, int) else self.start
 
     def __str__(self) -> str:
@@ -154,8 +157,8 @@ def num_keep(num_tokens: int, selection_ratio: float) -> int:
 def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor:
     """Return the indices (B, K) int64 of K = num_keep(N, selection_ratio) tokens; all subsets are equally likely.
 
-    noise  (B, N) independent uniform numbers; tokens of the K smallest in a row stay. NaN raises ValueError on a CPU.
-    sort   True: a sample's indices rise; False: they follow the order of the noise.
+    noise  (B, N) independent uniform numbers; a row's K smallest mark the kept tokens. NaN raises ValueError on a CPU.
+    sort   True: each sample's indices ascend; False: they are in the order of their noise, smallest first.
     """
     if not 0.0 <= selection_ratio < 1.0:
         raise ValueError(f"selection_ratio is {selection_ratio}, but must lie in [0, 1)")
@@ -198,7 +201,7 @@ def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
     """Put the kept tokens back among the saved: (B, N, …), (B, K, …), (B, K) → (B, N, …). Skipped tokens equal `saved`
-    bit for bit, gradients reach both inputs. Raises ValueError for indices that check_ids refuses, or for unequal K."""
+    bit for bit; gradients reach both inputs. Raises ValueError if check_ids refuses ids_keep, or if K differs."""
     check_ids(ids_keep, *saved.shape[:2])
     if kept.shape[:2] != ids_keep.shape:
         raise ValueError(f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}: each needs one id")
@@ -208,7 +211,9 @@ def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
 def _spread(ids_keep: Tensor, tokens: Tensor) -> Tensor:
     """Expand the indices (B, K) to (B, K, …), for gather and scatter along dimension 1 of tokens (B, N, …)."""
     if len(ids_keep) != len(tokens):  # gather would use only the first samples
-        raise ValueError(f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row")
+        raise ValueError(
+            f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row (see expand)"
+        )
     return ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
 
 
@@ -231,7 +236,7 @@ REJOINS = {  # by the values of Route.rejoin; None also stands for block indices
 
 def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
     """Return (rows, columns) of the kept tokens for a route that keeps whole rows of a token grid. Raises ValueError
-    for other rules, and if ids_keep (B, K) is not whole rows in raster order (values are checked on a CPU only)."""
+    for routes with other rules, and if ids_keep (B, K) is not whole rows in raster order (checked on a CPU only)."""
     width = grid[1]
     if route.select in RULES and not RULES[route.select].keeps_grid:
         raise ValueError(
@@ -277,8 +282,8 @@ class Record:
 
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-    """Return a route's ids_keep (B, K) int64 after check_ids. `chosen` is either ids_keep itself or uniform draws
-    (B, N), from which the route's rule chooses by the scores that it gives the tokens (B, N, D)."""
+    """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep itself, or uniform draws
+    (B, N) for a rule that scores tokens: it then chooses by these draws and by the scores of the tokens (B, N, D)."""
     if chosen.is_floating_point():
         with torch.no_grad():
             rule = RULES[route.select]
@@ -305,8 +310,8 @@ def run_blocks(
             has no effect. For a rule that scores tokens, such as "norm", the pair is (Route, uniform draws (B, N)), and
             the rule chooses right before block `start`.
     along   tensors (B, N, …) with one row per token (e.g. rotary tables). On a route, blocks get the kept tokens' rows.
-    grid    (rows, columns) of the tokens in raster order; every block then gets grid=. On a route it is the grid of the
-            kept tokens, so the route must select whole rows.
+    grid    (rows, columns) of the tokens in raster order, which every block then gets as its argument `grid`. On a
+            route it is the grid of the kept tokens, so the route must select whole rows.
     record  receives each route's ids_keep and the outputs of the blocks in record.blocks.
 
     Raises ValueError for routes, indices, `along` or a grid that do not fit; RuntimeError if saved tokens were changed.
@@ -352,7 +357,7 @@ def run_blocks(
 
 
 def _rejoin(route: Route, before: Tensor, written: int, tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """Return the tokens (B, N, D) after a route from its last block's output `tokens` and the saved tokens `before`.
+    """Return the tokens (B, N, D) after a route: its last block's output `tokens`, joined with the saved `before`.
     Raises RuntimeError if times_written(before) is no longer `written`, its value when the tokens were saved."""
     if times_written(before) != written:
         raise RuntimeError(

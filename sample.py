@@ -105,7 +105,8 @@ def main(composed: DictConfig) -> None:
 
 
 def open_decoder(options: Options, latents: LatentSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return the function from network latents to the output: stored latents, decoded pictures, or previews."""
+    """Return the function from network latents (see tread/data/latents.py) to sample.py's output: the autoencoder's
+    latents, decoded pictures, or previews."""
     if options.save_latents:
         return partial(from_network, latents=latents)
     return autoencoder.load_decoder(latents, device, options.autoencoder) if options.decode else autoencoder.preview

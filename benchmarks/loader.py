@@ -62,7 +62,7 @@ def write(folder: Path) -> None:
 
 
 def ours(folder: Path, placement: str) -> Callable[[], None]:
-    """Return a function that reads as many samples as the dataset has."""
+    """Return a function that reads as many samples as the dataset has, to the device, with this project's loader."""
     data = LatentDataset(folder / "ours", placement=placement, device=DEVICE)
     loader, steps = Loader(data, 0, BATCH, [slice(0, BATCH)], DEVICE), itertools.count()
 
@@ -74,7 +74,7 @@ def ours(folder: Path, placement: str) -> Callable[[], None]:
 
 
 def through(batches: Iterable) -> None:
-    """Read a loader's batches once, to the device."""
+    """Read all batches of a loader once, and copy them to the device."""
     for stored, labels in batches:
         torch.as_tensor(stored).to(DEVICE), torch.as_tensor(labels).to(DEVICE)
 

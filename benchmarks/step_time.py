@@ -1,8 +1,8 @@
 """Measures the cost of a training step, with and without routes: python benchmarks/step_time.py [overrides]
 
 Runs train.py's own steps on random latents; dense and routed steps take turns in one process. Prints for each kind the
-median time, images/s, FLOP/s, MFU, peak memory, the ratio dense/routed with its spread, and that ratio over what the
-FLOPs allow; then the share of each stage in a step. A kind that fails, or lacks memory, is named, and the others go on.
+median time, images/s, FLOP/s, MFU, peak memory, the ratio of times dense/routed with its confidence interval, and that
+ratio divided by the ratio of FLOPs; then the share of each stage in a step. If a kind fails, the others go on.
 Overrides are those of train.py, and
 
     beside=dit    further models, separated by commas, trained by the same overrides except an architecture's own
@@ -112,7 +112,7 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return the kinds of steps to time: dense, routed, and routed with its last block in fp32 if that differs."""
+    """Return the kinds of steps to time: dense, routed, and, if it differs, routed with routes' last blocks in fp32."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")

@@ -36,8 +36,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
-    """Return a benchmark's own options, as a dataclass `kind`, and the other words of the command line; with `others`
-    these may be train.py's overrides. Raises ValueError for an unknown key or a word without a value."""
+    """Return a benchmark's own options, an instance of the dataclass `kind`, and the command line's other words. With
+    `others` these may be train.py's overrides. Raises ValueError for an unknown key or a word without a value."""
     names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in (*own, "--cpu")]

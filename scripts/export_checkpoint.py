@@ -48,8 +48,8 @@ def main(composed: DictConfig) -> None:
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
-    """Write a checkpoint with one kind of weights, completely or not at all, and open it. `public` adds a file with the
-    names of `public_names`; paths and autoencoder are those of `record`. Raises ValueError or OSError."""
+    """Write a checkpoint with one kind of weights, completely or not at all, and open it. `public` adds a file with
+    public DiT's parameter names; paths and autoencoder are passed to `record`. Raises ValueError or OSError."""
     source, out = checkpoint.find(Path(options.checkpoint).expanduser()), Path(options.out).expanduser()
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"out={out} is there already; choose another folder")

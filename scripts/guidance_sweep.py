@@ -27,8 +27,7 @@ from tread.checkpoints import checkpoint
 from tread.diffusion.guidance import NO_GUIDANCE
 from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
 from tread.evaluation import scoring
-from tread.evaluation.metric_table import METRICS, feature_metrics, names_of
-from tread.evaluation.scorers import choose_scorer
+from tread.evaluation.metric_table import METRICS, feature_metrics, scored_names
 from tread.evaluation.scoring import ScoringOptions, ScoringPlan, plan_scoring, read_options, settle_reference
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
@@ -69,7 +68,7 @@ class Sweep:
                 raise ValueError(f"sweep.{name} is empty")
 
     def points(self, routed: bool) -> list[Point]:
-        """Return all settings, each once; `routed` tells whether the guidance has ratios."""
+        """Return all settings, each once; `routed`: the guidance uses routes, so their ratios are swept too."""
         strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
@@ -134,7 +133,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
     """Return the metric to draw: sweep.metric, or the first available one. Raises ValueError if it is not available."""
     reference = settle_reference(options, plans).reference
-    scored = feature_metrics() if reference else choose_scorer(plans[0].embedded, None).metrics
+    scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
     metric = sweep.metric or next(iter(allowed), None)
     if metric not in allowed:
@@ -156,11 +155,11 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
 
 
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
-    """Write the table and the figures, and print the best setting; records[None] is without guidance."""
+    """Write the table and the figures, and print the best setting. records[None] is the score without guidance."""
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
-    columns = [*Point._fields, "flops_relative", "step", "count", *names_of("samples")]
     rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
+    columns = [*Point._fields, "flops_relative", "step", "count", *scored_names(rows[0])]
     with explain_failure(folder):
         with files[0].open("w", newline="") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
@@ -178,7 +177,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Draw each metric against ω: a line per pair of ratios and interval, and the score without guidance as a level."""
+    """Draw each metric against ω: a line per pair of ratios and interval, and a level for no guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

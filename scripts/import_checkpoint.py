@@ -109,7 +109,8 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
-    """Read the weights to import, by kind; weights of an unknown kind are taken for averaged ones unless take=model."""
+    """Read the weights to import: {"model" or "ema": state dict}. If the file does not say which they are, they count
+    as "ema", unless take=model."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")

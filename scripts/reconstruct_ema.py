@@ -2,7 +2,7 @@
 
 python scripts/reconstruct_ema.py run=results/my-run sigma_rel=0.075 step=400000
 
-Combines the averages that a run stored by ema.power (tread/training/posthoc_ema.py). All options:
+Combines the snapshots that a run with ema.power stored (tread/training/posthoc_ema.py). All options:
 configs/reconstruct_ema.yaml.
 """
 
@@ -48,7 +48,7 @@ def main(composed: DictConfig) -> None:
 
 
 def write_average(options: Options) -> Path:
-    """Write a folder with one checkpoint, of the average alone, and return its path. Raises ValueError or OSError."""
+    """Write a folder with a checkpoint that holds the average alone; return its path. Raises ValueError or OSError."""
     run = Path(options.run).expanduser()
     snapshots = posthoc_ema.usable(run, options.step)
     step, stored = snapshots[-1].step, posthoc_ema.profiles(snapshots)

@@ -22,7 +22,7 @@ Columns = dict[str, dict[str, str]]  # title → arm → cell
 
 
 class Figure(NamedTuple):
-    """A kind of figure: a function that draws it, if there are results, and the further columns of the table."""
+    """A kind of figure: a function that draws it if there are results, and one that returns more table columns."""
 
     draw: Callable[[Study, Results, Path], None]
     columns: Callable[[Study, Results], Columns] = lambda study, results: {}
@@ -42,7 +42,7 @@ def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm: its runs' values at the last point where all have the metric}, without arms that lack one."""
+    """Return {arm: its runs' values at the last point where all have the metric}, for arms that have such a point."""
     return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
 
 
@@ -69,7 +69,7 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 
 
 def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's, at the largest training FLOPs that both reach; None without a value."""
+    """Return one run's metric minus another's, at the largest FLOPs that both reach; None if one has no value."""
     curves = [curve(made, metric, "flops") for made in (run, other)]
     place = min(max(each, default=0) for each in curves)
     here, there = (at_flops(each, place) for each in curves)
@@ -77,14 +77,14 @@ def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names) of runs and others with equal seeds (same data order and noise), without Nones."""
+    """Return by(run, other, *names) for pairs with equal seeds (same data order and noise), without results of None."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
 
 
 def shown(values: Sequence[float], sign: bool = False) -> str:
-    """Format a mean (with its plus, if `sign`), and its standard error if there are several values."""
+    """Format the mean of values (sign: with its plus) and, if there are several values, its standard error."""
     if not values:
         return "–"
     mean, error, plus = statistics.mean(values), standard_error(values), "+" if sign else ""
@@ -254,7 +254,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:
-    """Draw heat maps over a route's first and last block: each metric minus the dense arm's, and FLOPs over its."""
+    """Draw heat maps over a route's first and last block: metrics minus the dense arm's, FLOPs relative to its own."""
     places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}
@@ -277,7 +277,7 @@ SIMILARITIES = {"dense": "all tokens", "routed": "under its route"}  # key of si
 
 
 def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
-    """Return {(arm, panel): similarity matrices, one per seed}."""
+    """Return {(arm, "dense" (all tokens) or "routed" (under its route)): similarity matrices, one per seed}."""
     found = defaultdict(list)
     for arm, runs in results.items():
         for panel, score in product(SIMILARITIES, chain(*(run["scores"] for run in runs))):
@@ -287,7 +287,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return columns with the similarity of neighbouring outputs of blocks, and of the embedding to the last output."""
+    """Return columns with the similarity of neighbouring blocks' outputs, and of the embedding to the last output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -297,7 +297,7 @@ def similarity_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_similarity(study: Study, results: Results, path: Path) -> None:
-    """Draw each mean similarity matrix over the seeds, side by side on one colour scale."""
+    """Draw the similarity matrices, averaged over the seeds, side by side on one colour scale."""
     means = {key: np.mean(each, axis=0) for key, each in matrices(results).items()}
     if means:
         names = ["in", *range(len(next(iter(means.values()))) - 1)]
@@ -307,8 +307,8 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
 
 
 def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[int, list[float]]]:
-    """Return (images, metric of routed minus dense runs by seed) at routed points whose FLOPs the dense runs reach
-    too."""
+    """Return (images, per seed the routed metric minus the dense one at equal FLOPs) for each point of the routed runs,
+    except for points beyond the FLOPs of a dense run."""
     others = {run["seed"]: curve(run, metric, "flops") for run in dense}
     routed, gaps = [run for run in routed if run["seed"] in others], []
     for point, values in series(routed, metric):
@@ -331,8 +331,7 @@ def when_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_when(study: Study, results: Results, path: Path) -> None:
-    """Draw the difference of routed and dense runs at equal FLOPs: a panel per metric, a line per pair, below 0 if
-    ahead."""
+    """Draw routed minus dense runs at equal FLOPs: a panel per metric, a line per pair."""
     panels = []
     for metric in study.metrics:
         lines = []
@@ -359,7 +358,7 @@ FIGURES = {
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML,
-    for the requested runs and the study's other seeds; the table lists what is missing of all of them."""
+    for the requested runs and the study's other seeds. The table names the missing ones among them."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):

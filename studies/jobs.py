@@ -20,12 +20,12 @@ from tread.training.run_folder import RunLog
 
 # keys of a training's records that are kept, and keys of a score's record that are dropped
 KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")
-LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data")
+LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data", "prompts")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training, all scores wanted of it, and their folder, which holds train/ (train.py's output), score-<key>/
+    """A training, the scores to compute from it, and their folder, which holds train/ (train.py's output), score-<key>/
     (the script's output), result.json and log.txt."""
 
     training: Training
@@ -34,7 +34,7 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """All overrides of its scripts, with {data} and {step N} not filled in."""
+        """All overrides of its scripts, with the placeholders {data} and {step N}."""
         return [*self.training.overrides, *(word for score in self.scores for word in score.words)]
 
     @property

@@ -23,22 +23,22 @@ from tread.training import settings
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 ScaleName = Literal["demo", "small", "paper"]
-Script = Literal["fid.py", "scripts/similarity.py", "scripts/judge_emoji.py"]
+Script = Literal["fid.py", "scripts/similarity.py"]
 
 
 @dataclass(frozen=True)
 class Arm:
     """A kind of run at one scale.
 
-    overrides  of train.py; {data} stands for the data's folder, {75%} for that fraction of the run's steps.
+    overrides  overrides for train.py; {data} stands for the data's folder, {75%} for that fraction of the run's steps.
     images     number of images to train on, with repetition.
     seeds      number of seeds 0, 1, ….
     evaluate   images between evaluation losses.
     save       images between checkpoints.
     score      images between scores, a multiple of `save`; 0: only the last checkpoint is scored.
     scored_by  the script that scores a checkpoint.
-    scoring    overrides of this script; {data} as above, {75%} stands for the run's checkpoint nearest to it.
-    samples    per score; 0: nothing is scored.
+    scoring    overrides for this script; {data} as above, {75%} stands for the checkpoint nearest to that step.
+    samples    number of samples per score; 0: nothing is scored.
     needs      what the data's folder must contain, in words; None: nothing.
     """
 
@@ -58,8 +58,8 @@ class Arm:
 class Study:
     """A study at one scale.
 
-    arms     by name.
-    against  arm → the arm that it is compared with; an arm without a key has none.
+    arms     {name: arm}.
+    against  {name of an arm: name of the arm that it is compared with}.
     figure   how metrics are drawn: a key of FIGURES in studies/figures.py.
     """
 
@@ -75,7 +75,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Training:
-    """A run of train.py; `overrides` are all of its overrides but those of folder and seed."""
+    """A run of train.py; `overrides` are all overrides except for folder and seed."""
 
     overrides: tuple[str, ...]
     seed: int

@@ -1,10 +1,11 @@
 """A tiny dataset of captioned RGB pictures with text of some encoders, and a text network on it with random weights."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
+from conftest import randomized
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
@@ -38,11 +39,7 @@ def save_text_checkpoint(run: Path, config: dict, folder: Path, encoder: TextEnc
     data = LatentDataset(folder, text=encoder.spec.encoder)
     spec = {key: getattr(encoder.spec, key) for key in encoder.spec.__dataclass_fields__}
     config = {**config, "text": {**spec, "vocabulary": spec["vocabulary"] and list(spec["vocabulary"])}}
-    with torch.random.fork_rng():
-        torch.manual_seed(step)
-        network = build_network(read_network(config))
-        for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
+    network = randomized(partial(build_network, read_network(config)), step, 0.1)
     network.take_null(data.null_text())
     parts = {part: network.state_dict() for part in ("model", "ema")}
     info = {"config": config, "latents": PIXELS.__dict__, "samples": len(data), "versions": {}}

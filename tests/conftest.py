@@ -13,8 +13,10 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 
 import contextlib
 import copy
+import csv
 import gc
 import io
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -29,14 +31,18 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
+from PIL import Image
 from safetensors.torch import save_file
 
 import fid
+import sample
 import train
 from dit import DiT
 from tread.checkpoints import checkpoint
+from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.network import build_network, read_network
 from tread.data.latents import LatentSpec
+from tread.drawing.grids import FACTS
 from tread.encoders.inception import Inception, sizes_of
 from tread.evaluation import image_sets, reference
 from tread.preparing import encode_photos
@@ -44,10 +50,11 @@ from tread.preparing.images import Crop
 from tread.runtime import schema
 from tread.runtime.cli import take_literally
 from tread.runtime.distributed import share_work
-from tread.training import settings
+from tread.training import periodic, settings
 from tread.training.run_folder import RunLog
 
 ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
 ASSETS = Path(os.environ.get("TREAD_ASSETS", ROOT.parent / "shared"))
 PARSED: dict[tuple, ConfigResult] = {}  # a config that Hydra has read, and when its file was changed → what it says
 
@@ -68,6 +75,30 @@ def read_once(load: Callable) -> Callable:
 Plugins.instance()  # which registers what reads configs: classes of its own, not those that an import gives
 for source in (SourcesRegistry.instance().resolve(scheme) for scheme in ("file", "pkg")):  # our configs, and Hydra's
     source.load_config = read_once(source.load_config)
+
+
+def draw_once(save: Callable) -> Callable:
+    """As a run's own save_curve, which takes a quarter of a run of six steps: it draws records of each kind once, and
+    then hands out the same picture."""
+    drawn = {}
+
+    def save_curve(path: Path, records: list[dict], *more) -> None:
+        numbers = [(key, value) for record in records for key, value in record.items()]
+        kind = frozenset((key, isinstance(value, float) and not np.isfinite(value)) for key, value in numbers)
+        if kind not in drawn:
+            save(path, records, *more)
+            drawn[kind] = path.read_bytes()
+        path.write_bytes(drawn[kind])
+
+    return save_curve
+
+
+periodic.save_curve = draw_once(periodic.save_curve)  # of the runs in this process; the curves: drawing/test_charts.py
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 def pytest_collection_finish():
@@ -128,6 +159,46 @@ def launch(folder, *overrides: str) -> str:
     return launch_door(train.main, "config", folder, *TINY, *overrides)
 
 
+def take_samples(folder, *overrides: str) -> str:
+    """Do in this process what `python sample.py` does in a folder; returns what it prints."""
+    return launch_door(sample.main, "sample", folder, *overrides)
+
+
+def score(folder, *overrides: str) -> str:
+    """Do in this process what `python fid.py` does in a folder; returns what it prints."""
+    return launch_door(fid.main, "fid", folder, f"cache={folder}/cache", *map(str, overrides))
+
+
+def assert_refused(call: Callable, *cases: tuple, error: type[Exception] = SystemExit) -> None:
+    """Each case, arguments and behind them what the error must say, ends in such an error."""
+    for *given, shown in cases:
+        with pytest.raises(error, match=shown):
+            call(*given)
+
+
+def raising(error: BaseException | type[BaseException]) -> Callable:
+    """A function of anything that raises the error, to stand where another was."""
+
+    def stop(*_, **__):
+        raise error
+
+    return stop
+
+
+def interrupt(monkeypatch, owner: object, name: str, call: int) -> list[tuple]:
+    """Let that call of a function be a Ctrl-C; returns what the function is called with from now on."""
+    real, calls = getattr(owner, name), []
+
+    def interrupted(*given, **more):
+        calls.append(given)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return real(*given, **more)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return calls
+
+
 def launch_processes(folder, *overrides: str, processes: int = 1, ok: bool = True) -> str:
     """Run train.py as from the command line, by several processes if asked; returns what it prints."""
     done = run_python(ROOT / "train.py", *TINY, *overrides, cwd=folder, processes=processes)
@@ -142,15 +213,58 @@ def state(run):
     }
 
 
+def opened(run):
+    """The network of a run's newest checkpoint, or of one, its averaged weights, as doors open it."""
+    return open_network(checkpoint.find(run), "ema")
+
+
+def equal(ours: dict, theirs: dict) -> bool:
+    """Whether both have the same tensors under the same names, bit for bit."""
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
 def same(run, other) -> bool:
     """Whether the newest checkpoints of two runs hold the same weights, averages and optimizer's state, bit for bit."""
-    ours, theirs = state(run), state(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    return equal(state(run), state(other))
 
 
 def records(run):
     fields = ("step", "loss", "eval_loss", "eval_velocity")
     return [{key: record[key] for key in fields if key in record} for record in RunLog(run).records()]
+
+
+def logged(run, name: str, field: str = "") -> list:
+    """A run's numbers of that name, or what stands in another field beside them."""
+    return [record[field or name] for record in RunLog(run).records() if name in record]
+
+
+def read_json(path: Path):
+    return json.loads(path.read_text())
+
+
+def write_json(path: Path, tree) -> None:
+    path.write_text(json.dumps(tree))
+
+
+def read_csv(path: Path) -> list[dict]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def facts_in(picture: Path) -> dict:
+    """The facts of its making that a picture's own text states."""
+    return json.loads(Image.open(picture).text[FACTS])
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    """A picture as a file of that kind has it."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -163,14 +277,42 @@ def times(paths: Iterable[Path]) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
-def random_network(seed: int, **sizes: int) -> DiT:
-    """A network on 4×8×8 latents of 10 classes, all parameters N(0, 0.05)."""
+def randomized(build: Callable[[], torch.nn.Module], seed: int, std: float):
+    """A network as it is built, all parameters N(0, std); PyTorch's own random numbers stay as they were."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        network = DiT(input_size=8, in_channels=4, num_classes=10, **sizes)
+        network = build()
         for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.05)
+            torch.nn.init.normal_(parameter, std=std)
     return network
+
+
+def random_network(seed: int, **sizes: int) -> DiT:
+    """A network on 4×8×8 latents of 10 classes, all parameters N(0, 0.05)."""
+    return randomized(partial(DiT, input_size=8, in_channels=4, num_classes=10, **sizes), seed, 0.05)
+
+
+def routes_seen(monkeypatch, network: type) -> list:
+    """The routes of each call of a class's networks from now on, as (start, end, select, kept)."""
+    calls, forward = [], network.forward
+
+    def watched(self, x, t, y, routes=(), **more):
+        resolved = [(route.resolve(len(self.blocks)), ids.shape[1]) for route, ids in routes]
+        calls.append([(route.start, route.end, route.select, kept) for route, kept in resolved])
+        return forward(self, x, t, y, routes, **more)
+
+    monkeypatch.setattr(network, "forward", watched)
+    return calls
+
+
+def state_of(golden: dict) -> dict:
+    """The golden network's state dict."""
+    return {name.removeprefix("state."): value for name, value in golden.items() if name.startswith("state.")}
+
+
+def size_of(network: torch.nn.Module) -> int:
+    """How many parameters it has."""
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def hidden_states(network, *inputs, **more):
@@ -181,11 +323,6 @@ def hidden_states(network, *inputs, **more):
     for hook in hooks:
         hook.remove()
     return out, states
-
-
-def score(folder, *overrides: str) -> str:
-    """Do in this process what `python fid.py` does in a folder; returns what it prints."""
-    return launch_door(fid.main, "fid", folder, f"cache={folder}/cache", *map(str, overrides))
 
 
 def open_pictures(path: Path, crop: int | None = None, *how: str) -> image_sets.Pictures:
@@ -207,11 +344,7 @@ def save_checkpoint(run, composed, latents=RGB, step=3, parts=("model", "ema"), 
     config = composed("dataset=folder", "dataset.path=data", "model.hidden_size=32", "model.depth=6")
     config["dataset"] |= facts
     config["model"] |= {"num_heads": 2, "patch_size": 4}
-    with torch.random.fork_rng():
-        torch.manual_seed(step)
-        network = build_network(read_network(config))
-        for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
+    network = randomized(partial(build_network, read_network(config)), step, 0.1)
     info = {"config": config, "latents": asdict(latents), "samples": 10, "versions": {}}
     folder = checkpoint.save(run, step, {part: network.state_dict() for part in parts}, info)
     return network.eval(), folder
@@ -304,12 +437,8 @@ def dinov2(tmp_path_factory):
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("encoder") / "dinov2"
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, mlp_ratio=2))
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
+    config = transformers.Dinov2Config(**sizes, mlp_ratio=2)
+    randomized(partial(transformers.Dinov2Model, config), 0, 0.2).save_pretrained(folder)
     return folder
 
 

@@ -17,19 +17,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, launch, launch_door
+from conftest import CPU, ROOT, launch, opened, read_json, score, take_samples
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import fid
-import sample
-from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_network
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, draw
 from tread.training.run_folder import RunLog
 
-RECORDED = ROOT / "tests" / "recorded"
+RECORDED = ROOT / "tests/recorded"
 RUNS = {
     "dit": ["model=dit"],
     "tread": ["model=tread"],
@@ -64,8 +60,8 @@ def machine() -> dict[str, str]:
 def numbers_of(folder: Path, name: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """A run's 20 losses, sum and norm of each averaged tensor, and its samples by guidance, on one thread."""
     launch(folder, *OPTIONS, *RUNS[name])
-    run = folder / "results" / "recorded"
-    found = open_network(checkpoint.find(run), "ema")
+    run = folder / "results/recorded"
+    found = opened(run)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -74,7 +70,7 @@ def numbers_of(folder: Path, name: str) -> tuple[dict, dict[str, torch.Tensor]]:
         samples = {}
         for kind, guidance in GUIDANCES.items():
             sampler = Sampler.of(found.process, 5, None, len(SEEDS), "fp32", guidance)
-            model = found.load(torch.device("cpu"), guidance)
+            model = found.load(CPU, guidance)
             samples[f"{name}/{kind}"] = next(draw(model, SEEDS, torch.tensor([3, 1, 4, 1]), sampler))
     finally:
         torch.set_num_threads(threads)
@@ -87,10 +83,7 @@ def test_the_numbers_are_those_that_were_recorded(tmp_path, name):
     if os.environ.get("TREAD_RECORD"):
         pytest.skip("they are being recorded")
     numbers, samples = numbers_of(tmp_path, name)
-    recorded, expected = (
-        json.loads((RECORDED / "numbers.json").read_text()),
-        load_file(RECORDED / "samples.safetensors"),
-    )
+    recorded, expected = (read_json(RECORDED / "numbers.json"), load_file(RECORDED / "samples.safetensors"))
     losses, average = recorded["runs"][name]["loss"], recorded["runs"][name]["ema"]
     assert len(losses) == 20 and numbers["ema"].keys() == average.keys()
     if recorded["machine"] == machine():
@@ -122,26 +115,26 @@ def test_record(tmp_path):
 @pytest.fixture
 def old_run(tmp_path):
     """A copy of the run that the recorded commit left after 20 steps."""
-    run = tmp_path / "results" / "digits-tread"
+    run = tmp_path / "results/digits-tread"
     shutil.copytree(RECORDED / "run", run)
     (run / "latest").symlink_to("step_0000020")  # not kept in the repository, where not everyone can have links
     return run
 
 
 def test_a_run_of_the_recorded_commit_is_sampled_scored_and_resumed(old_run, tmp_path):
-    then = json.loads((RECORDED / "run_then.json").read_text())
-    here = machine() == json.loads((RECORDED / "numbers.json").read_text())["machine"]
+    then = read_json(RECORDED / "run_then.json")
+    here = machine() == read_json(RECORDED / "numbers.json")["machine"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     options = ("classes=[3,8]", "seeds=0-3", "guidance=cfg", "steps=8")
-    launch_door(sample.main, "sample", tmp_path, f"checkpoint={old_run}", *options)
-    launch_door(fid.main, "fid", tmp_path, f"checkpoint={old_run}", "num_samples=40", "steps=8")
+    take_samples(tmp_path, f"checkpoint={old_run}", *options)
+    score(tmp_path, f"checkpoint={old_run}", "num_samples=40", "steps=8")
     torch.set_num_threads(threads)
     found, expected = (np.asarray(Image.open(p)).astype(int) for p in (tmp_path / "samples.png", RECORDED / "run.png"))
     assert np.abs(found - expected).max() <= (0 if here else 3)
-    score = json.loads((old_run / "latest" / "fid.json").read_text())
+    scored = read_json(old_run / "latest/fid.json")
     for name, value in then["score"].items():
-        assert score[name] == pytest.approx(value, **({"rel": 1e-9} if here else {"rel": 0.02, "abs": 0.05})), name
+        assert scored[name] == pytest.approx(value, **({"rel": 1e-9} if here else {"rel": 0.02, "abs": 0.05})), name
 
     options = ("model.hidden_size=8", "train.steps=24", "every.evaluate=10", "every.sample=100", "every.save=20")
     text = launch(tmp_path, *options)

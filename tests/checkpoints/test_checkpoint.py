@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import equal, names_in, raising, read_json, write_json
 from safetensors.torch import save_file
 
 from dit import DiT
@@ -34,7 +35,7 @@ def saved(tmp_path):
 def test_what_is_saved_comes_back(saved):
     actual = checkpoint.find(saved)
     assert actual.step == 2 and actual.info["config"] == {"a": [1]} and actual.folder.name == "step_0000002"
-    assert sorted(p.name for p in saved.iterdir()) == ["latest", "step_0000001", "step_0000002"]
+    assert names_in(saved) == {"latest", "step_0000001", "step_0000002"}
     assert [checkpoint.find(saved / name).step for name in ("latest", "step_0000001")] == [2, 1]
 
 
@@ -54,7 +55,7 @@ def test_damage_is_named(saved):
     with pytest.raises(checkpoint.Damaged, match="model.safetensors is missing"):
         latest.tensors("model")
     info = latest.folder / "info.json"
-    whole = json.loads(info.read_text())
+    whole = read_json(info)
     elsewhere = {**whole["files"], "../step_0000001/model.safetensors": whole["files"]["model.safetensors"]}
     for text, shown in (
         ('{"format": "check', "info.json is damaged"),
@@ -68,13 +69,13 @@ def test_damage_is_named(saved):
             with pytest.raises(checkpoint.Damaged, match=f"{shown}.*{before}") as caught:
                 checkpoint.find(name)
             assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # as other processes are told
-    info.write_text(json.dumps({"format": "checkpoint", "version": 99}))
+    write_json(info, {"format": "checkpoint", "version": 99})
     with pytest.raises(ValueError, match="version 99"):
         checkpoint.find(saved)
     info.write_text("")
     with pytest.raises(checkpoint.Damaged, match="info.json is damaged"):
         read_weights(latest.folder / "ema.safetensors")
-    info.write_text(json.dumps(whole))
+    write_json(info, whole)
     os.truncate(first.folder / "model.safetensors", 100)
     with pytest.raises(checkpoint.Damaged, match="there is no whole checkpoint before it"):
         latest.tensors("model")
@@ -93,14 +94,11 @@ def test_a_latest_that_names_nothing(saved):
 
 
 def test_a_failed_save_leaves_the_older_one_whole(saved, monkeypatch):
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(tensor_files, "save_file", fail)
+    monkeypatch.setattr(tensor_files, "save_file", raising(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(saved, 3, {"model": {"a": torch.zeros(1)}}, {})
     assert checkpoint.find(saved).step == 2 and os.readlink(saved / "latest") == "step_0000002"
-    assert sorted(p.name for p in saved.iterdir()) == ["latest", "step_0000001", "step_0000002"]
+    assert names_in(saved) == {"latest", "step_0000001", "step_0000002"}
 
 
 def test_what_gets_a_name_is_on_the_disk_before(tmp_path, monkeypatch):
@@ -149,7 +147,7 @@ def test_weights_to_start_from(saved, tmp_path):
         (tmp_path / "bare.safetensors", "ema", state),
     ):
         read, network = read_weights(path, weights).state, small()
-        assert read.keys() == expected.keys() and all(torch.equal(read[key], expected[key]) for key in expected)
+        assert equal(read, expected)
         load_weights(network, str(path), weights)
         assert all(torch.equal(value, expected[key]) for key, value in network.state_dict().items())
     with pytest.raises(ValueError, match="is a file.*import_checkpoint.py"):

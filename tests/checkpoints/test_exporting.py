@@ -1,7 +1,6 @@
 """Exports to give away: numpy's fp16 is the reference for the numbers, hashlib and the file system for the record."""
 
 import hashlib
-import json
 import math
 from dataclasses import replace
 
@@ -9,15 +8,13 @@ import export_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import RGB, launch_door, save_checkpoint
+from conftest import CPU, RGB, launch_door, opened, read_json, save_checkpoint, take_samples, write_json
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
 
-import sample
 from tread.checkpoints import checkpoint
 from tread.checkpoints.exporting import record, shortened
-from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.weights import load_weights
 from tread.preparing import digits
 
@@ -38,8 +35,8 @@ def test_half_precision_is_the_rounded_weights_in_half_the_bytes(tmp_path, saved
     assert full.keys() == half.keys()
     for name, value in half.items():
         assert value.dtype == torch.float16 and np.array_equal(value.numpy(), full[name].numpy().astype(np.float16))
-    path, before = tmp_path / "half" / "ema.safetensors", checkpoint.find(saved).info
-    content, info = path.read_bytes(), json.loads((tmp_path / "half" / "info.json").read_text())
+    path, before = tmp_path / "half/ema.safetensors", checkpoint.find(saved).info
+    content, info = path.read_bytes(), read_json(tmp_path / "half/info.json")
     assert len(content) < 0.52 * (saved / "ema.safetensors").stat().st_size
     file = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     origin = {"dtype": "fp16", "made_from": before["files"]["ema.safetensors"]["sha256"]}
@@ -47,22 +44,20 @@ def test_half_precision_is_the_rounded_weights_in_half_the_bytes(tmp_path, saved
     assert "ema weights of step 3 in fp16" in text
 
 
-def test_doors_take_half_precision_and_compute_in_fp32(tmp_path, saved, composed):
+def test_doors_take_half_precision_and_compute_in_fp32(tmp_path, saved):
     hand_out(tmp_path, f"checkpoint={saved}", "out=half", "dtype=fp16")
-    trained = open_network(checkpoint.find(tmp_path / "half"), "ema")
-    network = trained.load(torch.device("cpu")).network
-    stored = load_file(tmp_path / "half" / "ema.safetensors")
+    network = opened(tmp_path / "half").load(CPU).network
+    stored = load_file(tmp_path / "half/ema.safetensors")
     for name, value in network.state_dict().items():
         assert value.dtype == torch.float32 and torch.equal(value, stored[name].float()), name
     load_weights(network, str(tmp_path / "half"))
     assert {value.dtype for value in network.state_dict().values()} == {torch.float32}
     for source in ("run", "half"):
-        options = [f"checkpoint={source}", "seeds=0-1", "steps=4", f"out={source}.png"]
-        launch_door(sample.main, "sample", tmp_path, *options)
+        take_samples(tmp_path, f"checkpoint={source}", "seeds=0-1", "steps=4", f"out={source}.png")
     run, half = (np.array(Image.open(tmp_path / f"{name}.png")).astype(int) for name in ("run", "half"))
     assert np.abs(run - half).max() <= 2 and run.std() > 20  # grey levels of 256
     guided = ["guidance=autoguidance", "guidance.checkpoint=half", "guidance.scale=1.5"]
-    launch_door(sample.main, "sample", tmp_path, "checkpoint=run", "seeds=0", "steps=2", *guided)
+    take_samples(tmp_path, "checkpoint=run", "seeds=0", "steps=2", *guided)
 
 
 @pytest.mark.parametrize("value", [65520.0, -1e6, math.nan])
@@ -70,8 +65,7 @@ def test_what_half_precision_does_not_hold_is_refused(tmp_path, saved, value):
     info = checkpoint.find(saved).info
     state = load_file(saved / "ema.safetensors")
     state["blocks.1.mlp.fc2.bias"][3] = value
-    kept = {key: info[key] for key in ("config", "latents")}
-    checkpoint.save(tmp_path / "run", 5, {"ema": state}, kept)
+    checkpoint.save(tmp_path / "run", 5, {"ema": state}, {key: info[key] for key in ("config", "latents")})
     with pytest.raises(SystemExit, match="blocks.1.mlp.fc2.bias: .*65,504; dtype=fp32 keeps"):
         hand_out(tmp_path, "checkpoint=run/step_0000005", "out=half", "dtype=fp16")
     assert not (tmp_path / "half").exists()
@@ -80,17 +74,17 @@ def test_what_half_precision_does_not_hold_is_refused(tmp_path, saved, value):
 def test_no_path_of_this_machine_stays(tmp_path, composed):
     """Whatever in the record is absolute is shortened; without paths=short it is what it was."""
     latents = replace(RGB, shape=(4, 16, 16), autoencoder=str(tmp_path / "weights/a.pt"))
-    _, folder = save_checkpoint(tmp_path / "run", composed, latents, heldout=str(tmp_path / "nette" / "val"))
+    _, folder = save_checkpoint(tmp_path / "run", composed, latents, heldout=str(tmp_path / "nette/val"))
     info = checkpoint.find(folder).info
-    info["config"]["dataset"]["path"], info["config"]["results"] = str(tmp_path / "nette" / "train"), "/results"
-    (folder / "info.json").write_text(json.dumps({**info, "weights": str(tmp_path / "them" / "a.pt")}))
+    info["config"]["dataset"]["path"], info["config"]["results"] = str(tmp_path / "nette/train"), "/results"
+    write_json(folder / "info.json", {**info, "weights": str(tmp_path / "them/a.pt")})
     hand_out(tmp_path, "checkpoint=run", "out=plain")
-    assert str(tmp_path) in (tmp_path / "plain" / "info.json").read_text()
+    assert str(tmp_path) in (tmp_path / "plain/info.json").read_text()
     hand_out(tmp_path, "checkpoint=run", "out=given", "paths=short", "autoencoder=madebyollin/taesd")
     for name in ("info.json", "config.yaml"):
         assert str(tmp_path) not in (tmp_path / "given" / name).read_text()
     actual = checkpoint.find(tmp_path / "given").info
-    assert actual["config"] == OmegaConf.to_container(OmegaConf.load(tmp_path / "given" / "config.yaml"))
+    assert actual["config"] == OmegaConf.to_container(OmegaConf.load(tmp_path / "given/config.yaml"))
     data = actual["config"]["dataset"]
     assert (data["path"], data["heldout"], actual["config"]["results"]) == ("nette/train", "nette/val", "results")
     assert actual["weights"] == "them/a.pt"

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from conftest import random_network
+from conftest import equal, random_network
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -59,8 +59,7 @@ def compiled_blocks(model):
 
 
 def same(actual, expected):
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[key], value) for key, value in expected.items())
+    assert equal(actual, expected)
 
 
 def test_public_dit_and_sit_training_checkpoints(tmp_path):
@@ -80,8 +79,7 @@ def test_released_tread_checkpoints(tmp_path):
     raw, averaged = network(0), network(1)
     expected = {kind: {**this.state_dict()} for kind, this in (("ema", averaged), ("model", raw))}
     wrapped = [torch.compile(Around(Preconditioned(compiled_blocks(this)))) for this in (raw, averaged)]
-    names = list(wrapped[0].state_dict())
-    assert "_orig_mod.module.model.blocks.0._orig_mod.attn.qkv.weight" in names
+    assert "_orig_mod.module.model.blocks.0._orig_mod.attn.qkv.weight" in wrapped[0].state_dict()
     content = {"model_state_dict": wrapped[0].state_dict(), "ema_state_dict": wrapped[1].state_dict(), "step": 9}
     torch.save({**content, "optimizer_state_dict": {"state": {}}}, tmp_path / "latest.pt")
     for kind, state in expected.items():
@@ -165,8 +163,7 @@ def test_pickled_code_is_not_run(tmp_path, legacy):
         with pytest.raises(ValueError, match=r"could not be read.*object of \S*mkdir.*can run any code"):
             read_state_dict(tmp_path / "evil.pt")
         assert not (tmp_path / "hacked").exists()
-    before = torch.serialization.get_safe_globals()
-    assert argparse.Namespace not in before  # allowed for the reading alone
+    assert argparse.Namespace not in torch.serialization.get_safe_globals()  # allowed for the reading alone
 
 
 def refusal(state, expected):
@@ -176,7 +173,7 @@ def refusal(state, expected):
 
 
 @pytest.mark.parametrize(
-    ("file", "fitting"),
+    "file, fitting",
     [
         ({"hidden_size": 24}, "model.hidden_size=24"),
         ({"depth": 2}, "model.depth=2"),

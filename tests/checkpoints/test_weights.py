@@ -118,7 +118,7 @@ RF = ("objective=rf",)
 
 
 @pytest.mark.parametrize(
-    ("record", "overrides", "latents", "shown"),
+    "record, overrides, latents, shown",
     [
         ({}, (), {}, []),
         ({"overrides": RF}, RF, {}, []),
@@ -139,8 +139,7 @@ RF = ("objective=rf",)
     ],
 )
 def test_what_a_run_may_mean_otherwise_is_said_with_both_values(saved, cfg, record, overrides, latents, shown):
-    actual = read_weights(saved(**record))
-    lines = actual.warnings(cfg(*overrides), replace(LATENTS, **latents))
+    lines = read_weights(saved(**record)).warnings(cfg(*overrides), replace(LATENTS, **latents))
     assert bool(lines) == bool(shown) and len(lines) <= 2
     assert all(part in "\n".join(lines) for part in shown)
 

@@ -1,13 +1,14 @@
 """Captions beside latents and their text, against arrays that were written by hand; draws against a naive count."""
 
-import json
 import pickle
 import shutil
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from conftest import CPU, assert_refused, contents, write_json
 
 from tread.data.captions import add_captions, parse_captions, read_captions
 from tread.data.columns import TextSpec
@@ -96,8 +97,7 @@ def test_every_placement_reads_the_text_that_was_written(made, spec, placement):
     assert data.captions == CAPTIONS
     with pytest.raises(IndexError, match=f"captions 0..{TOTAL}, but there are {TOTAL}"):
         data.text_of(np.array([0, TOTAL]))
-    again = pickle.loads(pickle.dumps(data))
-    assert same(again.batch(0, 1, 8).text, data.batch(0, 1, 8).text)
+    assert same(pickle.loads(pickle.dumps(data)).batch(0, 1, 8).text, data.batch(0, 1, 8).text)
 
 
 def test_a_picture_comes_with_one_of_its_captions_all_of_them_alike_often(made):
@@ -122,8 +122,7 @@ def test_draws_do_not_depend_on_ranks_and_micro_batches_nor_change_the_others(ma
         for processes, at_once in ((1, 8), (2, 2), (4, 1)):
             parts = []
             for rank in range(processes):
-                rows = split_batch(8, processes, rank, at_once)
-                loader = Loader(data, 7, 8, rows, torch.device("cpu"), ahead=2)
+                loader = Loader(data, 7, 8, split_batch(8, processes, rank, at_once), CPU, ahead=2)
                 parts += [batch.text for batch in loader.batches(step)]
                 loader.close()
             assert len(parts) == 8 // at_once
@@ -136,7 +135,7 @@ def edited(folder, change) -> None:
     """Change a parsed index.json."""
     index = read_index(folder)
     change(index)
-    (folder / "index.json").write_text(json.dumps(index))
+    write_json(folder / "index.json", index)
 
 
 def spoil(folder, number: int, value: float, kind: str = "") -> None:
@@ -189,17 +188,17 @@ def test_text_counts_where_memory_is_asked_for(folder, monkeypatch):
 
 
 def test_captions_that_do_not_fit_are_refused_and_nothing_is_lost(folder):
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    for captions, message in (
+    before = contents(folder)
+    assert_refused(
+        partial(add_captions, folder),
         (CAPTIONS[:-1], f"captions of 22 samples, but .* holds {COUNT}"),
         ([*CAPTIONS, ["more"]], f"captions of 24 samples, but .* holds {COUNT}"),
         ([*CAPTIONS[:4], [], *CAPTIONS[5:]], "sample 4 of .* has no caption"),
         ([*CAPTIONS[:4], "red apple", *CAPTIONS[5:]], "sample 4 .* must have a list of strings"),
         ([["other"]] * COUNT, "has other captions already: again=true replaces them"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            add_captions(folder, captions)
-        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+        error=ValueError,
+    )
+    assert contents(folder) == before
     add_captions(folder, CAPTIONS)  # the same ones
     LatentDataset(folder, text="words")
     add_captions(folder, [["other"]] * COUNT, again=True)

@@ -6,6 +6,7 @@ from statistics import NormalDist
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Churn, heun
@@ -44,7 +45,7 @@ def test_loss_equals_the_formula_sample_by_sample(tiny):
             F = tiny(c_in * noisy[None], torch.tensor([math.log(s) / 4]), y[i : i + 1])[0]
             D = 0.6**2 / (s**2 + 0.6**2) * noisy + s * 0.6 / math.sqrt(s**2 + 0.6**2) * F
             expected = (s**2 + 0.6**2) / (s * 0.6) ** 2 * (D - x[i]).square().mean()
-            torch.testing.assert_close(losses[i], expected, rtol=1e-4, atol=1e-5)
+            assert_close(losses[i], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_weight_makes_an_untrained_network_cost_the_same_at_every_noise_level():
@@ -63,12 +64,12 @@ def test_learned_sigma_uses_the_first_channels():
 
     x, sigma = torch.randn(2, 4, 8, 8), torch.tensor([0.5, 0.5])
     expected = 0.5 * x + 0.5 * 0.5 / math.sqrt(0.5) * x / math.sqrt(0.5)
-    torch.testing.assert_close(EDM().denoise(network, x, sigma, None), expected)
+    assert_close(EDM().denoise(network, x, sigma, None), expected)
 
 
 def test_noise_levels_of_training():
     normal = torch.tensor([0.0, 1.0, -2.0])
-    torch.testing.assert_close(EDM().noise_level(normal).log(), torch.tensor([-1.2, 0.0, -3.6]))
+    assert_close(EDM().noise_level(normal).log(), torch.tensor([-1.2, 0.0, -3.6]))
 
 
 def test_levels_by_quantile():
@@ -116,11 +117,9 @@ def test_heun_reaches_the_solution_and_counts_evaluations():
     noise, sigmas = torch.randn(4, 1, 2, 2), EDM().schedule(40)
     x = heun(denoiser, noise, sigmas)
     assert len(calls) == 79 and calls[0] == 80 and calls[-1] == 0.002
-    torch.testing.assert_close(x, gaussian_solution(noise, sigmas), rtol=1e-2, atol=0)
+    assert_close(x, gaussian_solution(noise, sigmas), rtol=1e-2, atol=0)
     sigmas = EDM().schedule(640)
-    torch.testing.assert_close(
-        heun(gaussian_denoiser, noise, sigmas), gaussian_solution(noise, sigmas), rtol=1e-4, atol=0
-    )
+    assert_close(heun(gaussian_denoiser, noise, sigmas), gaussian_solution(noise, sigmas), rtol=1e-4, atol=0)
 
 
 def algorithm_2(D, t, S_churn, S_min, S_max, S_noise, draws):
@@ -148,7 +147,7 @@ def test_heun_is_the_papers_algorithm(churn):
     draws = torch.randn(9, 3, 1, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     actual = heun(gaussian_denoiser, draws[-1], levels, Churn(*churn), lambda step: draws[step])
     expected = algorithm_2(gaussian_denoiser, t, *(*churn, *(0.0, 0.0, math.inf, 1.0)[len(churn) :]), draws)
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
+    assert_close(actual, expected, rtol=1e-10, atol=0)
     if churn[0]:
         assert not torch.isclose(actual, heun(gaussian_denoiser, draws[-1], levels), rtol=1e-3).all()
         with pytest.raises(ValueError, match="no churn_noise"):
@@ -156,7 +155,7 @@ def test_heun_is_the_papers_algorithm(churn):
 
 
 @pytest.mark.parametrize(
-    ("kind", "values"),
+    "kind, values",
     [
         (EDM, {"sigma_min": 80.0}),
         (EDM, {"sigma_min": 0.0}),

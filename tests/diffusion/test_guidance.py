@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import assert_refused
+from torch.testing import assert_close
 
 from rf import RF
 from routing_module import Route
@@ -34,7 +36,7 @@ def test_the_strong_branch_is_pushed_away_from_the_weak_one_in_all_channels(scal
     """scale·D_strong + (1 − scale)·D_weak, by one batch or two."""
     actual = guided(Branch(known, y, routed(kept[0])), Branch(known, labels, routed(kept[1])), lambda call: scale)
     strong, weak = known(x, level, y, routed(kept[0])(0)), known(x, level, labels, routed(kept[1])(0))
-    torch.testing.assert_close(actual(x, level), scale * strong + (1 - scale) * weak)
+    assert_close(actual(x, level), scale * strong + (1 - scale) * weak)
 
 
 def test_branches_of_one_shape_run_as_one_batch():
@@ -72,7 +74,7 @@ def test_one_batch_gives_each_branch_its_own_labels_and_ids():
     apart = Branch(lambda *given: denoise(*given), y, branches[1].routes)
     levels = torch.tensor([1.0, 2.0, 3.0])
     together, alone = guided(*branches, lambda call: 1.7), guided(branches[0], apart, lambda call: 1.7)
-    torch.testing.assert_close(together(x, levels), alone(x, levels))
+    assert_close(together(x, levels), alone(x, levels))
 
 
 def test_calls_are_counted():
@@ -80,9 +82,7 @@ def test_calls_are_counted():
     strong = Branch(known, y, lambda call: seen.append(call) or ())
     denoiser = guided(strong, Branch(known, no_class), lambda call: scales[call])
     for scale in scales:
-        torch.testing.assert_close(
-            denoiser(x, level), scale * known(x, level, y, ()) + (1 - scale) * known(x, level, no_class, ())
-        )
+        assert_close(denoiser(x, level), scale * known(x, level, y, ()) + (1 - scale) * known(x, level, no_class, ()))
     assert seen == [0, 1, 2]
 
 
@@ -135,7 +135,7 @@ A, B, OMEGA = 0.5, 0.9, 1.6
 
 
 def edm_denoiser(std):
-    return lambda x, s: x * std**2 / (std**2 + s**2)
+    return lambda x, s, y, routes: x * std**2 / (std**2 + s**2)
 
 
 def edm_factor(std, start):
@@ -145,34 +145,32 @@ def edm_factor(std, start):
 
 def rf_denoiser(std):
     """E[x | x_t] for x_t = (1−t)·x + t·ε."""
-    return lambda x, t: x * (1 - t) * std**2 / ((1 - t) ** 2 * std**2 + t**2)
+    return lambda x, t, y, routes: x * (1 - t) * std**2 / ((1 - t) ** 2 * std**2 + t**2)
 
 
 @pytest.mark.parametrize("omega", [0.0, 1.0, OMEGA])
 def test_guided_samples_of_a_gaussian_by_edm(omega):
     """D is a mean of two linear ones, so log x(0)/x(80) is the same mean of theirs: factor = f_A^ω · f_B^(1−ω)."""
-    strong = Branch(lambda x, s, y, routes: edm_denoiser(A)(x, s), y)
-    weak = Branch(lambda x, s, y, routes: edm_denoiser(B)(x, s), y)
+    strong, weak = (Branch(edm_denoiser(std), y) for std in (A, B))
     levels = EDM().schedule(400)
     actual = heun(guided(strong, weak, lambda call: omega), x, levels)
     factor = edm_factor(A, 80) ** omega * edm_factor(B, 80) ** (1 - omega)
-    torch.testing.assert_close(actual, x.double() * 80 * factor, rtol=1e-3, atol=0)
+    assert_close(actual, x.double() * 80 * factor, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("omega", [0.0, 1.0, OMEGA])
 def test_guided_samples_of_a_gaussian_by_rectified_flow(omega):
     """Data N(0, s²): x(0) = s·x(1), by the exact flow x_t = x(1)·sqrt((1−t)²s² + t²); guided, factors multiply."""
-    strong = Branch(lambda x, t, y, routes: rf_denoiser(A)(x, t), y)
-    weak = Branch(lambda x, t, y, routes: rf_denoiser(B)(x, t), y)
+    strong, weak = (Branch(rf_denoiser(std), y) for std in (A, B))
     expected = x.double() * A**omega * B ** (1 - omega)
     fine = heun(guided(strong, weak, lambda call: omega), x, RF().schedule(200))
-    torch.testing.assert_close(fine, expected, rtol=1e-3, atol=0)
+    assert_close(fine, expected, rtol=1e-3, atol=0)
     coarse = euler(guided(strong, weak, lambda call: omega), x, RF().schedule(2000))
-    torch.testing.assert_close(coarse, expected, rtol=2e-3, atol=0)
+    assert_close(coarse, expected, rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         ({"kind": "best"}, "must be one of none, cfg"),
         ({"kind": "sparse", "strong": 0.7, "weak": 0.3}, "strong 0.7 is larger"),
@@ -219,30 +217,32 @@ def test_networks_that_can_not_be_guided_so_are_refused():
         cfg = SimpleNamespace(model=SimpleNamespace(routes=routes))
         return SimpleNamespace(cfg=cfg, label_drop=label_drop, path_drop=path_drop)
 
-    with pytest.raises(ValueError, match="weak branch.*without a route.*force=true"):
-        check_trained_for(Guidance("sparse", weak=0.5), network(dense, 0.1))
-    with pytest.raises(ValueError, match="strong branch"):
-        check_trained_for(
-            Guidance("sparse", strong=0.1, weak=0.5, checkpoint="a"), network(dense, 0.1), network(trained, 0.1)
-        )
-    with pytest.raises(ValueError, match="weak branch"):
-        check_trained_for(Guidance("sparse", weak=0.5, checkpoint="a"), network(trained, 0.1), network(dense, 0.1))
-    for kind in ("cfg", "sparse_cfg", "sparse_uncond"):
-        with pytest.raises(ValueError, match="label_drop=0 and knows no null class"):
-            check_trained_for(Guidance(kind), network(trained, 0.0))
-    with pytest.raises(ValueError, match="no null class"):
-        check_trained_for(Guidance("sparse_cfg", checkpoint="a"), network(trained, 0.1), network(trained, 0.0))
-    for kind in ("path_drop", "path_drop_class"):
-        with pytest.raises(ValueError, match=f"guidance={kind} .*train.path_drop=0"):
-            check_trained_for(Guidance(kind), network(trained, 0.1, path_drop=0.0))
-        check_trained_for(Guidance(kind), network(trained, 0.1, path_drop=0.1))
-    check_trained_for(Guidance("path_drop_class"), network(trained, 0.0, path_drop=0.1))
-    with pytest.raises(ValueError, match="label_drop=0 .*guidance=path_drop_class does not need one"):
-        check_trained_for(Guidance("path_drop"), network(trained, 0.0, path_drop=0.1))
-    check_trained_for(Guidance("sparse", weak=0.5), network(trained, 0.0))
-    check_trained_for(Guidance("sparse", weak=0.5, force=True), network(dense, 0.0))
-    check_trained_for(Guidance("sparse", weak=0.5, checkpoint="a"), network(dense, 0.0), network(trained, 0.0))
-    check_trained_for(Guidance("sparse_cfg", checkpoint="a"), network(trained, 0.0), network(trained, 0.1))
+    whole, no_route, no_null = network(trained, 0.1), network(dense, 0.1), network(trained, 0.0)
+    dropping = network(trained, 0.0, path_drop=0.1)
+    other = {"weak": 0.5, "checkpoint": "a"}
+    assert_refused(
+        check_trained_for,
+        (Guidance("sparse", weak=0.5), no_route, "weak branch.*without a route.*force=true"),
+        (Guidance("sparse", strong=0.1, **other), no_route, whole, "strong branch"),
+        (Guidance("sparse", **other), whole, no_route, "weak branch"),
+        (Guidance("cfg"), no_null, "label_drop=0 and knows no null class"),
+        (Guidance("sparse_cfg"), no_null, "label_drop=0 and knows no null class"),
+        (Guidance("sparse_uncond"), no_null, "label_drop=0 and knows no null class"),
+        (Guidance("sparse_cfg", checkpoint="a"), whole, no_null, "no null class"),
+        (Guidance("path_drop"), network(trained, 0.1, 0.0), "guidance=path_drop .*train.path_drop=0"),
+        (Guidance("path_drop_class"), network(trained, 0.1, 0.0), "guidance=path_drop_class .*train.path_drop=0"),
+        (Guidance("path_drop"), dropping, "label_drop=0 .*guidance=path_drop_class does not need one"),
+        error=ValueError,
+    )
+    for guidance, *networks in (
+        (Guidance("path_drop"), network(trained, 0.1, 0.1)),
+        (Guidance("path_drop_class"), dropping),
+        (Guidance("sparse", weak=0.5), no_null),
+        (Guidance("sparse", weak=0.5, force=True), network(dense, 0.0)),
+        (Guidance("sparse", **other), network(dense, 0.0), no_null),
+        (Guidance("sparse_cfg", checkpoint="a"), no_null, whole),
+    ):
+        check_trained_for(guidance, *networks)
 
 
 def test_descriptions_tell_all_that_decides():

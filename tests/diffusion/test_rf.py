@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from rf import RF
 from routing_module import Route, draw_ids
@@ -19,7 +20,7 @@ def test_loss_equals_the_definition_sample_by_sample(tiny):
         for i, s in enumerate(t.tolist()):
             x_t = (1 - s) * x[i] + s * noise[i]
             v = tiny(x_t[None], torch.tensor([s]), y[i : i + 1])[0]
-            torch.testing.assert_close(losses[i], (noise[i] - x[i] - v).square().mean(), rtol=1e-4, atol=1e-5)
+            assert_close(losses[i], (noise[i] - x[i] - v).square().mean(), rtol=1e-4, atol=1e-5)
 
 
 def test_an_untrained_network_costs_what_the_velocity_varies():
@@ -33,7 +34,7 @@ def test_an_untrained_network_costs_what_the_velocity_varies():
 def test_training_times():
     normal = torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     t = RF(time_mean=0.5, time_std=2.0).noise_level(normal)
-    torch.testing.assert_close(t.logit(), 2 * normal + 0.5)
+    assert_close(t.logit(), 2 * normal + 0.5)
     assert RF().noise_level(torch.tensor([0.0])).item() == 0.5
     lower = RF().cleaner(torch.tensor([0.0, -1.0]), torch.tensor([0.2, 0.3]))
     assert lower.tolist() == [pytest.approx(0.3), 0.0]  # σ(−1) = 0.269 lies less than the step above 0
@@ -60,8 +61,8 @@ def test_the_network_gets_the_time_as_it_is_or_scaled_or_reversed():
         (RF(reverse=True), 1 - t, -1),
         (RF(time_scale=9, reverse=True), 9 - 9 * t, -1),
     ):
-        torch.testing.assert_close(flow.velocity(network, x, t, None), sign * x)
-        torch.testing.assert_close(seen.pop(), expected)
+        assert_close(flow.velocity(network, x, t, None), sign * x)
+        assert_close(seen.pop(), expected)
 
 
 def test_reversed_weights_learn_and_sample_the_same_flow():
@@ -69,14 +70,14 @@ def test_reversed_weights_learn_and_sample_the_same_flow():
     ours = lambda x, t, y, routes=(): x * (1 - t).view(-1, 1, 1, 1)  # noqa: E731
     theirs = lambda x, t, y, routes=(): -x * t.view(-1, 1, 1, 1)  # noqa: E731
     x, noise, y, t = torch.randn(5, 1, 2, 2), torch.randn(5, 1, 2, 2), torch.zeros(5).long(), torch.rand(5)
-    torch.testing.assert_close(RF(reverse=True).loss(theirs, x, y, t, noise), RF().loss(ours, x, y, t, noise))
-    torch.testing.assert_close(RF(reverse=True).sample(theirs, noise, y), RF().sample(ours, noise, y))
+    assert_close(RF(reverse=True).loss(theirs, x, y, t, noise), RF().loss(ours, x, y, t, noise))
+    assert_close(RF(reverse=True).sample(theirs, noise, y), RF().sample(ours, noise, y))
 
 
 def test_learned_sigma_uses_the_first_channels():
     x = torch.randn(2, 4, 8, 8)
     network = lambda x, t, y, routes: torch.cat([x, x * 1e9], 1)  # noqa: E731
-    torch.testing.assert_close(RF().velocity(network, x, 0.5, None), x)
+    assert_close(RF().velocity(network, x, 0.5, None), x)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 50])
@@ -86,7 +87,7 @@ def test_euler_is_exact_where_the_flow_is_straight(steps):
     network = lambda x, t, y, routes: v  # noqa: E731
     for solver in get_args(Solver):
         actual = RF().sample(network, noise, torch.tensor([0, 1]), steps=steps, solver=solver)
-        torch.testing.assert_close(actual, (noise - v).double(), rtol=1e-6, atol=1e-6)
+        assert_close(actual, (noise - v).double(), rtol=1e-6, atol=1e-6)
 
 
 def test_euler_steps_of_a_linear_velocity():
@@ -95,14 +96,12 @@ def test_euler_steps_of_a_linear_velocity():
     y, network = torch.tensor([0, 1]), lambda x, t, y, routes: 0.8 * x
     for steps, given in ((10, {"steps": 10}), (50, {})):
         expected = noise.double() * (1 - 0.8 / steps) ** steps
-        torch.testing.assert_close(RF().sample(network, noise, y, **given), expected, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(
-            RF().sample_tread(network, noise, y, (), (), **given), expected, rtol=1e-6, atol=1e-6
-        )
+        assert_close(RF().sample(network, noise, y, **given), expected, rtol=1e-6, atol=1e-6)
+        assert_close(RF().sample_tread(network, noise, y, (), (), **given), expected, rtol=1e-6, atol=1e-6)
     assert len(RF().schedule()) == 51
 
 
-@pytest.mark.parametrize(("solver", "order"), [(euler, 1), (heun, 2)])
+@pytest.mark.parametrize("solver, order", [(euler, 1), (heun, 2)])
 def test_orders_of_the_solvers(solver, order):
     """Data N(0, 0.7²): the exact flow ends at 0.7·noise; halving the steps divides the error by 2^order."""
     noise = torch.ones(1, 1, 1, 1)
@@ -139,8 +138,8 @@ def test_sample_is_the_plain_loop(tiny):
         expected = released_sample(tiny, noise, y, torch.full_like(y, 10), 5, 1.5)
         plain = released_sample(tiny, noise, y, y, 5, 1.0)
     actual = RF().sample(tiny, noise, y, null_class=10, scale=1.5, steps=5)
-    torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(RF().sample(tiny, noise, y, steps=5).float(), plain, rtol=1e-4, atol=1e-5)
+    assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
+    assert_close(RF().sample(tiny, noise, y, steps=5).float(), plain, rtol=1e-4, atol=1e-5)
 
 
 def test_sample_tread_is_the_plain_loop_under_given_ids(tiny):
@@ -150,9 +149,9 @@ def test_sample_tread_is_the_plain_loop_under_given_ids(tiny):
         expected = released_sample(tiny, noise, y, y, 5, 1.5, routes)
         uncond = released_sample(tiny, noise, y, torch.full_like(y, 10), 5, 1.5, routes)
     actual = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5)
-    torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
+    assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
     actual = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5, weak_y=torch.full_like(y, 10))
-    torch.testing.assert_close(actual.float(), uncond, rtol=1e-4, atol=1e-5)
+    assert_close(actual.float(), uncond, rtol=1e-4, atol=1e-5)
     by_call = [lambda call, one=one: one for one in routes]
     assert torch.equal(
         RF().sample_tread(tiny, noise, y, *by_call, 1.5, 5), RF().sample_tread(tiny, noise, y, *routes, 1.5, 5)
@@ -160,7 +159,7 @@ def test_sample_tread_is_the_plain_loop_under_given_ids(tiny):
     strong = RF().sample_tread(tiny, noise, y, *routes, steps=5)  # scale 1
     with torch.no_grad():
         expected = released_sample(tiny, noise, y, y, 5, 1.0, routes)
-    torch.testing.assert_close(strong.float(), expected, rtol=1e-4, atol=1e-5)
+    assert_close(strong.float(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_golden_forward_is_what_the_velocity_sees(asset, tiny):
@@ -170,8 +169,8 @@ def test_golden_forward_is_what_the_velocity_sees(asset, tiny):
     with torch.no_grad():
         actual = RF().velocity(tiny, g["x"], g["t"], g["y"])
         routed = RF().velocity(tiny, g["x"], g["t"], g["y"], [(Route(1, 4), g["ids_keep_r050"])])
-    torch.testing.assert_close(actual, g["out_eval"], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(routed, g["out_train_routed"], rtol=1e-4, atol=1e-5)
+    assert_close(actual, g["out_eval"], rtol=1e-4, atol=1e-5)
+    assert_close(routed, g["out_train_routed"], rtol=1e-4, atol=1e-5)
 
 
 def test_levels_are_the_fractions_that_people_write():

@@ -5,7 +5,9 @@ There t runs from noise (0) to data (1), as with rf.reverse=true; x1 is the data
 
 import pytest
 import torch
+from conftest import state_of
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from rf import RF
 from tread.diffusion.edm import EDM
@@ -39,8 +41,8 @@ def test_golden_terms_are_ours(golden):
 
     mse, total = loss_of(golden, network, direction=0.0), loss_of(golden, network)
     for x, t in seen:
-        torch.testing.assert_close(x, golden["out.xt"], rtol=0, atol=2e-6)
-        torch.testing.assert_close(t, golden["out.t_lognorm"], rtol=0, atol=1e-6)
+        assert_close(x, golden["out.xt"], rtol=0, atol=2e-6)
+        assert_close(t, golden["out.t_lognorm"], rtol=0, atol=1e-6)
     close(mse, golden["out.mse_per_sample"], 5e-6)
     close(total - mse, golden["out.cos_per_sample"], 5e-6)
     close(loss_of(golden, network, direction=0.25) - mse, 0.25 * golden["out.cos_per_sample"], 5e-6)
@@ -48,30 +50,28 @@ def test_golden_terms_are_ours(golden):
     total.mean().backward()
     close(prediction.grad.sum(dim=(0, 2, 3)), golden["grad.final_layer.linear.bias"], 1e-4)
     normal = golden["in.normals"].double()
-    torch.testing.assert_close(1 - RF().noise_level(-normal), golden["out.t_lognorm"].double(), rtol=0, atol=1e-7)
+    assert_close(1 - RF().noise_level(-normal), golden["out.t_lognorm"].double(), rtol=0, atol=1e-7)
 
 
 def test_golden_times_and_path_are_ours(golden):
     """Their 10 points are 9 steps of Euler: each call is at a point of theirs, where the path and the time are."""
     path, grid = golden["out.traj_nocfg"], golden["out.grid"]
-    torch.testing.assert_close(1 - RF(**LIGHTNING).schedule(9).float(), grid, rtol=0, atol=2e-7)
+    assert_close(1 - RF(**LIGHTNING).schedule(9).float(), grid, rtol=0, atol=2e-7)
     calls = iter(range(9))
 
     def network(x, t, y, routes=()):
         i = next(calls)
-        torch.testing.assert_close(x, path[i], rtol=0, atol=1e-5)
-        torch.testing.assert_close(t, grid[i].expand(len(x)), rtol=0, atol=1e-6)
+        assert_close(x, path[i], rtol=0, atol=1e-5)
+        assert_close(t, grid[i].expand(len(x)), rtol=0, atol=1e-6)
         return (path[i + 1] - path[i]) / (grid[i + 1] - grid[i])
 
     actual = RF(**LIGHTNING).sample(network, golden["in.noise"], golden["in.y"], steps=9)
-    torch.testing.assert_close(actual.float(), golden["out.sample_nocfg"], rtol=0, atol=1e-5)
+    assert_close(actual.float(), golden["out.sample_nocfg"], rtol=0, atol=1e-5)
 
 
 def test_golden_network_learns_samples_and_is_guided_as_theirs(golden, asset):
     network = LightningDiT(8, 1, 8, hidden_size=64, depth=4, num_heads=4, num_classes=10)
-    stored = load_file(asset("golden/lightningdit_tiny_a.safetensors"))
-    state = {name.removeprefix("state."): value for name, value in stored.items() if name.startswith("state.")}
-    network.load_state_dict(state)
+    network.load_state_dict(state_of(load_file(asset("golden/lightningdit_tiny_a.safetensors"))))
     flow, noise, y = RF(**LIGHTNING), golden["in.noise"], golden["in.y"]
     loss_of(golden, network).mean().backward()
     parameters = dict(network.named_parameters())
@@ -96,12 +96,12 @@ def test_the_direction_is_one_less_the_cosine_place_by_place(tiny):
             v, target = flow.velocity(tiny, noisy, t, y), noise - x
             cos = (v * target).sum(1) / (v.square().sum(1) * target.square().sum(1)).sqrt()
             level = t[:, None, None, None]
-            torch.testing.assert_close(noisy, (1 - level) * x + level * noise)
-            torch.testing.assert_close(denoised, noisy - level * v)
-            torch.testing.assert_close(squared, plain[0] + 0.5 * (1 - cos)[:, None].expand_as(x))
+            assert_close(noisy, (1 - level) * x + level * noise)
+            assert_close(denoised, noisy - level * v)
+            assert_close(squared, plain[0] + 0.5 * (1 - cos)[:, None].expand_as(x))
             assert torch.equal(denoised, plain[1]) and torch.equal(plain[0], (v - target).square())
             expected = (v - target).square().mean(dim=(1, 2, 3)) + 0.5 * (1 - cos).mean(dim=(1, 2))
-            torch.testing.assert_close(flow.loss(tiny, x, y, t, noise), expected)
+            assert_close(flow.loss(tiny, x, y, t, noise), expected)
             assert torch.equal(flow.evaluation_loss(tiny, x, y, t, noise), plain[0].mean(dim=(1, 2, 3)))
 
 
@@ -109,9 +109,9 @@ def test_a_new_network_does_not_begin_with_an_endless_slope():
     """v = 0 is at a right angle to everything; there the slope of each place is that of a velocity of length 0.01."""
     v, x, noise = torch.zeros(2, 4, 8, 8, requires_grad=True), torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
     loss = RF(direction=1.0).loss(lambda x, t, y, routes: v, x, None, torch.rand(2), noise)
-    torch.testing.assert_close(loss, (noise - x).square().mean(dim=(1, 2, 3)) + 1)
+    assert_close(loss, (noise - x).square().mean(dim=(1, 2, 3)) + 1)
     (slope,) = torch.autograd.grad(loss.sum() - (v - (noise - x)).square().mean(dim=(1, 2, 3)).sum(), v)
-    torch.testing.assert_close(slope.norm(dim=1), torch.full((2, 8, 8), 100 / 64))
+    assert_close(slope.norm(dim=1), torch.full((2, 8, 8), 100 / 64))
 
 
 def test_the_evaluation_is_the_same_for_all_densities_and_weights():

@@ -1,18 +1,18 @@
 """Sampling: order, seeds and labels, against drawing each sample alone and a known network."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import launch_door, random_network
+from conftest import CPU, assert_refused, random_network, take_samples
 from PIL import Image
+from torch.testing import assert_close
 
-import sample
 from rf import RF
 from routing_module import Route
 from sample import parse_seeds
-from tread.checkpoints import checkpoint
 from tread.data.latents import to_uint8
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS as GUIDANCE_KINDS
@@ -30,6 +30,7 @@ def latents_of(network, seeds, labels, process=EDM(), weak=None, **options):  # 
     return torch.cat(list(draw(model, seeds, labels, Sampler(**{"steps": 4, **options}), weak)))
 
 
+each_process = pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
 SPARSE = Guidance("sparse", 1.5, strong=0.25, weak=0.5)
 KINDS = [Guidance(), Guidance("cfg", 1.5), SPARSE]
 SCHEDULED = Guidance(
@@ -43,7 +44,7 @@ def smaller():
     return random_network(1, patch_size=4, hidden_size=32, depth=4, num_heads=2)
 
 
-@pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
+@each_process
 @pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda item: item.kind)
 def test_a_sample_is_the_same_bits_in_any_company(tiny, guidance, process):
     """Order, position, neighbours, the start and the padding of the last batch; batches have one shape."""
@@ -102,7 +103,7 @@ def test_churn_adds_noise_that_the_seed_gives(tiny):
             return EDM().denoise(tiny, x, level, labels)
 
     expected = heun(denoiser, normal("noise"), EDM().schedule(4), churn, lambda step: normal(f"churn {step}"))
-    torch.testing.assert_close(actual, expected.float())
+    assert_close(actual, expected.float())
     plain = latents_of(tiny, seeds, labels, steps=4, batch_size=2)
     assert not torch.isclose(actual, plain, rtol=0.01, atol=0.01).all()
     alone = latents_of(tiny, seeds[1:] * 2, labels[1:].repeat(2), steps=4, batch_size=2, churn=churn)
@@ -126,7 +127,7 @@ def test_route_ids_follow_from_the_seed_and_change_from_pass_to_pass(tiny):
                 assert torch.equal(seen[2 * call + offset][1][row], expected)
 
 
-@pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
+@each_process
 def test_what_guidance_comes_to_at_its_ends(tiny, smaller, process):
     """Scale 1 is the strong branch, bit for bit; ratios 0 are dense sampling without guidance, up to rounding."""
     seeds, labels = [3, 4], torch.tensor([3, 4])
@@ -136,12 +137,12 @@ def test_what_guidance_comes_to_at_its_ends(tiny, smaller, process):
     for guidance in strong:
         assert torch.equal(latents_of(tiny, seeds, labels, guidance=guidance, **options), plain)
     dense = latents_of(tiny, seeds, labels, guidance=Guidance("sparse", 3.0), **options)
-    torch.testing.assert_close(dense, plain, rtol=1e-3, atol=1e-4)
+    assert_close(dense, plain, rtol=1e-3, atol=1e-4)
     weak = Model(process, smaller, (Route(0, 2),))
     routed, dense = Guidance("sparse", 0.0, weak=0.5, checkpoint="a"), Guidance("autoguidance", 0.0, checkpoint="a")
     mine = latents_of(smaller, seeds, labels, **options)
     other = latents_of(tiny, seeds, labels, guidance=routed, weak=weak, **options)
-    torch.testing.assert_close(latents_of(smaller, seeds, labels, guidance=dense, weak=weak, **options), mine)
+    assert_close(latents_of(smaller, seeds, labels, guidance=dense, weak=weak, **options), mine)
     assert not torch.isclose(other, mine).all()  # scale 0 is the weak network, here under its route
 
 
@@ -180,7 +181,7 @@ def shrinks(process, std, start, end):
     return math.hypot(*spread[1]) / math.hypot(*spread[0])
 
 
-@pytest.mark.parametrize(("process", "weak_process"), [(EDM(), EDM(sigma_data=0.8)), (RF(), RF(reverse=True))])
+@pytest.mark.parametrize("process, weak_process", [(EDM(), EDM(sigma_data=0.8)), (RF(), RF(reverse=True))])
 @pytest.mark.parametrize("kind", GUIDANCE_KINDS)
 @pytest.mark.parametrize("interval", [None, (0.2, 0.7)])
 def test_samples_of_gaussian_data_by_each_kind(process, weak_process, kind, interval):
@@ -207,7 +208,7 @@ def test_samples_of_gaussian_data_by_each_kind(process, weak_process, kind, inte
             process, (weak or model).network.std(bool(row.weak_class), guidance.weak + 0.5 * row.drops_path), start, end
         )
         expected = expected * (strong**omega * weaker ** (1 - omega) if is_guided and kind != "none" else strong)
-    torch.testing.assert_close(actual, expected, rtol=0.04, atol=0)  # the interval's ends lie between two levels
+    assert_close(actual, expected, rtol=0.04, atol=0)  # the interval's ends lie between two levels
 
 
 def test_a_model_without_routes_is_not_guided_by_them(tiny):
@@ -289,10 +290,10 @@ def test_bad_requests_are_refused(tiny):
     with pytest.raises(ValueError, match="not finite"):
         next(draw_pictures(Model(EDM(), tiny), to_uint8, [4], torch.tensor([0]), Sampler(steps=2), check=True))
     with pytest.raises(ValueError, match="precision is 'fp16'.*range is too small"):
-        use_precision("fp16", torch.device("cpu"))
+        use_precision("fp16", CPU)
     with pytest.raises(ValueError, match="must be random or balanced"):
         seeded_labels([0], 10, "sorted")
-    assert use_precision("auto", torch.device("cpu")) == "fp32"
+    assert use_precision("auto", CPU) == "fp32"
 
 
 def test_seeds_and_classes():
@@ -307,8 +308,8 @@ def test_seeds_and_classes():
 
 def test_grid_places_pictures_row_by_row(tmp_path):
     pictures = np.arange(6, dtype=np.uint8).reshape(6, 1, 1, 1).repeat(8, 2).repeat(8, 3) * 40
-    save_grid(tmp_path / "a" / "grid.png", pictures, columns=3)
-    grid = np.asarray(Image.open(tmp_path / "a" / "grid.png"))
+    save_grid(tmp_path / "a/grid.png", pictures, columns=3)
+    grid = np.asarray(Image.open(tmp_path / "a/grid.png"))
     assert grid.shape == (2 * 64 + 2, 3 * 64 + 4)
     assert [grid[10 + 66 * r, 10 + 66 * c] for r in range(2) for c in range(3)] == [0, 40, 80, 120, 160, 200]
     save_grid(tmp_path / "rgb.png", np.zeros((2, 3, 256, 256), dtype=np.uint8), columns=2)
@@ -318,17 +319,14 @@ def test_grid_places_pictures_row_by_row(tmp_path):
 def test_the_door_refuses_a_bare_state_dict(tmp_path, tiny):
     """Public DiT weights predict noise on timesteps: sampling them by EDM would give noise."""
     torch.save(tiny.state_dict(), tmp_path / "dit.pt")
-    with pytest.raises(ValueError, match="timesteps"):
-        checkpoint.find(tmp_path / "dit.pt")
-    for name, shown in (("dit.pt", "timesteps 0..999"), ("none", "no checkpoint at")):
-        with pytest.raises(SystemExit, match=f"error: .*{shown}"):
-            launch_door(sample.main, "sample", tmp_path, f"checkpoint={tmp_path / name}")
+    bare, none = (f"checkpoint={tmp_path / name}" for name in ("dit.pt", "none"))
+    shown = "error: .*timesteps 0..999"
+    assert_refused(partial(take_samples, tmp_path), (bare, shown), (none, "error: no checkpoint at"))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
+@each_process
 def test_on_a_gpu_pictures_hold_as_on_a_cpu(tiny, precision, process):
     """Noise, labels and ids are drawn on the CPU, so they are the same bits on any device. Pictures at one batch shape
     are equal in any order; in fp32 they are within one grey level on 99.9% of the pixels in other shapes, and beside

@@ -42,8 +42,7 @@ def ask(monkeypatch, capfd, tmp_path):
             runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as ended:  # Python prints what is no number, and ends with 1
             error, code = ended.code or 0, ended.code if isinstance(ended.code, int) else 1
-        printed = "".join(capfd.readouterr())
-        return printed + str(error or ""), code
+        return "".join(capfd.readouterr()) + str(error or ""), code
 
     return run
 
@@ -57,7 +56,7 @@ def test_help_says_what_a_script_does_with_its_keys_and_five_usual_overrides(ask
         if script not in DOORS:
             continue
         config, known, _ = DOORS[script]
-        for line in yaml.safe_dump(yaml.safe_load((ROOT / "configs" / f"{config}.yaml").read_text())).splitlines():
+        for line in yaml.safe_dump(yaml.safe_load((ROOT / f"configs/{config}.yaml").read_text())).splitlines():
             key = line.partition(":")[0]
             assert key == "hydra" or not re.fullmatch(r"\w+", key) or f"\n{key}:" in text, key
         usual = re.search(r"Usual overrides:\n((?:#   .+\n)+)", text)[1].splitlines()
@@ -94,7 +93,7 @@ def test_help_of_a_wheels_command_needs_no_config_that_composes(tmp_path, ask):
     folder = tmp_path / "doors"
     shutil.copytree(ROOT / "configs", folder / "configs")
     shutil.copy(ROOT / "sample.py", folder)
-    with (folder / "configs" / "sample.yaml").open("a") as file:
+    with (folder / "configs/sample.yaml").open("a") as file:
         file.write("broken: [1\n")
     text, code = ask(folder / "sample.py", "--help", "guidance=nothing")
     assert code == 0 and "tread-sample checkpoint=" in text and "python sample.py" not in text
@@ -108,7 +107,7 @@ def test_help_of_shell_scripts_is_their_head(tmp_path, script):
 
 
 @pytest.mark.parametrize(
-    ("word", "shown"),
+    "word, shown",
     [
         ("train.btach_size=3", "unknown setting 'train.btach_size'; the nearest known one is 'train.batch_size'"),
         ("epochs=3", "unknown setting 'epochs'; here it is 'train.steps': optimizer steps, not epochs"),
@@ -124,7 +123,10 @@ def test_help_of_shell_scripts_is_their_head(tmp_path, script):
         ("train.steps=1,2", "Ambiguous value for argument 'train.steps=1,2'"),
         ("model.routes.5.end=3", "model.routes.5.end=3"),
         ("name=${nothing}", "name: Interpolation key 'nothing' not found"),
-        ("--seed=3", "unrecognized arguments: --seed=3"),
+        ("--seed=3", "'--seed=3' is written 'seed=3', without dashes"),
+        ("--sede=3", "unrecognized arguments: --sede=3"),
+        ("dit", "'dit' is no setting, which is written key=value"),
+        ("guidance=cfg", "unknown setting 'guidance'; --help all prints all"),
     ],
 )
 def test_a_word_that_is_refused_is_named_without_a_traceback(ask, word, shown):
@@ -133,7 +135,7 @@ def test_a_word_that_is_refused_is_named_without_a_traceback(ask, word, shown):
 
 
 @pytest.mark.parametrize(
-    ("added", "shown"),
+    "added, shown",
     [
         ("optim: [1", r'(?s)expected .,. or .\].*config.yaml", line {end}'),
         ("train: {epochs: 3}", "unknown setting 'train.epochs'; here it is 'train.steps'"),
@@ -143,16 +145,23 @@ def test_a_word_that_is_refused_is_named_without_a_traceback(ask, word, shown):
 def test_what_is_wrong_in_config_yaml_is_named(ask, tmp_path, added, shown):
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     shutil.copy(ROOT / "train.py", tmp_path)
-    config = tmp_path / "configs" / "config.yaml"
+    config = tmp_path / "configs/config.yaml"
     config.write_text(config.read_text() + "\n" + added + "\n")
     end = config.read_text().count("\n") + 1
     text, code = ask(tmp_path / "train.py")
     assert re.search(shown.replace("{end}", str(end)), text) and "Traceback" not in text and code == 1
 
 
+def test_each_script_refuses_a_word_that_it_does_not_know(ask):
+    for script in DOORS:
+        text, code = ask(script, "sourcs=a")
+        assert "error: unknown setting 'sourcs'" in text and "Traceback" not in text and code == 1, script
+
+
 def test_hydras_own_options_are_left_to_it(ask):
     for words, shown in (
-        (("--cfg", "job", "seed=7"), "seed: 7"),
+        (("--cfg", "job", "seed=7", "train.steps=-1"), "seed: 7"),
+        (("--cfg=job", "train.steps=-1"), "a run also checks them"),
         (("--info", "defaults"), "model/tread"),
         (("--cfg=job", "--resolve", "--package", "optim"), "lr: 0.004"),
     ):

@@ -2,7 +2,6 @@
 
 Slurm is a stand-in that starts processes with its variables; signals and exit codes are real."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import time
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, read_json
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
@@ -24,9 +23,9 @@ if [ "$1" = show ]; then echo localhost; else echo "$@" >> requeued; fi
 """
 
 
-@pytest.mark.parametrize(("name", "processes"), [("1gpu", 1), ("8gpu", 8), ("2nodes", 16)])
+@pytest.mark.parametrize("name, processes", [("1gpu", 1), ("8gpu", 8), ("2nodes", 16)])
 def test_accelerate_reads_the_launch_configs(name, processes):
-    found = load_config_from_file(str(ROOT / "configs" / "launch" / f"{name}.yaml"))
+    found = load_config_from_file(str(ROOT / f"configs/launch/{name}.yaml"))
     assert found.num_processes == processes and found.mixed_precision == "no"
     assert found.distributed_type.value == ("NO" if processes == 1 else "MULTI_GPU")
 
@@ -43,14 +42,14 @@ def test_the_slurm_script_saves_before_the_end_and_requeues(tmp_path):
     environment["PYTHONPATH"] = str(ROOT)
     options = [*TINY, "train.steps=100000", "every.save=100000", "every.sample=100000", "every.evaluate=100000"]
     job = subprocess.Popen(
-        ["bash", str(ROOT / "scripts" / "slurm.sh"), *options],
+        ["bash", str(ROOT / "scripts/slurm.sh"), *options],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    metrics, end = tmp_path / "results" / "digits-tread" / "metrics.jsonl", time.monotonic() + 90
+    metrics, end = tmp_path / "results/digits-tread/metrics.jsonl", time.monotonic() + 90
     while not (metrics.exists() and metrics.read_text().count("loss") > 3):
         assert time.monotonic() < end and job.poll() is None, job.communicate()[0]
         time.sleep(0.1)
@@ -59,6 +58,6 @@ def test_the_slurm_script_saves_before_the_end_and_requeues(tmp_path):
     text = job.communicate(timeout=60)[0]
     assert job.returncode == 75, text
     assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
-    status = json.loads((metrics.parent / "status.json").read_text())
+    status = read_json(metrics.parent / "status.json")
     assert status["state"] == "interrupted" and status["reason"] == "SIGUSR1"
     assert (metrics.parent / "latest").resolve().name == f"step_{status['step']:07d}"

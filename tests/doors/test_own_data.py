@@ -4,20 +4,17 @@ The references are the page itself, whose commands run here on 60 pictures with 
 what PIL says of the pictures that went in and came out.
 """
 
-import json
-
 import numpy as np
 import prepare_latents
 import pytest
 import torch
-from conftest import TINY, launch_door
+from conftest import TINY, launch_door, logged, read_json
 from PIL import Image, ImageDraw
 from test_pages import commands_of
 
 import sample
 import train
 from tread.checkpoints.network import build_network
-from tread.training.run_folder import RunLog
 
 DOORS = {
     "scripts/prepare_latents.py": (prepare_latents.main, "prepare_latents", ["workers=0"]),
@@ -54,12 +51,11 @@ def test_three_commands_lead_from_photos_to_pictures(tmp_path, monkeypatch):
         main, config, small = DOORS[command.door]
         printed.append(launch_door(main, config, tmp_path, *command.arguments, *small))
     assert 2 in threads and 3 in threads
-    index, heldout = (json.loads((tmp_path / f"data/photos{part}/index.json").read_text()) for part in ("", "-heldout"))
+    index, heldout = (read_json(tmp_path / f"data/photos{part}/index.json") for part in ("", "-heldout"))
     assert index["count"] + heldout["count"] == 60 and heldout["count"] == 3  # one in twenty
     assert index["shape"] == [3, 32, 32] and index["classes"] == ["circle", "square", "triangle"]
     assert "64 tokens" in printed[1] and "57 samples of (3, 32, 32)" in printed[1]
-    last = RunLog(tmp_path / "results/photos").records()[-1]
-    assert last["step"] == 6 and any("eval_loss" in record for record in RunLog(tmp_path / "results/photos").records())
+    assert logged(tmp_path / "results/photos", "step")[-1] == 6 and logged(tmp_path / "results/photos", "eval_loss")
     with Image.open(tmp_path / "samples.png") as grid:  # a row a class, a column a seed: 64 pixels and 2 between
         assert grid.height == 3 * 66 - 2 and grid.width > 8 * 66 - 2 and grid.mode == "RGB"  # names stand to the left
 

@@ -17,7 +17,6 @@ import export_checkpoint
 import guidance_sweep
 import import_checkpoint
 import import_latents
-import judge_emoji
 import prepare_features
 import prepare_latents
 import prepare_text
@@ -26,7 +25,7 @@ import reconstruct_ema
 import similarity
 import torch
 import yaml
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, logged
 from hydra import compose, initialize_config_dir
 
 import sample
@@ -38,7 +37,6 @@ from tread.runtime import cli, schema
 from tread.runtime.cli import plain, spell_folder, take_literally
 from tread.training import settings
 from tread.training.optimizers import OPTIMIZERS
-from tread.training.run_folder import RunLog
 
 PAGES = ["README.md", "docs/start.md", "CONTRIBUTING.md"]  # start.md first: others take its runs on
 PAGES += sorted({f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} - set(PAGES))
@@ -66,7 +64,7 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"source=|dataset=folder|imagenette": "photos or latents of others",
     r"prepare_features.py": "pictures of others, and an encoder from the hub",
     r"prepare_text.py": "captions of others, and an encoder from the hub",
-    r"dataset=emoji|judge_emoji": "renders for half a minute; tests/preparing/test_emoji.py makes a few",
+    r"dataset=emoji": "renders for half a minute; tests/preparing/test_emoji.py makes a few",
     r" weights=\S+\.pt": "weights of others",
     r"(emoji|coco256)-tread_text": "a network of captions, which trains for hours (tests/evaluation/test_prompts.py)",
     r"reference=|samples=\S+\.npz": "pictures to compare with, and the FID Inception",
@@ -166,25 +164,27 @@ DOORS = {  # script → its config, the keys it knows, and how it reads them
     "train.py": ("config", TRAIN, settings.read),
     "sample.py": ("sample", *read_as(sample.Options)),
     "fid.py": ("fid", schema.known_keys(scoring.ScoringOptions), scoring.read_options),
-    "scripts/prepare_latents.py": ("prepare_latents", *read_as(prepare_latents.PhotoOptions)),
-    "scripts/prepare_features.py": ("prepare_features", *read_as(prepare_features.FeatureOptions)),
-    "scripts/prepare_text.py": ("prepare_text", *read_as(prepare_text.TextOptions)),
-    "scripts/import_latents.py": ("import_latents", *read_as(import_latents.ImportOptions)),
     "scripts/import_checkpoint.py": (
         "import_checkpoint",
         [*TRAIN, *schema.known_keys(import_checkpoint.Options)],
         read_import,
     ),
-    "scripts/export_checkpoint.py": ("export_checkpoint", *read_as(export_checkpoint.Options)),
-    "scripts/reconstruct_ema.py": ("reconstruct_ema", *read_as(reconstruct_ema.Options)),
     "scripts/guidance_sweep.py": (
         "guidance_sweep",
         [*schema.known_keys(scoring.ScoringOptions), *schema.known_keys(guidance_sweep.Sweep, "sweep.")],
         read_sweep,
     ),
-    "scripts/similarity.py": ("similarity", *read_as(similarity.Options)),
-    "scripts/judge_emoji.py": ("judge_emoji", *read_as(judge_emoji.Options)),
 }
+PLAIN = {
+    "prepare_latents": prepare_latents.PhotoOptions,
+    "prepare_features": prepare_features.FeatureOptions,
+    "prepare_text": prepare_text.TextOptions,
+    "import_latents": import_latents.ImportOptions,
+    "export_checkpoint": export_checkpoint.Options,
+    "reconstruct_ema": reconstruct_ema.Options,
+    "similarity": similarity.Options,
+}
+DOORS |= {f"scripts/{name}.py": (name, *read_as(options)) for name, options in PLAIN.items()}
 
 
 def composed_settings(command: Command) -> object:
@@ -248,11 +248,11 @@ def test_commands_run_in_small(tmp_path, monkeypatch, capfd):
         printed = capfd.readouterr().out
         if command.door == "train.py" and not command.prints_alone:
             (run,) = set(re.findall(r"results/[\w.-]+(?=/latest|/?$| is finished)", printed, re.M))
-            assert RunLog(tmp_path / run).records()[-1]["step"] == 6, command
+            assert logged(tmp_path / run, "step")[-1] == 6, command
         elif command.door == "fid.py":
             assert "label_agreement" in printed, command
     assert len(ran) > 40
-    assert (tmp_path / "samples.png").is_file() and (tmp_path / "results" / "sweep" / "sweep.png").is_file()
+    assert (tmp_path / "samples.png").is_file() and (tmp_path / "results/sweep/sweep.png").is_file()
 
 
 def test_the_experiment_of_the_page_composes(tmp_path):

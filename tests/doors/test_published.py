@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, launch_door
+from conftest import CPU, ROOT, facts_in, names_in, take_samples
 from PIL import Image
 from safetensors.torch import load_file
 from test_pages import commands_of, composed_settings
 
-import sample
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.weights import load_weights
@@ -50,15 +49,14 @@ def test_they_are_there_and_small():
 @pytest.mark.parametrize("folder", FOLDERS, ids=named)
 def test_a_folder_holds_a_checkpoint_a_card_and_pictures(folder):
     pictures = {"samples.png"} | ({"latents.png"} if folder.name != "digits" else set())
-    names = {"README.md", "config.yaml", "ema.safetensors", "info.json"} | pictures
-    assert {path.name for path in folder.iterdir()} == names
+    assert names_in(folder) == ({"README.md", "config.yaml", "ema.safetensors", "info.json"} | pictures)
     found = checkpoint.find(folder)
     found.verify("ema")
     assert found.info["dtype"] == "fp16" and found.info["config"] == yaml.safe_load(
         (folder / "config.yaml").read_text()
     )
     assert {value.dtype for value in load_file(folder / "ema.safetensors").values()} == {torch.float16}
-    network = open_network(found, "ema").load(torch.device("cpu")).network
+    network = open_network(found, "ema").load(CPU).network
     load_weights(network, str(folder))  # as init_from does
     assert {value.dtype for value in network.state_dict().values()} == {torch.float32}
 
@@ -107,7 +105,7 @@ def plain_lists(tree: object) -> object:
 @pytest.mark.parametrize("path", PICTURES, ids=named)
 def test_what_is_drawn_is_the_stored_picture(path, tmp_path, asset):
     """The second class and seed are drawn anew, by the settings that the picture itself states."""
-    facts = json.loads(Image.open(path).text[FACTS])
+    facts = facts_in(path)
     settings, found = facts["settings"], checkpoint.find(path.parent)
     assert facts["network"] == {"step": found.step, "weights": "ema", "sha256": found.sha256("ema")}
     options = [f"{key}={settings[key]}" for key in ("steps", "solver", "decode")]
@@ -120,7 +118,7 @@ def test_what_is_drawn_is_the_stored_picture(path, tmp_path, asset):
         options += [f"autoencoder={file}"]
     row, columns = facts["rows"][1], len(facts["rows"][1]["seeds"])
     options += [f"classes=[{row['class']}]", f"seeds={row['seeds'][1]}", "out=drawn.png"]
-    launch_door(sample.main, "sample", tmp_path, f"checkpoint={path.parent}", *options)
+    take_samples(tmp_path, f"checkpoint={path.parent}", *options)
     stored, drawn = (np.array(Image.open(one)).astype(int) for one in (path, tmp_path / "drawn.png"))
     side = drawn.shape[0]
     margin = stored.shape[1] - columns * (side + GAP) + GAP  # with the rows' names, if any

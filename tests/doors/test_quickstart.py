@@ -11,7 +11,7 @@ from tread.training.run_folder import RunLog
 
 @pytest.mark.slow
 def test_quickstart_from_nothing_reaches_label_agreement(tmp_path):
-    home = tmp_path / "a path with spaces" / "tread"
+    home = tmp_path / "a path with spaces/tread"
     home.mkdir(parents=True)
     tracked = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
     for name in filter(None, tracked.split("\0")):
@@ -23,13 +23,13 @@ def test_quickstart_from_nothing_reaches_label_agreement(tmp_path):
         environment["PATH"] = ":".join(kept)
 
     def quickstart() -> str:
-        command = ["bash", str(home / "scripts" / "quickstart.sh")]
+        command = ["bash", str(home / "scripts/quickstart.sh")]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stderr + done.stdout
 
     text = quickstart()
-    run = home / "results" / "digits-tread"
+    run = home / "results/digits-tread"
     judged = [record for record in RunLog(run).records() if "label_agreement" in record][-1]
     assert judged["demo_samples"] == 1000 and judged["label_agreement"] >= 0.95
     assert judged["frechet_pixels_real"] < judged["frechet_pixels"] < 3 * judged["frechet_pixels_real"]

@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import TINY_KL
+from torch.testing import assert_close
 
 from tread.data.latents import LatentSpec, to_network
 from tread.encoders import autoencoder
@@ -14,7 +16,7 @@ PLAIN = LatentSpec(shape=(4, 8, 8), classes=("a",), autoencoder="pixels", scale=
 
 def test_plain_latents_are_scaled_once():
     z = torch.randn(2, 4, 8, 8)
-    torch.testing.assert_close(to_network(z, PLAIN), (z - 0.25) * 0.5)
+    assert_close(to_network(z, PLAIN), (z - 0.25) * 0.5)
     assert torch.equal(to_network(z, replace(PLAIN, scale_applied=True)), z)
 
 
@@ -23,8 +25,8 @@ def test_moments_are_sampled_as_their_spread_says(spread):
     moments = replace(PLAIN, content="moments", spread=spread)
     mean, std, noise = torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8) + 0.1, torch.randn(2, 4, 8, 8)
     stored = torch.cat([mean, 2 * std.log() if spread == "logvar" else std], dim=1)
-    torch.testing.assert_close(to_network(stored, moments, noise), (mean + std * noise - 0.25) * 0.5)
-    torch.testing.assert_close(to_network(stored, moments), (mean - 0.25) * 0.5)
+    assert_close(to_network(stored, moments, noise), (mean + std * noise - 0.25) * 0.5)
+    assert_close(to_network(stored, moments), (mean - 0.25) * 0.5)
 
 
 def test_pixels_decode_to_what_they_were_rounded_and_clipped():
@@ -41,12 +43,7 @@ def test_decoding_is_diffusers_own(tmp_path, kind):
 
     torch.manual_seed(0)
     if kind == "AutoencoderKL":
-        model = diffusers.AutoencoderKL(
-            block_out_channels=(8, 8),
-            norm_num_groups=4,
-            down_block_types=["DownEncoderBlock2D"] * 2,
-            up_block_types=["UpDecoderBlock2D"] * 2,
-        )
+        model = diffusers.AutoencoderKL(**TINY_KL)
     else:
         model = diffusers.AutoencoderTiny(
             encoder_block_out_channels=(8, 8),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import random_inception
+from numpy.testing import assert_allclose
 from safetensors.torch import load_file, save_file
 
 from tread.encoders import inception
@@ -61,10 +62,10 @@ def test_features_have_adms_shapes_and_order(tmp_path):
     assert spatial.shape == (2, 192, 17, 17) and float(spatial.min()) == 0  # after ReLU
     for row, column, channel in ((0, 0, 0), (0, 1, 0), (3, 11, 5), (16, 16, 6)):
         assert result["spatial"][1, (row * 17 + column) * 7 + channel] == spatial[1, channel, row, column]
-    np.testing.assert_allclose(result["pool"], last.mean(dim=(2, 3)), rtol=1e-5)
+    assert_allclose(result["pool"], last.mean(dim=(2, 3)), rtol=1e-5)
     logits = torch.from_numpy(result["pool"]) @ network.fc.weight.T
-    np.testing.assert_allclose(result["probabilities"], logits.softmax(dim=1), rtol=1e-4)  # without the bias
-    np.testing.assert_allclose(result["probabilities"].sum(axis=1), 1, rtol=1e-5)
+    assert_allclose(result["probabilities"], logits.softmax(dim=1), rtol=1e-4)  # without the bias
+    assert_allclose(result["probabilities"].sum(axis=1), 1, rtol=1e-5)
 
 
 def test_pools_leave_the_padding_out_and_the_last_takes_the_maximum():
@@ -85,7 +86,7 @@ def test_batches_and_colours(inception_file):
     together, alone = extract(network, pictures), [extract(network, picture[None]) for picture in pictures]
     for i, single in enumerate(alone):
         for name, features in together.items():
-            np.testing.assert_allclose(features[i], single[name][0], rtol=1e-4, atol=1e-5)
+            assert_allclose(features[i], single[name][0], rtol=1e-4, atol=1e-5)
     for bad in (pictures.float(), pictures[:, :1], pictures[0]):
         with pytest.raises(ValueError, match="uint8"):
             extract(network, bad)
@@ -93,7 +94,7 @@ def test_batches_and_colours(inception_file):
 
 def test_the_file_is_found_checked_and_fetched_once(tmp_path, monkeypatch):
     content = b"weights"
-    source = tmp_path / "elsewhere" / "pt_inception-test.pth"
+    source = tmp_path / "elsewhere/pt_inception-test.pth"
     source.parent.mkdir()
     source.write_bytes(content)
     monkeypatch.delenv(inception.VARIABLE, raising=False)
@@ -101,7 +102,7 @@ def test_the_file_is_found_checked_and_fetched_once(tmp_path, monkeypatch):
     monkeypatch.setattr(inception, "SHA256", hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     kept = find_weights()
-    assert kept.read_bytes() == content and kept.parent == tmp_path / "hub" / "checkpoints"
+    assert kept.read_bytes() == content and kept.parent == tmp_path / "hub/checkpoints"
     source.unlink()
     assert find_weights() == kept  # once
 

@@ -1,12 +1,12 @@
 """Text encoders against transformers' models run by hand on one caption alone; words against a naive split."""
 
 import importlib.util
-import json
 import re
 import shutil
 
 import pytest
 import torch
+from conftest import write_json
 from safetensors.torch import load_file, save_file
 from tiny_text import WIDTH, save_encoder
 from transformers import BertModel, CLIPTextModel, T5EncoderModel
@@ -67,8 +67,7 @@ def test_padding_counts_where_a_run_was_trained_so(folders):
 
 def test_a_runs_encoder_is_known_again_by_its_hash(folders, tmp_path):
     spec = text_encoder(str(folders["t5"]), CAPTIONS).spec
-    again = encoder_for(spec)
-    assert again.spec == spec
+    assert encoder_for(spec).spec == spec
     moved = shutil.copytree(folders["t5"], tmp_path / "moved")
     assert encoder_for(spec, place=str(moved)).spec.fingerprint == spec.fingerprint
     weights = load_file(moved / "model.safetensors")
@@ -84,7 +83,7 @@ def test_a_runs_encoder_is_known_again_by_its_hash(folders, tmp_path):
 def test_encoders_that_can_not_be_had_are_named(folders, tmp_path, monkeypatch):
     gpt = tmp_path / "gpt"
     gpt.mkdir()
-    (gpt / "config.json").write_text(json.dumps({"model_type": "bart", "architectures": ["BartModel"]}))
+    write_json(gpt / "config.json", {"model_type": "bart", "architectures": ["BartModel"]})
     for name, message in (
         (str(gpt), "it is a bart, and not a clip"),
         (str(tmp_path), "could not be loaded"),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+from torch.testing import assert_close
 
 from tread.data.latents import LatentSpec
 from tread.encoders import autoencoder
@@ -142,9 +143,9 @@ def test_pictures_and_latents_are_those_of_the_layout(theirs, tmp_path, caplog, 
     with torch.no_grad():
         z, pixels = torch.randn(2, 6, 4, 4), torch.randn(2, 3, 16, 16)
         pictures = theirs.decoder(theirs.post_quant_conv(z))
-        torch.testing.assert_close(model.decode(z).sample, pictures, atol=1e-5, rtol=0)
+        assert_close(model.decode(z).sample, pictures, atol=1e-5, rtol=0)
         moments = theirs.quant_conv(theirs.encoder(pixels))
-        torch.testing.assert_close(model.encode(pixels).latent_dist.mean, moments[:, :6], atol=1e-5, rtol=0)
+        assert_close(model.encode(pixels).latent_dist.mean, moments[:, :6], atol=1e-5, rtol=0)
         decoded = autoencoder.load_decoder(Z, autoencoder=str(path))(z)
     assert pictures.std() > 0.1  # they do show something
     assert (decoded.int() - autoencoder.to_uint8(pictures).int()).abs().max() <= 1

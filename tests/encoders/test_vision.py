@@ -1,6 +1,5 @@
 """Encoders against their equations written out, on the real loading code: a tiny random DINOv2 saved to disk."""
 
-import json
 import math
 import sys
 
@@ -8,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import CPU, read_json, write_json
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 from tread.encoders.autoencoder import fingerprint
 from tread.encoders.inception import extract, load_inception
 from tread.encoders.vision import encoder_name, open_encoder
 from tread.preparing.archives import Tar
 from tread.preparing.images import read_rgb
-
-CPU = torch.device("cpu")
 
 
 def draw(count: int, size: int, seed: int = 0) -> torch.Tensor:
@@ -56,12 +55,12 @@ def by_hand(state: dict[str, torch.Tensor], pictures: torch.Tensor, side: int) -
     return norm(tokens, "layernorm")[:, 1:]  # without the class token
 
 
-@pytest.mark.parametrize(("size", "side"), [(64, 4), (32, 2), (96, 6), (8, 1), (256, 16)])
+@pytest.mark.parametrize("size, side", [(64, 4), (32, 2), (96, 6), (8, 1), (256, 16)])
 def test_dinov2_is_its_equations_at_all_sizes(dinov2, size, side):
     """64 px are the positions' own grid; at others they are resampled. 8 px are a single patch."""
     encoder, pictures = open_encoder(str(dinov2), CPU), draw(2, size)
     expected = by_hand(load_file(dinov2 / "model.safetensors"), pictures, side)
-    torch.testing.assert_close(encoder.encode(pictures), expected, rtol=1e-4, atol=1e-4)
+    assert_close(encoder.encode(pictures), expected, rtol=1e-4, atol=1e-4)
     assert (*encoder.cost(size)[:2], encoder.name) == (side**2, 32, str(dinov2))
 
 
@@ -79,7 +78,7 @@ def test_fewer_tokens_are_averages_and_more_are_refused(dinov2):
     for row in range(2):
         for column in range(2):
             ids = [4 * (2 * row + i) + 2 * column + j for i in (0, 1) for j in (0, 1)]
-            torch.testing.assert_close(half[:, 2 * row + column], whole[:, ids].mean(dim=1))
+            assert_close(half[:, 2 * row + column], whole[:, ids].mean(dim=1))
     encoder = open_encoder(str(dinov2), CPU, grid=8)
     with pytest.raises(ValueError, match="grid is 8, but .*dinov2 has 4×4 tokens of pictures of 64×64"):
         encoder.encode(pictures)
@@ -87,7 +86,7 @@ def test_fewer_tokens_are_averages_and_more_are_refused(dinov2):
 
 
 def test_weights_that_are_others_are_refused(dinov2, tmp_path, monkeypatch):
-    state, config = load_file(dinov2 / "model.safetensors"), json.loads((dinov2 / "config.json").read_text())
+    state, config = load_file(dinov2 / "model.safetensors"), read_json(dinov2 / "config.json")
 
     def refused(shown: str, name: object = tmp_path) -> None:
         with pytest.raises(ValueError, match=shown):
@@ -95,12 +94,12 @@ def test_weights_that_are_others_are_refused(dinov2, tmp_path, monkeypatch):
 
     lacking = {key: value for key, value in state.items() if key != "layernorm.weight"}
     save_file(lacking, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     refused("lacks weights of a Dinov2Model, or has others: layernorm.weight")
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "dinov2_with_registers"}))
+    write_json(tmp_path / "config.json", {**config, "model_type": "dinov2_with_registers"})
     refused("it is a dinov2_with_registers, and not a dinov2")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     (tmp_path / "model.safetensors").write_bytes(b"none")
     refused("could not be loaded: ")
     refused("there is no such file or folder\nEncoders are inception, dinov2-s", tmp_path / "nowhere")
@@ -134,13 +133,13 @@ def test_a_hub_id_is_taken_from_the_cache_and_without_it_the_hub_is_asked_soon(d
     place = repository / "snapshots" / ("a" * 40)
     place.mkdir(parents=True)
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("a" * 40)
+    (repository / "refs/main").write_text("a" * 40)
     (place / "config.json").write_bytes((dinov2 / "config.json").read_bytes())
     half = {key: value.half() for key, value in state.items()}
     save_file(half, place / "model.safetensors", {"format": "pt"})
     encoder, pictures = open_encoder("dinov2-s", CPU), draw(2, 64)
     expected = by_hand({key: value.float() for key, value in half.items()}, pictures, 4)
-    torch.testing.assert_close(encoder.encode(pictures), expected, rtol=1e-4, atol=1e-4)
+    assert_close(encoder.encode(pictures), expected, rtol=1e-4, atol=1e-4)
     assert encoder.name == open_encoder("facebook/dinov2-small", CPU).name == "dinov2-s"
     with pytest.raises(ValueError, match="(?s)encoder 'dinov2-b' could not be loaded.*can't be reached"):
         open_encoder("dinov2-b", CPU)
@@ -171,7 +170,7 @@ def test_inceptions_map_is_resampled_to_the_tokens(inception_file):
             expected = looked_up(maps[1], (row, column), grid, 40)
             np.testing.assert_allclose(tokens[1, grid * row + column].numpy(), expected, rtol=1e-4, atol=1e-5)
     fewer = open_encoder("inception", CPU, grid=8, inception=str(inception_file)).encode(pictures)
-    torch.testing.assert_close(fewer, F.avg_pool2d(result.mT.unflatten(2, (16, 16)), 2).flatten(2).mT)
+    assert_close(fewer, F.avg_pool2d(result.mT.unflatten(2, (16, 16)), 2).flatten(2).mT)
 
 
 def test_a_cell_of_inceptions_map_looks_at_its_place(inception_file, monkeypatch):
@@ -228,7 +227,7 @@ def test_a_function_of_the_users_own(tmp_path, monkeypatch):
     result = encoder.encode(pictures)
     assert result.shape == (2, 4, 16)
     expected = pictures[1, :, 4:, :4].float().mean(dim=0).flatten()  # the patch on the lower left
-    torch.testing.assert_close(result[1, 2], expected)
+    assert_close(result[1, 2], expected)
     network = open_encoder("my_encoders:network", CPU)
     assert network.encode(pictures).shape == (2, 4, 5) and not network.encode(pictures).requires_grad
     assert network.fingerprint != encoder.fingerprint and network.cost(8).flops == 2 * 4 * 5 * 3 * 4**2

@@ -1,16 +1,16 @@
-"""The emoji's judge, against distances by hand; and from a run's end to the script that judges its checkpoint.
+"""The emoji's judge, against distances by hand; and from a run's end to fid.py, which judges its checkpoint.
 
 The emoji here are colours in quarters, with captions: no package is needed.
 """
 
+import csv
 import itertools
 import json
 
-import judge_emoji as door
 import numpy as np
 import pytest
 import torch
-from conftest import launch, launch_door, save_checkpoint
+from conftest import launch, save_checkpoint, score
 from PIL import Image
 
 from tread.data.captions import add_captions
@@ -68,6 +68,12 @@ def opened(folder) -> list[LatentDataset]:
     return [LatentDataset(folder / "data" / "emoji" / part, text="words") for part in CAPTIONS]
 
 
+def judge(folder, *words: str) -> tuple[str, dict]:
+    """What fid.py prints of the run's checkpoint, and fid.json; the last word is out=…"""
+    printed = score(folder, "checkpoint=results/run", "steps=2", "cpu_threads=1", *words)
+    return printed, json.loads((folder / words[-1].removeprefix("out=") / "fid.json").read_text())
+
+
 def test_half_is_asked_of_seen_captions_and_half_of_compositions(folder):
     train, heldout = opened(folder)
     asked = ask(train, heldout, 9)
@@ -118,22 +124,31 @@ def test_inceptions_features_are_looked_at_where_they_are(folder, inception_file
     assert found["seen_top1_inception_real"] == found["held_top1_inception_real"] == 1
 
 
-def test_a_run_ends_with_what_the_script_says_of_its_checkpoint(folder):
+def test_a_run_ends_with_what_fid_says_of_its_checkpoint(folder):
     (judged,) = [record for record in RunLog(folder / "results" / "run").records() if "demo_samples" in record]
     assert judged["step"] == 6 and judged["demo_samples"] == 10
     assert "held_top5_shifted" in (folder / "printed").read_text()
-    words = ("checkpoint=results/run", "num_samples=10", "steps=2", "rows=2", "columns=3", "cpu_threads=1")
-    printed = launch_door(door.main, "judge_emoji", folder, *words, "out=scores")
-    record = json.loads((folder / "scores" / "judge_emoji.json").read_text())
+    printed, record = judge(folder, "num_samples=10", "out=scores")
     values = [name for name in VALUES if name in record]
-    assert len(values) == 12 and all(record[name] == pytest.approx(judged[name], abs=1e-6) for name in values)
-    assert record["count"] == 10 and record["nfe"] == 3 and "held_top1_shifted" in printed
-    grid = np.asarray(Image.open(folder / "scores" / "judge_emoji.png"))
-    pictures = grid[:, -(4 * 66 - 2) :]  # twice as large, with gaps of two pixels
-    shown = [0, 11, 12, 13]
-    real = torch.cat([draw(12, "train"), draw(6, "heldout")])
-    for row, number in enumerate(shown):
-        assert np.array_equal(pictures[row * 66 : row * 66 + 64 : 2, :64:2], real[number].permute(1, 2, 0).numpy())
+    assert len(values) == 12 and all(record[name] == judged[name] for name in values)
+    assert record["counts"] == dict.fromkeys(values, 5) and "held_top1_shifted    " in printed
+
+
+def test_fid_judges_its_pictures(folder, inception_file):
+    """By the function, of what is asked in that order; in parts, from another seed, and with Inception's features."""
+    words = ("num_samples=9", "batch_size=2", "first_seed=4", "guidance=cfg", "save_samples=true", "out=guided")
+    _, record = judge(folder, f"inception={inception_file}", *words)
+    train, heldout = opened(folder)
+    with np.load(folder / "guided" / "samples.npz") as samples:
+        assert samples["arr_1"].tolist() == [4, 5, 6, 7, 8, 0, 1, 2, 3]  # of what is asked, each once
+        pictures = torch.from_numpy(np.roll(samples["arr_0"], 4, axis=0)).permute(0, 3, 1, 2)
+    asked, real = ask(train, heldout, 9), real_emoji(train, heldout)
+    expected = judge_emoji(pictures, asked, real, load_inception(inception_file))
+    assert [*expected] == VALUES and {name: record[name] for name in VALUES} == expected
+    assert record["counts"] == {name: 5 if name.startswith("seen") else 4 for name in VALUES}
+    (row,) = csv.DictReader((folder / "guided" / "fid.csv").open())
+    assert float(row["held_top5_inception"]) == record["held_top5_inception"]
+    assert "seen_top1_inception" not in judge(folder, *words)[1]  # without Inception, which is another score
 
 
 def test_grids_of_training_name_their_rows_by_captions(folder):
@@ -144,25 +159,13 @@ def test_grids_of_training_name_their_rows_by_captions(folder):
         assert (grid[row * 66 : row * 66 + 64, : -width - 2] < 128).any()
 
 
-def test_guidance_is_counted(folder):
-    words = ("checkpoint=results/run", "num_samples=2", "steps=2", "rows=1", "columns=1", "cpu_threads=1")
-    launch_door(door.main, "judge_emoji", folder, *words, "guidance=cfg", "out=guided")
-    record = json.loads((folder / "guided" / "judge_emoji.json").read_text())
-    assert record["nfe"] == 6 and record["flops_relative"] == 2 and record["guidance"].startswith("cfg 1.5")
-
-
 def test_other_networks_and_other_emoji_are_refused(folder, tmp_path, composed):
-    def refused(*words: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            launch_door(door.main, "judge_emoji", folder, *words)
-        return str(ended.value)
-
-    save_checkpoint(tmp_path / "classes", composed)
-    assert "only a network of texts trained on dataset=emoji" in refused(f"checkpoint={tmp_path}/classes")
-    prepare(tmp_path / "other", WordEncoder(make_vocabulary(["other words"]), 8))
-    said = refused("checkpoint=results/run", f"data={tmp_path}/other")
-    assert f"{tmp_path}/other/train holds other emoji" in said
-    assert "no dataset at" in refused("checkpoint=results/run", f"data={tmp_path}/nowhere")
+    save_checkpoint(tmp_path / "classes", composed, embedded="emoji")
+    prepare(tmp_path / "data" / "emoji", WordEncoder(make_vocabulary(["other words"]), 8))
+    refused = {"classes": "needs reference=", folder / "results" / "run": "data/emoji/train has other text than"}
+    for run, said in refused.items():
+        with pytest.raises(SystemExit, match=said):
+            score(tmp_path, f"checkpoint={run}", "num_samples=2")
 
 
 def test_a_class_model_on_emoji_is_not_judged(folder):

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from conftest import launch, records
+from conftest import CPU, launch, logged, opened
 
-from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_network
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
@@ -52,7 +50,7 @@ def test_models_that_train_otherwise_are_evaluated_alike(tmp_path):
     numbers, common = torch.arange(32), ("train.steps=3", "eval.points=32", "report=false", "sampling.decode=false")
     for model, more in (("maskdit", DECODER), ("sprint", [])):
         launch(tmp_path, f"model={model}", *more, *common, f"name={model}")
-        ema = open_network(checkpoint.find(tmp_path / "results" / model), "ema").load(torch.device("cpu")).network
+        ema = opened(tmp_path / "results" / model).load(CPU).network
         data = LatentDataset(tmp_path / "data/digits/heldout")
         sample, level = point(numbers, 32, len(data), 16)
         batch, edm = data.read(sample.numpy()), EDM()
@@ -65,5 +63,5 @@ def test_models_that_train_otherwise_are_evaluated_alike(tmp_path):
         denoised = d**2 / root**2 * noisy + sigma.view(-1, 1, 1, 1) * d / root * output
         losses = (sigma**2 + d**2) / (sigma * d) ** 2 * (denoised - x).square().mean(dim=(1, 2, 3))
         assert output.std() > 1e-4
-        found = [one["eval_loss"] for one in records(tmp_path / "results" / model) if "eval_loss" in one]
+        found = logged(tmp_path / "results" / model, "eval_loss")
         assert found == pytest.approx([losses.mean().item()], rel=1e-5), model

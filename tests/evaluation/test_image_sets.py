@@ -7,7 +7,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from conftest import open_pictures, open_reference
+from conftest import names_in, open_pictures, open_reference
 from PIL import Image
 from test_reference_scorer import NARROW, parts_of
 
@@ -19,7 +19,7 @@ from tread.runtime.distributed import share_work
 
 def write_folder(folder, pictures, suffix="png"):
     for i, picture in enumerate(pictures):
-        path = folder / f"class{i % 2}" / f"{i:03d}.{suffix}"
+        path = folder / f"class{i % 2}/{i:03d}.{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(path)
     return folder
@@ -41,38 +41,38 @@ def test_what_is_saved_is_what_adm_reads(tmp_path, pictures_of):
     with np.load(tmp_path / "samples.npz") as found:
         assert np.array_equal(found["arr_0"], pictures) and found["arr_0"].dtype == np.uint8
         assert np.array_equal(found["arr_1"], labels)
-    assert [path.name for path in tmp_path.iterdir()] == ["samples.npz"]
+    assert names_in(tmp_path) == {"samples.npz"}
 
 
 def test_folders_and_tars_hold_the_same_pictures(tmp_path, pictures_of):
     pictures = pictures_of(6, 16, 0)
-    folder = write_folder(tmp_path / "photos" / "val", pictures)
+    folder = write_folder(tmp_path / "photos/val", pictures)
     (folder / "notes.txt").write_text("no picture")
     (folder / ".hidden.png").write_text("no picture")
     with tarfile.open(tmp_path / "photos.tar", "w") as tar:
         tar.add(tmp_path / "photos", arcname="photos")
     order = [0, 2, 4, 1, 3, 5]  # by name: class0 first
-    for path in (folder, tmp_path / "photos.tar", tmp_path / "photos.tar" / "photos" / "val"):
+    for path in (folder, tmp_path / "photos.tar", tmp_path / "photos.tar/photos/val"):
         found = open_pictures(path)
         assert found.count == 6 and found.resolution == (16, 16)
         assert np.array_equal(found.read(1, 5), pictures[order][1:5].transpose(0, 3, 1, 2))
     before = open_pictures(folder).sha256
-    Image.fromarray(pictures[0] // 2).save(folder / "class0" / "000.png")
+    Image.fromarray(pictures[0] // 2).save(folder / "class0/000.png")
     assert open_pictures(folder).sha256 != before
     with pytest.raises(ValueError, match="no pictures in nowhere/, but folders like photos/val"):
-        open_pictures(tmp_path / "photos.tar" / "nowhere")
+        open_pictures(tmp_path / "photos.tar/nowhere")
 
 
 def test_photos_of_any_size_are_cropped_as_adm_does(tmp_path, pictures_of):
     photos = [pictures_of(1, size, size)[0] for size in (40, 64, 100)]
     folder = write_folder(tmp_path / "photos", photos)
-    Image.fromarray(photos[0][..., 0]).save(folder / "class0" / "grey.png")
+    Image.fromarray(photos[0][..., 0]).save(folder / "class0/grey.png")
     with pytest.raises(ValueError, match=r"(?s)not RGB, 1 in all.*grey\.png is of mode L.*crop=256"):
         open_pictures(folder)
     found = open_pictures(folder, crop=32)
     expected = [centre_crop(Image.fromarray(photo), 32) for photo in (photos[0], photos[2])]
     assert found.count == 4 and np.array_equal(found.read(0, 2), np.stack(expected).transpose(0, 3, 1, 2))
-    (folder / "class0" / "grey.png").unlink()
+    (folder / "class0/grey.png").unlink()
     with pytest.raises(ValueError, match=r"differ in size.*40×40.*100×100.*crop"):
         open_pictures(folder)
 
@@ -131,21 +131,13 @@ def test_damaged_files_are_named(tmp_path, pictures_of):
         open_pictures(path)
     with pytest.raises(FileNotFoundError, match="nowhere.npz is not there"):
         open_pictures(tmp_path / "nowhere.npz")
-    folder = write_folder(tmp_path / "photos", pictures_of(4, 16, 0))
-    content = (folder / "class0" / "002.png").read_bytes()
-    (folder / "class0" / "002.png").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="002.png can't be read"):
-        open_pictures(folder).read(0, 4)
-    (folder / "class0" / "002.png").write_text("no picture")
-    with pytest.raises(ValueError, match=r"002.png .*\(it is no JPEG"):
-        open_pictures(folder)
 
 
 def test_all_damaged_files_are_named_at_once_whatever_bytes_their_names_have(tmp_path, pictures_of):
     """In a folder and a tar: empty, cut short, nowhere, and a name of latin-1 bytes, that came as a codec's error."""
     folder = write_folder(tmp_path / "photos", pictures_of(6, 16, 0))
-    names = [folder / "class0" / os.fsdecode(b"\xe9.png"), folder / "class0" / "004.png", folder / "class1" / "001.png"]
-    (folder / "class0" / "000.png").rename(names[0])
+    names = [folder / "class0" / os.fsdecode(b"\xe9.png"), folder / "class0/004.png", folder / "class1/001.png"]
+    (folder / "class0/000.png").rename(names[0])
     assert open_pictures(folder).count == 6
     names[0].write_bytes(b"")
     names[1].write_bytes(names[1].read_bytes()[:-200])  # its head is whole
@@ -209,8 +201,8 @@ def test_statistics_that_are_saved_are_a_reference(tmp_path):
     pool, spatial = rng.standard_normal((6, 128)), rng.standard_normal((6, 289))
     parts = parts_of(tmp_path / "work", {"pool": pool, "spatial": spatial}, 4)
     pictures = Pictures("photos", 6, (16, 16), "", None)
-    save_statistics(tmp_path / "out" / "stats.npz", pictures, parts, share_work(None))
-    found = open_reference(tmp_path / "out" / "stats.npz", NARROW)
+    save_statistics(tmp_path / "out/stats.npz", pictures, parts, share_work(None))
+    found = open_reference(tmp_path / "out/stats.npz", NARROW)
     np.testing.assert_allclose(found.stated["pool"][1], np.cov(pool, rowvar=False), atol=1e-12)
     np.testing.assert_allclose(found.stated["spatial"][0], spatial.mean(axis=0), atol=1e-12)
     assert found.resolution == (16, 16) and found.count == 6 and found.statistics_from == "file"

@@ -8,7 +8,7 @@ import compare_runs
 import guidance_sweep
 import numpy as np
 import pytest
-from conftest import open_reference
+from conftest import open_reference, write_json
 from test_reference_scorer import features, parts_of, score
 
 from tread.evaluation.metric_table import METRICS, Metric
@@ -32,7 +32,7 @@ def write_run(folder, values):
     (folder / "step_0000200").mkdir(parents=True)
     config = {"name": folder.name, "objective": "edm", "model": {"name": folder.name}, "dataset": {"name": "digits"}}
     config["train"] = {"steps": 200, "batch_size": 8}
-    (folder / "run.json").write_text(json.dumps([{"config": config}]))
+    write_json(folder / "run.json", [{"config": config}])
     records = [{"step": 100 * number, "taste": value} for number, value in enumerate(values, start=1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -78,7 +78,7 @@ def test_it_is_compared_drawn_and_reported(added, tmp_path, capsys):
     fast = write_run(tmp_path / "fast", [0.5, 0.75])
     slow = write_run(tmp_path / "slow", [0.25, 0.5])
     score = {"gap": 2.5, "counts": {"gap": 30}, "count": 30, "time": "2026-01-02", "step": 200}
-    (fast / "step_0000200" / "fid.json").write_text(json.dumps(score))
+    write_json(fast / "step_0000200/fid.json", score)
     groups = open_groups([str(fast), str(slow)])
     assert "fast reaches the my taste 0.5 of slow by step 100, 0.50 times the other's 200" in reach(*groups, "taste")
     assert "slow does not reach the my taste 0.75 of fast: its best is 0.5" in reach(*groups[::-1], "taste")

@@ -89,7 +89,7 @@ def naive_precision_recall(reference, samples, k):
     return share(samples, reference), share(reference, samples)
 
 
-@pytest.mark.parametrize(("block", "origin"), [(7, 0), (200, 0), (10**6, 0), (10**6, 1000)])
+@pytest.mark.parametrize("block, origin", [(7, 0), (200, 0), (10**6, 0), (10**6, 1000)])
 def test_precision_and_recall_are_the_definition_s(monkeypatch, block, origin):
     rng = np.random.default_rng(0)
     reference, samples = rng.standard_normal((60, 5)), rng.standard_normal((45, 5)) * 0.6 + 0.5

@@ -1,11 +1,10 @@
 """FID in training. The reference for its value is fid.py, for what it must not disturb a run without it."""
 
-import json
+from functools import partial
 
 import numpy as np
 import pytest
-import torch
-from conftest import RGB, launch, launch_processes, records, same, score, state
+from conftest import RGB, assert_refused, launch, launch_processes, logged, raising, read_json, same, score
 
 from tread.checkpoints import checkpoint
 from tread.data.writer import write_dataset
@@ -34,57 +33,50 @@ def probed(place, inception_file):
 
 
 def fids(run):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["fid"], line["fid_samples"]) for line in lines if "fid" in line]
+    return list(zip(*(logged(run, "fid", field) for field in ("step", "fid", "fid_samples"))))
 
 
 def test_it_is_fid_pys_number_with_its_count_and_time(place, probed, inception_file):
-    found = fids(place / "with" / "rgb")
+    found = fids(place / "with/rgb")
     assert [(step, count) for step, _, count in found] == [(2, 7), (4, 7)]
     assert "of 7 samples at step 4, took" in probed[1] and f"{found[-1][1]:.4f} of 7 samples" in probed[1]
     options = ["checkpoint=with/rgb", "reference=stats.npz", "num_samples=7", "steps=2", "batch_size=7"]
     score(place, *options, f"inception={inception_file}")
-    record = json.loads((place / "with" / "rgb" / "step_0000004" / "fid.json").read_text())
-    assert found[-1][1] == pytest.approx(record["fid"], rel=1e-6)
+    assert found[-1][1] == pytest.approx(read_json(place / "with/rgb/step_0000004/fid.json")["fid"], rel=1e-6)
 
 
 def test_it_disturbs_nothing(place, probed):
     launch(place, *DATA, "results=without")
-    a, b = state(place / "with" / "rgb"), state(place / "without" / "rgb")
-    assert all(torch.equal(a[key], b[key]) for key in b)
-    losses = [[r for r in records(place / name / "rgb") if "loss" in r] for name in ("with", "without")]
+    assert same(place / "with/rgb", place / "without/rgb")
+    losses = [logged(place / name / "rgb", "loss") for name in ("with", "without")]
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
+@pytest.mark.slow
 def test_processes_share_it(place, probed):
     launch_processes(place, *DATA, *probed[0], "results=two", "train.steps=2", processes=2)
-    assert fids(place / "two" / "rgb") == [pytest.approx(fids(place / "with" / "rgb")[0], rel=1e-4)]
+    assert fids(place / "two/rgb") == [pytest.approx(fids(place / "with/rgb")[0], rel=1e-4)]
 
 
 def test_one_that_fails_costs_no_step(place, probed, monkeypatch):
     """Saved out of turn, the run goes on there, as the undisturbed one."""
-
-    def failing(*_):
-        raise np.linalg.LinAlgError("did not converge")
-
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="did not converge"):
-        patch.setattr(scorers, "frechet_distance", failing)
+        patch.setattr(scorers, "frechet_distance", raising(np.linalg.LinAlgError("did not converge")))
         launch(place, *DATA, *probed[0], "results=failing")
-    run = place / "failing" / "rgb"
+    run = place / "failing/rgb"
     assert checkpoint.find(run).step == 2 and not fids(run)
     launch(place, *DATA, *probed[0], "results=failing")
-    assert fids(run) == fids(place / "with" / "rgb") and same(run, place / "with" / "rgb")
+    assert fids(run) == fids(place / "with/rgb") and same(run, place / "with/rgb")
 
 
 def test_what_it_needs_is_asked_for_before_the_first_step(place, probed):
-    for options, message in (
-        (["eval.fid_every=2"], "eval.fid_every needs eval.fid_reference"),
-        ([*probed[0], "eval.fid_reference=pictures.npz"], "has no mu and sigma: python fid.py"),
-        ([*probed[0], "eval.fid_reference=nowhere.npz"], "nowhere.npz is not there"),
-        ([*probed[0], "eval.inception=nowhere"], "nowhere is not there"),
-        ([*probed[0], "eval.fid_samples=1"], "at least 2"),
-        ([*probed[0], "dataset=digits", "dataset.path=digits"], "grey"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            launch(place, *DATA, *options, "results=never")
+    assert_refused(
+        partial(launch, place, *DATA, "results=never"),
+        ("eval.fid_every=2", "eval.fid_every needs eval.fid_reference"),
+        (*probed[0], "eval.fid_reference=pictures.npz", "has no mu and sigma: python fid.py"),
+        (*probed[0], "eval.fid_reference=nowhere.npz", "nowhere.npz is not there"),
+        (*probed[0], "eval.inception=nowhere", "nowhere is not there"),
+        (*probed[0], "eval.fid_samples=1", "at least 2"),
+        (*probed[0], "dataset=digits", "dataset.path=digits", "grey"),
+    )
     assert not (place / "never").exists()

@@ -4,20 +4,32 @@ pictures, and transformers' CLIP called by hand."""
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import guidance_sweep
 import numpy as np
 import pytest
 import torch
 from captioned import PIXELS, save_text_checkpoint, write_captioned
-from conftest import launch_door, open_pictures, save_checkpoint, score
+from conftest import (
+    CPU,
+    assert_refused,
+    facts_in,
+    interrupt,
+    launch_door,
+    open_pictures,
+    opened,
+    read_json,
+    save_checkpoint,
+    score,
+    take_samples,
+    write_json,
+)
 from PIL import Image
 from safetensors import safe_open
 from tiny_text import save_encoder
 
 import sample
-from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_network
 from tread.data.dataset import LatentDataset
 from tread.data.writer import write_dataset
 from tread.diffusion.guidance import NO_GUIDANCE, Guidance
@@ -44,13 +56,13 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prompts")
     bert = save_encoder(folder / "bert", "bert")
     encoders = [text_encoder(name, FLAT) for name in ("words", str(bert))]
-    write_captioned(folder / "data" / "train", TRAIN, *encoders)
-    write_captioned(folder / "data" / "heldout", HELD, *encoders)
+    write_captioned(folder / "data/train", TRAIN, *encoders)
+    write_captioned(folder / "data/heldout", HELD, *encoders)
     return folder
 
 
 @pytest.fixture(autouse=True)
-def runs(folder, composed, request):
+def runs(folder, composed):
     if (folder / "results").exists():
         return
     for name, where in (("words", "words"), ("bert", str(folder / "bert"))):
@@ -62,11 +74,11 @@ def runs(folder, composed, request):
         encoder = text_encoder(where, FLAT)
         for step in (1, 2) if name == "words" else (1,):
             save_text_checkpoint(folder / "results" / name, config, folder / "data/train", encoder, step)
-    save_checkpoint(folder / "results" / "classes", composed)
+    save_checkpoint(folder / "results/classes", composed)
 
 
 def launch(folder, *overrides: str) -> str:
-    return launch_door(sample.main, "sample", folder, *SAMPLE, *overrides)
+    return take_samples(folder, *SAMPLE, *overrides)
 
 
 def refusal(folder, *overrides: str, door=launch) -> str:
@@ -77,8 +89,7 @@ def refusal(folder, *overrides: str, door=launch) -> str:
 
 def expected(folder, run: str, prompts, seeds, labels, size: int, guidance: Guidance = NO_GUIDANCE):
     """Latents drawn of a text by hand."""
-    trained = open_network(checkpoint.find(folder / "results" / run), "ema")
-    model = trained.load(torch.device("cpu"), guidance)
+    model = opened(folder / "results" / run).load(CPU, guidance)
     sampler = Sampler(2, size, guidance=guidance)
     return torch.cat(list(draw(Model(model.process, model.network, model.routes, prompts), seeds, labels, sampler)))
 
@@ -134,7 +145,7 @@ def test_a_grid_names_its_prompts_and_files_say_theirs(folder):
     assert (shown[:, : -(2 * 64 + GAP)] < 128).any()
     launch(folder, "prompt=a hat", "out=single")
     assert {path.name for path in (folder / "single").iterdir()} == {f"seed00000{n}_prompt0.png" for n in (0, 1)}
-    facts = json.loads(Image.open(folder / "single" / "seed000001_prompt0.png").text[FACTS])
+    facts = facts_in(folder / "single/seed000001_prompt0.png")
     assert (facts["seed"], facts["prompt"]) == (1, "a hat") and "class" not in facts
 
 
@@ -166,24 +177,23 @@ def test_what_can_not_be_is_refused(folder):
         (folder / name).write_bytes(content)
     save_encoder(folder / "other", "clip")
     before = sorted(folder.iterdir())
-    for words, shown in (
-        (["prompt="], "prompt is empty"),
-        (["prompt=  "], "prompt is empty"),
-        ([], "was trained with captions"),
-        (["classes=[0]"], "takes no classes: prompt='…'"),
-        (["prompt=a", "classes=[0]"], "takes no classes"),
-        (["prompt=a", "prompts=p.txt"], "both given"),
-        (["prompts=nowhere.txt"], "No such file or directory"),
-        (["prompts=none.txt"], "none.txt is empty"),
-        (["prompts=blank.txt"], "blank.txt is empty .line 2"),
-        (["prompts=bad.txt"], "codec can.t decode"),
-        (["checkpoint=results/classes", "prompt=a"], "was trained with classes, and takes no prompt"),
-        (["prompt=a", "text_encoder=other"], "the words of .* are in its checkpoint: leave it out"),
-        (["checkpoint=results/bert", "prompt=a", "text_encoder=other"], "is another encoder than the text was made"),
-        (["prompt=a", "guidance=autoguidance", "guidance.checkpoint=results/bert"], "differ in text"),
-    ):  # fmt: skip
-        with pytest.raises(SystemExit, match=shown):
-            launch(folder, *words)
+    assert_refused(
+        partial(launch, folder),
+        ("prompt=", "prompt is empty"),
+        ("prompt=  ", "prompt is empty"),
+        ("was trained with captions",),
+        ("classes=[0]", "takes no classes: prompt='…'"),
+        ("prompt=a", "classes=[0]", "takes no classes"),
+        ("prompt=a", "prompts=p.txt", "both given"),
+        ("prompts=nowhere.txt", "No such file or directory"),
+        ("prompts=none.txt", "none.txt is empty"),
+        ("prompts=blank.txt", "blank.txt is empty .line 2"),
+        ("prompts=bad.txt", "codec can.t decode"),
+        ("checkpoint=results/classes", "prompt=a", "was trained with classes, and takes no prompt"),
+        ("prompt=a", "text_encoder=other", "the words of .* are in its checkpoint: leave it out"),
+        ("checkpoint=results/bert", "prompt=a", "text_encoder=other", "is another encoder than the text was made"),
+        ("prompt=a", "guidance=autoguidance", "guidance.checkpoint=results/bert", "differ in text"),
+    )
     assert sorted(folder.iterdir()) == before
 
 
@@ -202,7 +212,7 @@ def test_an_encoder_may_have_moved_and_files_keep_their_prompts(folder, tmp_path
 def test_autoguidance_by_an_earlier_checkpoint(folder):
     launch(folder, "prompt=a hat", "guidance=autoguidance", "guidance.checkpoint=results/words/step_0000001",
            "guidance.scale=2", "out=auto.png")  # fmt: skip
-    assert json.loads(Image.open(folder / "auto.png").text[FACTS])["weak_network"]["step"] == 1
+    assert facts_in(folder / "auto.png")["weak_network"]["step"] == 1
 
 
 # -------------------------------------------------------------------------------------------- fid.py
@@ -221,7 +231,7 @@ def clip(folder):
     CLIPModel(CLIPConfig(text_config=sizes | words, vision_config=vision, projection_dim=16)).save_pretrained(place)
     about = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}, "resample": 3}
     about |= {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "image_processor_type": "CLIPImageProcessor"}
-    (place / "preprocessor_config.json").write_text(json.dumps(about))
+    write_json(place / "preprocessor_config.json", about)
     return place
 
 
@@ -231,24 +241,16 @@ def test_held_out_captions_are_scored_against_their_pictures(folder, clip, incep
 
     words = ("checkpoint=results/words", f"inception={inception_file}", *FID, f"clip={clip}")
     words += ("prompts=heldout", "save_samples=true", "reference=heldout", "out=scored")
-    real, calls = scoring.draw_pictures, []
-
-    def drawing(*given, **more):
-        calls.append(list(given[2]))
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*given, **more)
-
-    monkeypatch.setattr(scoring, "draw_pictures", drawing)
+    calls = interrupt(monkeypatch, scoring, "draw_pictures", 2)
     refusal(folder, *words, door=score)
     said = score(folder, *words)
-    assert calls == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8]]
-    found = json.loads((folder / "scored" / "fid.json").read_text())
+    assert [list(seeds) for _, _, seeds, *_ in calls] == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8]]
+    found = read_json(folder / "scored/fid.json")
     numbers = seeded_labels(range(9), 4, "random")
-    data = LatentDataset(folder / "data" / "heldout", text="words")
+    data = LatentDataset(folder / "data/heldout", text="words")
     latents = expected(folder, "words", data.text_of(numbers.numpy()), range(9), torch.arange(9), 4)
     drawn = to_pictures(latents, load_decoder(PIXELS))
-    with np.load(folder / "scored" / "samples.npz") as samples:
+    with np.load(folder / "scored/samples.npz") as samples:
         assert np.array_equal(samples["arr_0"], drawn.permute(0, 2, 3, 1))
         assert np.array_equal(samples["arr_1"], numbers)
     captions = [caption for own in HELD for caption in own]
@@ -263,7 +265,7 @@ def test_held_out_captions_are_scored_against_their_pictures(folder, clip, incep
     assert found["reference_count"] == 3 and found["prompts"] == found["reference"] == str(folder / "data/heldout")
     assert "CLIP score" in said and {"fid", "kid", "clip_score"} <= found["counts"].keys()
     assert "is scored already" in score(folder, *words)
-    pictures, stored = open_pictures(folder / "data" / "heldout"), np.random.default_rng(3)
+    pictures, stored = open_pictures(folder / "data/heldout"), np.random.default_rng(3)
     stored = stored.integers(0, 256, (3, 3, 16, 16), dtype=np.uint8)
     assert pictures.resolution == (16, 16) and np.array_equal(pictures.read(1, 3), stored[1:3])
 
@@ -277,35 +279,34 @@ def test_balanced_captions_and_a_sweep(folder, clip, inception_file):
         "sweep.metric=clip_score", "out=sweep", "sweep.baseline=false", "cache=cache", "save_samples=true",
         "reference=heldout",
     )  # fmt: skip
-    with np.load(folder / "sweep" / "scale2" / "samples.npz") as samples:
+    with np.load(folder / "sweep/scale2/samples.npz") as samples:
         assert samples["arr_1"].tolist() == [0, 1, 2, 3] * 2
-    assert "clip_score" in (folder / "sweep" / "sweep.csv").read_text().splitlines()[0]
+    assert "clip_score" in (folder / "sweep/sweep.csv").read_text().splitlines()[0]
     text = score(folder, *words, "labels=balanced", "out=default")
-    record = json.loads((folder / "default" / "fid.json").read_text())
-    assert "FID" in text and record["reference"] == str(folder / "data" / "heldout")
+    record = read_json(folder / "default/fid.json")
+    assert "FID" in text and record["reference"] == str(folder / "data/heldout")
 
 
 def test_what_can_not_be_scored_is_refused(folder, clip, inception_file, tmp_path):
     other = write_captioned(tmp_path / "other", HELD, text_encoder("words", ["other words"]))
     write_captioned(tmp_path / "none", HELD)
     assert len(other) == 3
-    for words, shown in (
-        (["prompts=nowhere"], "no dataset at nowhere"),
-        ([f"prompts={tmp_path}/none"], "has no text of encoder words"),
-        ([f"prompts={tmp_path}/other"], "has other text than .* was trained with"),
-        (["prompts=p.txt"], "no dataset at p.txt"),
-        (["clip=nowhere"], "clip=nowhere could not be loaded"),
-        ([f"clip={folder}/bert"], "it is a bert, and not a clip"),
-        (["crop=16", "reference=heldout"], "is a dataset, whose pictures are cropped already"),
-        (["checkpoint=results/classes", "prompts=heldout"], "prompts=heldout is of captions, but .* with classes"),
-        (["checkpoint=results/classes", f"clip={clip}"], "is of captions, but .* with classes"),
-        (["checkpoint=results/classes", "reference=heldout"], "has no held-out data"),
-        (["samples=x", "clip=y"], "scored without their captions"),
-    ):
-        (tmp_path / "p.txt").touch()
-        given = ["checkpoint=results/words"] * (not words[0].startswith(("checkpoint", "samples")))
-        with pytest.raises(SystemExit, match=shown):
-            score(folder, *given, f"inception={inception_file}", *FID, *words, f"out={tmp_path}/refused")
+    (tmp_path / "p.txt").touch()
+    words, classes = "checkpoint=results/words", "checkpoint=results/classes"
+    assert_refused(
+        partial(score, folder, f"inception={inception_file}", *FID, f"out={tmp_path}/refused"),
+        (words, "prompts=nowhere", "no dataset at nowhere"),
+        (words, f"prompts={tmp_path}/none", "has no text of encoder words"),
+        (words, f"prompts={tmp_path}/other", "has other text than .* was trained with"),
+        (words, "prompts=p.txt", "no dataset at p.txt"),
+        (words, "clip=nowhere", "clip=nowhere could not be loaded"),
+        (words, f"clip={folder}/bert", "it is a bert, and not a clip"),
+        (words, "crop=16", "reference=heldout", "is a dataset, whose pictures are cropped already"),
+        (classes, "prompts=heldout", "prompts=heldout is of captions, but .* with classes"),
+        (classes, f"clip={clip}", "is of captions, but .* with classes"),
+        (classes, "reference=heldout", "has no held-out data"),
+        ("samples=x", "clip=y", "scored without their captions"),
+    )
     latents = replace(PIXELS, autoencoder="x", scale_applied=False)
     write_dataset(tmp_path / "latents", latents, [(np.zeros((3, 1, 3, 16, 16), np.float32), np.zeros(3, np.int64))])
     with pytest.raises(ValueError, match="keeps no pictures"):

@@ -1,11 +1,10 @@
 """FID of real photos: what it must say of pictures whose order of quality is known."""
 
 import io
-import json
 
 import numpy as np
 import pytest
-from conftest import open_pictures
+from conftest import open_pictures, read_json
 from conftest import score as launch
 from PIL import Image, ImageFilter
 
@@ -43,7 +42,7 @@ def test_distortions_raise_the_distance(asset, tmp_path):
     for kind in ("plain", "flipped", "blurred 1", "blurred 2", "noise 10", "noise 30", "JPEG q10"):
         np.savez(tmp_path / "samples.npz", np.stack([distorted(kind, photo, i) for i, photo in enumerate(photos)]))
         launch(tmp_path, "samples=samples.npz", "reference=reference.npz", weights)
-        found[kind] = json.loads((tmp_path / "samples.fid.json").read_text())
+        found[kind] = read_json(tmp_path / "samples.fid.json")
         print(kind, {metric: round(found[kind][metric], 4) for metric in found[kind]["counts"]})
     fid = {kind: record["fid"] for kind, record in found.items()}
     assert abs(fid["flipped"] - fid["plain"]) < 0.05 * fid["plain"]
@@ -52,4 +51,4 @@ def test_distortions_raise_the_distance(asset, tmp_path):
     assert all(found["plain"]["kid"] < found[kind]["kid"] for kind in ("blurred 2", "noise 30", "JPEG q10"))
     assert found["plain"]["precision"] > max(found[kind]["precision"] for kind in ("blurred 2", "noise 30", "JPEG q10"))
     launch(tmp_path, "samples=reference.npz", "reference=reference.npz", weights)
-    assert abs(json.loads((tmp_path / "reference.fid.json").read_text())["fid"]) < 1e-6
+    assert abs(read_json(tmp_path / "reference.fid.json")["fid"]) < 1e-6

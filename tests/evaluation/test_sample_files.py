@@ -2,23 +2,24 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import RGB, ROOT, launch_door, open_pictures, save_checkpoint
+from conftest import CPU, RGB, ROOT, assert_refused, names_in, open_pictures, opened, save_checkpoint, take_samples
 from PIL import Image
 from safetensors import safe_open
+from torch.testing import assert_close
 
 import sample
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_network
 from tread.data.latents import to_uint8
 from tread.diffusion.sampling import Sampler, draw, draw_pictures
 from tread.drawing.grids import FACTS, GAP, draw_grid, name_rows
 from tread.encoders.autoencoder import load_decoder
 
-DIGITS = ROOT / "tests" / "recorded" / "run"
+DIGITS = ROOT / "tests/recorded/run"
 OPTIONS = ("checkpoint=results/a", "classes=[1,4]", "seeds=0-2", "steps=2")
 SINGLE = [f"seed{seed:06d}_class{label}.png" for seed in range(3) for label in (1, 4)]
 
@@ -26,15 +27,15 @@ SINGLE = [f"seed{seed:06d}_class{label}.png" for seed in range(3) for label in (
 @pytest.fixture
 def drawn(tmp_path, composed):
     """The pictures that OPTIONS ask for, (6, 16, 16, 3) uint8, of a checkpoint with the classes a to e."""
-    save_checkpoint(tmp_path / "results" / "a", composed)
-    model = open_network(checkpoint.find(tmp_path / "results" / "a"), "ema").load(torch.device("cpu"))
+    save_checkpoint(tmp_path / "results/a", composed)
+    model = opened(tmp_path / "results/a").load(CPU)
     labels = torch.tensor([1, 1, 1, 4, 4, 4])
     (pictures,) = draw_pictures(model, load_decoder(RGB), [0, 1, 2] * 2, labels, Sampler(steps=2, batch_size=6))
     return pictures.numpy().transpose(0, 2, 3, 1)
 
 
 def launch(folder, *overrides: str) -> str:
-    return launch_door(sample.main, "sample", folder, *OPTIONS, *overrides)
+    return take_samples(folder, *OPTIONS, *overrides)
 
 
 def refusal(folder, *overrides: str) -> str:
@@ -44,10 +45,12 @@ def refusal(folder, *overrides: str) -> str:
 
 
 def test_a_grid_says_what_made_it_and_names_its_rows(tmp_path, drawn):
-    launch(tmp_path, "out=new/folder/grid.png", "guidance=cfg", "guidance.scale=1")
+    said = launch(tmp_path, "out=new/folder/grid.png", "guidance=cfg", "guidance.scale=1")
+    assert "grid.png: rows are classes [1, 4], columns seeds 0-2; step 3, ema weights" in said
+    assert names_in(tmp_path) == {"results", "new"}
     image = Image.open(tmp_path / "new/folder/grid.png")
     facts = json.loads(image.text[FACTS])
-    saved = checkpoint.find(tmp_path / "results" / "a")
+    saved = checkpoint.find(tmp_path / "results/a")
     assert facts["network"] == {"step": 3, "weights": "ema", "sha256": saved.info["files"]["ema.safetensors"]["sha256"]}
     rows = [{"class": n, "class_name": name, "seeds": [0, 1, 2]} for n, name in ((1, "b"), (4, "e"))]
     assert facts["rows"] == rows and facts["weak_network"] is None
@@ -64,21 +67,21 @@ def test_a_grid_says_what_made_it_and_names_its_rows(tmp_path, drawn):
 
 
 def test_the_weak_network_of_a_guidance_is_told_by_its_hash(tmp_path, drawn, composed):
-    save_checkpoint(tmp_path / "results" / "weak", composed, step=2)
+    save_checkpoint(tmp_path / "results/weak", composed, step=2)
     launch(tmp_path, "guidance=autoguidance", "guidance.checkpoint=results/weak", "guidance.weights=model", "churn=40")
     facts = json.loads(Image.open(tmp_path / "samples.png").text[FACTS], parse_constant=pytest.fail)
-    weak = checkpoint.find(tmp_path / "results" / "weak")
+    weak = checkpoint.find(tmp_path / "results/weak")
     assert facts["weak_network"] == {"step": 2, "weights": "model", "sha256": weak.sha256("model")}
     assert facts["settings"]["churn"] == {"amount": 40.0, "sigma_min": 0.0, "noise": 1.0}
 
 
-def test_single_files_in_a_folder(tmp_path, drawn, monkeypatch):
+def test_single_files_in_a_folder(tmp_path, drawn):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "other.txt").write_text("kept")
+    (tmp_path / "mine/other.txt").write_text("kept")
     assert "mine: 6 pictures of classes [1, 4], seeds 0-2; step 3" in launch(tmp_path, "out=mine", "batch_size=4")
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {*SINGLE, "other.txt"}
     for number, (label, seed) in enumerate([(label, seed) for label in (1, 4) for seed in range(3)]):
-        image = Image.open(tmp_path / "mine" / f"seed{seed:06d}_class{label}.png")
+        image = Image.open(tmp_path / f"mine/seed{seed:06d}_class{label}.png")
         assert np.abs(np.asarray(image).astype(int) - drawn[number]).max() <= 1  # of batches of another shape
         facts = json.loads(image.text[FACTS])
         assert (facts["seed"], facts["class"], facts["class_name"]) == (seed, label, RGB.classes[label])
@@ -91,7 +94,7 @@ def test_single_files_in_a_folder(tmp_path, drawn, monkeypatch):
     assert (tmp_path / "mine" / SINGLE[0]).read_bytes() == before
     launch(tmp_path, "out=mine", "steps=3", "overwrite=true")
     assert (tmp_path / "mine" / SINGLE[0]).read_bytes() != before
-    assert (tmp_path / "mine" / "other.txt").read_text() == "kept"
+    assert (tmp_path / "mine/other.txt").read_text() == "kept"
     assert "twice" in refusal(tmp_path, "out=again", "classes=[1,1]")
     launch(tmp_path, "out=none", "classes=[null]", "seeds=[7]")
     assert [path.name for path in (tmp_path / "none").iterdir()] == ["seed000007_noclass.png"]
@@ -109,10 +112,10 @@ def test_scoring_finds_the_same_pictures_in_the_batch_and_the_folder(tmp_path, d
 def test_grey_pictures_become_rgb_where_they_are_scored_and_it_is_said(tmp_path):
     options = (f"checkpoint={DIGITS}", "steps=2", "classes=[3]", "seeds=0-1")
     for out in ("a.npz", "a"):
-        assert "grey as RGB" in launch_door(sample.main, "sample", tmp_path, *options, f"out={out}")
+        assert "grey as RGB" in take_samples(tmp_path, *options, f"out={out}")
         pictures = open_pictures(tmp_path / out).read(0, 2)
         assert pictures.shape == (2, 3, 8, 8) and (pictures == pictures[:, :1]).all()
-    assert "grey" not in launch_door(sample.main, "sample", tmp_path, *options)
+    assert "grey" not in take_samples(tmp_path, *options)
     shown = Image.open(tmp_path / "samples.png")
     assert shown.mode == "L" and shown.size == (2 * 64 + GAP, 64)  # no margin: the names are the numbers
 
@@ -126,16 +129,16 @@ def test_the_default_name_gets_a_number_and_another_is_refused_before_any_work(t
     (tmp_path / "x.npz").touch()
     (tmp_path / "folder.png").mkdir()
     monkeypatch.setattr(sample, "draw_pictures", lambda *_, **__: pytest.fail("it sampled"))
-    for out, more, said in (
-        ("samples.png", (), "overwrite=true"),
-        ("x.npz", (), "overwrite=true"),
-        ("folder.png", ("overwrite=true",), "is a folder"),
-        ("x.npz/a.png", (), "could not be written"),
-        ("x.npz/single", (), "could not be written"),
-        ("x.jpg", (), "must be a grid's name"),
-        ("", (), "must be a grid's name"),
-    ):
-        assert said in refusal(tmp_path, f"out={out}", *more)
+    assert_refused(
+        partial(launch, tmp_path),
+        ("out=samples.png", "overwrite=true"),
+        ("out=x.npz", "overwrite=true"),
+        ("out=folder.png", "overwrite=true", "is a folder"),
+        ("out=x.npz/a.png", "could not be written"),
+        ("out=x.npz/single", "could not be written"),
+        ("out=x.jpg", "must be a grid's name"),
+        ("out=", "must be a grid's name"),
+    )
 
 
 def read_latents(path):
@@ -147,15 +150,15 @@ def test_latents_are_the_autoencoders_own_and_need_none(tmp_path, composed):
     """z = x / scale + shift behind x / channel_scale + channel_shift; nobody has the autoencoder."""
     normalised = {"channel_shift": (1.0, 2.0, 3.0), "channel_scale": (0.5, 2.0, 4.0)}
     latents = replace(RGB, autoencoder="unknown", scale=0.25, shift=5.0, **normalised)
-    save_checkpoint(tmp_path / "results" / "a", composed, latents)
-    model = open_network(checkpoint.find(tmp_path / "results" / "a"), "ema").load(torch.device("cpu"))
+    save_checkpoint(tmp_path / "results/a", composed, latents)
+    model = opened(tmp_path / "results/a").load(CPU)
     labels = torch.tensor([1, 1, 1, 4, 4, 4])
     (x,) = draw(model, [0, 1, 2] * 2, labels, Sampler(steps=2, batch_size=6))
     for name in ("samples.safetensors", "samples-1.safetensors"):
         assert f"{name}: 6 latents of classes [1, 4], seeds 0-2; step 3" in launch(tmp_path, "save_latents=true")
         found, metadata = read_latents(tmp_path / name)
         shift, scale = (torch.tensor(value).view(3, 1, 1) for value in normalised.values())
-        torch.testing.assert_close(found["latents"], (x / scale + shift) / 0.25 + 5)
+        assert_close(found["latents"], (x / scale + shift) / 0.25 + 5)
         assert found["seeds"].tolist() == [0, 1, 2] * 2 and torch.equal(found["labels"], labels)
         facts = json.loads(metadata[FACTS])
         assert "decoder takes" in metadata["meaning"] and facts["rows"][1]["class_name"] == "e"
@@ -167,15 +170,15 @@ def test_latents_are_the_autoencoders_own_and_need_none(tmp_path, composed):
 
 def test_latents_are_those_of_the_pictures_and_have_their_address(tmp_path, drawn):
     launch(tmp_path, "save_latents=true", "out=new/z.safetensors")
-    found, _ = read_latents(tmp_path / "new" / "z.safetensors")
+    found, _ = read_latents(tmp_path / "new/z.safetensors")
     assert np.array_equal(to_uint8(found["latents"]).permute(0, 2, 3, 1), drawn)  # pixels: z is the picture
     launch(tmp_path, "save_latents=true", "out=one.safetensors", "classes=[4]", "seeds=[1]")
     one = read_latents(tmp_path / "one.safetensors")[0]["latents"][0]
-    torch.testing.assert_close(one, found["latents"][4], rtol=1e-3, atol=1e-2)  # of a batch of another shape
+    assert_close(one, found["latents"][4], rtol=1e-3, atol=1e-2)  # of a batch of another shape
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"),
+    "given, shown",
     [
         (["save_latents=true", "out=x.png"], "save_latents=true writes a .safetensors file"),
         (["save_latents=true", "out="], "save_latents=true writes a .safetensors file"),
@@ -192,7 +195,7 @@ def test_latents_that_can_not_be_written_are_refused_before_any_work(tmp_path, d
     assert (tmp_path / "there.safetensors").stat().st_size == 0
 
 
-def test_long_names_are_cut_and_no_class_is_named(tmp_path):
+def test_long_names_are_cut_and_no_class_is_named():
     grid = draw_grid(np.zeros((2, 1, 64, 64), np.uint8), 1)
     short, long, longer = (np.asarray(name_rows(grid, [name, "no class"])) for name in ("a", "a" * 40, "a" * 80))
     assert short.shape[1] < long.shape[1] <= 64 + 13 * 12 and np.array_equal(long, longer)

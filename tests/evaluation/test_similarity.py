@@ -4,20 +4,20 @@ The references are the blocks called one after the other by hand, and the cosine
 """
 
 import itertools
-import json
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import similarity as door
 import torch
-from conftest import RGB, launch, launch_door, save_checkpoint
+from conftest import CPU, RGB, launch, launch_door, opened, randomized, read_json, save_checkpoint
+from torch.testing import assert_close
 
 from dit import DiT
 from routing_module import Route
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_network
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec, to_network
 from tread.data.writer import write_dataset
@@ -84,19 +84,15 @@ def cosines(states) -> list[list[float]]:
 
 def lively(kind: type[Backbone], **sizes: int) -> Backbone:
     """A network on 4×8×8 latents of 10 classes whose blocks change their tokens much."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        network = kind(input_size=8, in_channels=4, hidden_size=16, depth=6, num_classes=10, **sizes)
-        for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    return network
+    sizes |= {"input_size": 8, "in_channels": 4, "hidden_size": 16, "depth": 6, "num_classes": 10}
+    return randomized(partial(kind, **sizes), 1, 0.3)
 
 
 def test_equal_tokens_are_1_orthogonal_ones_0_opposite_ones_minus_1():
     a, b = [[3.0, 0.0], [0.0, 2.0]], [[0.0, 1.0], [5.0, 0.0]]
     found = similarity([everywhere(a, [[6.0, 0.0], [0.0, 0.1]], b, [[-1.0, 0.0], [0.0, -1.0]])])
     expected = [[1, 1, 0, -1], [1, 1, 0, -1], [0, 0, 1, 0], [-1, -1, 0, 1]]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0)
+    assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0)
     assert found.dtype == torch.float64 and adjacent(found) == pytest.approx(1 / 3)
 
 
@@ -130,7 +126,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize(
-    ("network", "kind"),
+    "network, kind",
     [
         *itertools.product(("dit", "rwkv"), ROUTES),
         ("mamba", "rejoining earlier"),
@@ -153,9 +149,9 @@ def test_states_and_similarity_equal_those_by_hand(network, kind):
         assert {tuple(key) for key in held.nonzero().tolist()} == state.keys()
         assert not tokens[~held].any()
         for key, token in state.items():
-            torch.testing.assert_close(tokens[key], token, atol=1e-3, rtol=1e-3)
+            assert_close(tokens[key], token, atol=1e-3, rtol=1e-3)
     matrix = similarity([found])
-    torch.testing.assert_close(matrix, torch.tensor(cosines(expected)).double(), atol=1e-4, rtol=0)
+    assert_close(matrix, torch.tensor(cosines(expected)).double(), atol=1e-4, rtol=0)
     assert matrix.min() < 0.8
 
 
@@ -183,8 +179,7 @@ def test_points_are_those_one_by_one_whatever_the_batch(tmp_path):
         )
     expected = similarity(states)
     for size in (1, 3, 16):
-        found = similarity(noised_states(model, data, 7, 4, 3, size))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        assert_close(similarity(noised_states(model, data, 7, 4, 3, size)), expected, atol=1e-5, rtol=0)
     assert not torch.allclose(similarity(noised_states(model, data, 7, 4, 2, 16)), expected, atol=1e-4)
 
 
@@ -207,7 +202,7 @@ def trained(tmp_path_factory):
 
 
 def written(folder) -> dict:
-    return json.loads((folder / "similarity.json").read_text())
+    return read_json(folder / "similarity.json")
 
 
 def test_the_door_writes_both_panels_beside_the_checkpoint(trained, monkeypatch):
@@ -225,16 +220,16 @@ def test_the_door_writes_both_panels_beside_the_checkpoint(trained, monkeypatch)
     for name in ("dense", "routed"):
         matrix = torch.tensor(record[name])
         assert matrix.shape == (7, 7)
-        torch.testing.assert_close(matrix, matrix.T, rtol=0, atol=2e-6)  # six places, each entry rounded by itself
+        assert_close(matrix, matrix.T, rtol=0, atol=2e-6)  # six places, each entry rounded by itself
         assert matrix.diagonal().tolist() == pytest.approx([1.0] * 7, abs=1e-5)
         mean = sum(matrix[i, i + 1].item() for i in range(6)) / 6
         assert record["adjacent"][name] == pytest.approx(mean, abs=1e-5)
     assert record["dense"] != record["routed"]
     with torch.no_grad():
-        one = open_network(checkpoint.find(folder), "ema")
+        one = opened(folder)
         held_out = LatentDataset(trained / "data/digits/heldout")
-        expected = similarity(noised_states(one.load(torch.device("cpu")), held_out, 24, 16, 0, 24))
-    torch.testing.assert_close(torch.tensor(record["routed"]).double(), expected, atol=1e-5, rtol=0)
+        expected = similarity(noised_states(one.load(CPU), held_out, 24, 16, 0, 24))
+    assert_close(torch.tensor(record["routed"]).double(), expected, atol=1e-5, rtol=0)
     ((_, panels, others, columns, rows, _),) = drawn
     assert list(panels) == ["all tokens", record["route"]] and not others
     assert columns == rows == ["in", 0, 1, 2, 3, 4, 5]
@@ -270,7 +265,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("words", "shown"), REFUSED)
+@pytest.mark.parametrize("words, shown", REFUSED)
 def test_what_can_not_be_is_refused_in_one_line(trained, words, shown):
     (trained / "file").touch()
     with pytest.raises(SystemExit) as ended:
@@ -285,7 +280,7 @@ def test_what_can_not_be_is_refused_in_one_line(trained, words, shown):
 def test_latents_of_another_meaning_and_broken_weights_are_refused(tmp_path, composed):
     """The meanings that a dataset has are each another one than the checkpoint's in turn."""
     _, folder = save_checkpoint(tmp_path / "run", composed, path=str(tmp_path / "data"), heldout=None)
-    one = open_network(checkpoint.find(folder), "ema")
+    one = opened(folder)
     pixels = torch.zeros(1, 1, 3, 16, 16).numpy()
     write_dataset(tmp_path / "data", RGB, [(pixels, torch.zeros(1, dtype=torch.int64).numpy())])
     assert open_latents(one).latents == RGB

@@ -4,9 +4,11 @@ them, bf16, recomputation, compiled blocks."""
 from collections.abc import Callable, Sequence
 
 import torch
+from conftest import CPU
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import Route
@@ -45,10 +47,6 @@ def rows(count: int, ratio: float = 0.5, grid: tuple[int, int] = (4, 4)) -> Tens
 def assert_near(actual: Tensor, expected: Tensor, limit: float = 1e-4, share: float = 1e-6) -> None:
     """Within a limit and a share of the largest value: the rounding of its sums differs between processors."""
     assert actual.shape == expected.shape and (actual - expected).abs().max() <= limit + share * expected.abs().max()
-
-
-def state_of(golden: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("state."): value for name, value in golden.items() if name.startswith("state.")}
 
 
 def assert_golden_gradients(
@@ -99,7 +97,7 @@ def assert_compiled_as_eager(function: Callable[..., Tensor], given: Sequence[Te
     """Compiled it is one graph with the same output and gradients."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(derived(compiled, given), derived(function, given), rtol=1e-5, atol=atol)
+    assert_close(derived(compiled, given), derived(function, given), rtol=1e-5, atol=atol)
     torch._dynamo.reset()
 
 
@@ -124,7 +122,7 @@ def assert_modes_agree(network: Backbone, run: Callable[[], Sequence[Tensor]], g
 
     def results(precision: str = "fp32") -> list[Tensor]:
         network.zero_grad()
-        with autocast(torch.device("cpu"), precision):
+        with autocast(CPU, precision):
             outputs = run()
         sum(out.float().square().mean() for out in outputs).backward()
         return [*(out.float() for out in outputs), torch.cat([p.grad.flatten() for p in network.parameters()])]
@@ -138,6 +136,6 @@ def assert_modes_agree(network: Backbone, run: Callable[[], Sequence[Tensor]], g
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiling.compile_blocks(network.compiled(), counter)
-    torch.testing.assert_close(results(), plain, rtol=1e-3, atol=1e-4)
+    assert_close(results(), plain, rtol=1e-3, atol=1e-4)
     assert counter.frame_count == graphs
     torch._dynamo.reset()

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from conftest import hidden_states
-from modes import assert_near, assert_starts_at_zero, counted_flops
+from conftest import hidden_states, size_of
+from modes import assert_near, assert_starts_at_zero, batch, counted_flops
 from safetensors.torch import load_file
 
 from dit import DiT
@@ -61,7 +61,7 @@ def test_golden_parts(golden):
 @pytest.mark.parametrize("size", SIZES)
 def test_parameter_counts(size):
     """The paper's table, which has the same numbers with TREAD; the defaults are XL/2's."""
-    assert sum(p.numel() for p in build(size).parameters()) == SIZES[size][3]
+    assert size_of(build(size)) == SIZES[size][3]
     if size == "XL/2":
         with torch.device("meta"):
             default = DiT()
@@ -92,12 +92,14 @@ def test_where_weights_start():
 @pytest.mark.parametrize("block", [0, 3, 5])
 def test_output_of_a_block_stops_there(tiny, block):
     """Reference: the block's output in a whole pass, and torch's counter."""
-    given = torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 2])
+    given = batch(2, 8)
     actual = tiny.output_of(block, *given)
     assert 2 * tiny.forward_flops(upto=block) == counted_flops(tiny.output_of, block, *given)
     assert torch.equal(actual, hidden_states(tiny, *given)[1][block])
     tiny(*given, record=(record := Record((block,))))
-    assert torch.equal(record.outputs[block][0], actual) and record.outputs[block][1] is None
+    assert (
+        torch.equal(record.outputs[block][0], actual) and record.outputs[block][1] is None and len(record.outputs) == 1
+    )
 
 
 def test_state_dict_has_public_names_and_shapes():
@@ -147,14 +149,14 @@ def test_patches_are_put_back_where_they_were_taken():
     assert torch.equal(network.unpatchify(tokens), x)
 
 
-@pytest.mark.parametrize(("labels", "shown"), [([0, 11], "0..11"), ([-1, 3], "-1..3")])
+@pytest.mark.parametrize("labels, shown", [([0, 11], "0..11"), ([-1, 3], "-1..3")])
 def test_unknown_labels_are_refused(tiny, labels, shown):
     with pytest.raises(ValueError, match=f"{shown}.*0..9 and the null class 10"):
         tiny(torch.zeros(2, 4, 8, 8), torch.zeros(2), torch.tensor(labels))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shown"),
+    "sizes, shown",
     [
         ({"input_size": 9}, "9.*2"),
         ({"hidden_size": 30}, "30.*4"),
@@ -172,7 +174,7 @@ def test_wrong_latents_are_refused(tiny):
         tiny(torch.zeros(2, 3, 8, 8), torch.zeros(2), torch.zeros(2, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(("size", "gmacs"), [("S/2", 6.06), ("B/2", 23.01), ("L/2", 80.71), ("XL/2", 118.64)])
+@pytest.mark.parametrize("size, gmacs", [("S/2", 6.06), ("B/2", 23.01), ("L/2", 80.71), ("XL/2", 118.64)])
 def test_flops_agree_with_the_published_ones(size, gmacs):
     assert build(size, learn_sigma=True).forward_flops() / 2e9 == pytest.approx(gmacs, rel=5e-3)
 
@@ -189,7 +191,7 @@ def test_flops_agree_with_the_published_ones(size, gmacs):
 )
 def test_flops_agree_with_torchs_counter(tiny, routes):
     drawn = [(route, draw_ids(torch.rand(2, 16), route.selection_ratio)) for route in routes]
-    given = torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 2]), drawn
+    given = *batch(2, 8), drawn
     assert 2 * tiny.forward_flops(routes) == counted_flops(tiny, *given)
     if not routes:  # two products of N×N×D in each block
         assert tiny.forward_flops() - tiny.forward_flops(attention=False) == 2 * 6 * 2 * 16**2 * 64
@@ -197,7 +199,7 @@ def test_flops_agree_with_torchs_counter(tiny, routes):
 
 def test_recomputed_blocks_give_the_same_bits_where_tokens_rejoin_earlier(tiny):
     """The state that waits lies outside of what is computed again; by default nothing is."""
-    x, t, y, ids = torch.randn(2, 4, 8, 8), torch.randn(2), torch.tensor([1, 2]), draw_ids(torch.rand(2, 16), 0.5)
+    (x, t, y), ids = batch(2, 8), draw_ids(torch.rand(2, 16), 0.5)
     results, calls = [], []
     for block in tiny.blocks:
         block.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -210,7 +212,7 @@ def test_recomputed_blocks_give_the_same_bits_where_tokens_rejoin_earlier(tiny):
 
 
 @pytest.mark.parametrize(
-    ("size", "ratios"),
+    "size, ratios",
     [("S/2", (1.440, 1.507)), ("B/2", (1.426, 1.466)), ("L/2", (1.675, 1.736)), ("XL/2", (1.716, 1.776))],
 )
 def test_ideal_savings_of_a_training_step(size, ratios):

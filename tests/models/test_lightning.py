@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from conftest import hidden_states, launch
-from modes import assert_golden_gradients, assert_modes_agree, assert_near, batch, counted_flops, drawn, hot, state_of
+from conftest import hidden_states, launch, state_of
+from modes import assert_golden_gradients, assert_modes_agree, assert_near, batch, counted_flops, drawn, hot
 from safetensors.torch import load_file
 
 from dit import DiT
@@ -120,45 +120,39 @@ def naive_block(block, x, c, places):
     return x + a2 * mlp(y)
 
 
+def naive(network, x, t, y, routes=()):
+    """The network in fp64, each kept token at its own place in the grid."""
+    double = copy.deepcopy(network).double()
+    tokens = double.x_embedder(x.double()) + double.pos_embed
+    c = (network.t_embedder(t) + network.y_embedder(y)).double()
+    for i, block in enumerate(double.blocks):
+        ids = routes[0][1] if routes and i == 1 else torch.arange(16).expand(3, -1)
+        places = [[divmod(int(token), 4) for token in ids[b]] for b in range(3)] if network.head_dim else None
+        seen = naive_block(block, torch.stack([tokens[b, ids[b]] for b in range(3)]), c, places)
+        tokens = tokens.clone()
+        for b in range(3):
+            tokens[b, ids[b]] = seen[b]
+    return double.unpatchify(double.final_layer(tokens, c))
+
+
 @pytest.mark.parametrize("select", [None, "token", "row", "shared", "unsorted"])
+@torch.no_grad()
 def test_routed_network_is_its_equations_at_each_tokens_own_place(select):
-    network, (x, t, y) = tiny(qk_norm=True), batch()
-    routes = []
+    network, routes = tiny(qk_norm=True), []
     if select:
         [(route, ids)] = drawn(Route(1, 1, 0.5, "off", "token" if select == "unsorted" else select))
         routes = [(route, ids.flip(1) if select == "unsorted" else ids)]
-    with torch.no_grad():
-        actual = network(x, t, y, routes)
-        double = copy.deepcopy(network).double()
-        tokens = double.x_embedder(x.double()) + double.pos_embed
-        c = (network.t_embedder(t) + network.y_embedder(y)).double()
-        for i, block in enumerate(double.blocks):
-            ids = routes[0][1] if routes and i == 1 else torch.arange(16).expand(3, -1)
-            seen = torch.stack([tokens[b, ids[b]] for b in range(3)])
-            places = [[divmod(int(token), 4) for token in ids[b]] for b in range(3)]
-            seen = naive_block(block, seen, c, places)
-            tokens = tokens.clone()
-            for b in range(3):
-                tokens[b, ids[b]] = seen[b]
-        expected = double.unpatchify(double.final_layer(tokens, c))
-    assert_near(actual, expected, 0, 1e-5)
+    assert_near(network(*batch(), routes), naive(network, *batch(), routes), 0, 1e-5)
 
 
 @pytest.mark.parametrize(
     "choice",
     [{"norm": "rms"}, {"mlp": "swiglu"}, {"positions": "rope"}, {"qk_norm": True}, {"norm": "rms", "mlp": "swiglu"}],
 )
+@torch.no_grad()
 def test_each_choice_is_its_equations_and_changes_the_function(choice):
-    x, t, y = batch()
     network = tiny(depth=1, **{**AS_DIT, **choice})
-    with torch.no_grad():
-        double = copy.deepcopy(network).double()
-        tokens = double.x_embedder(x.double()) + double.pos_embed
-        c = (network.t_embedder(t) + network.y_embedder(y)).double()
-        places = [[divmod(n, 4) for n in range(16)]] * 3 if network.head_dim else None
-        tokens = naive_block(double.blocks[0], tokens, c, places)
-        expected = double.unpatchify(double.final_layer(tokens, c))
-        assert_near(network(x, t, y), expected, 0, 1e-5)
+    assert_near(network(*batch()), naive(network, *batch()), 0, 1e-5)
 
 
 def test_with_dits_choices_it_is_dit():
@@ -169,7 +163,7 @@ def test_with_dits_choices_it_is_dit():
         assert_near(ours(*batch(), routes), theirs(*batch(), routes), 1e-6)
 
 
-@pytest.mark.parametrize(("size", "parameters"), [((768, 12, 12), 130_556_192), ((1152, 28, 16), 675_256_736)])
+@pytest.mark.parametrize("size, parameters", [((768, 12, 12), 130_556_192), ((1152, 28, 16), 675_256_736)])
 def test_published_parameter_counts(size, parameters):
     """B/1 and XL/1 at 32×16×16, pos_embed counted."""
     dim, depth, heads = size
@@ -215,7 +209,7 @@ def tables(head_dim, side):
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"),
+    "given, shown",
     [
         (lambda: tables(8, 5), r"\(25, 8\).*must be \(16, d\)"),
         (lambda: {name: table.roll(1, 0) for name, table in tables(8, 4).items()}, "freqs_cos .*differs by up to"),
@@ -235,7 +229,7 @@ def test_foreign_rotary_tables_are_refused(given, shown):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shown"),
+    "sizes, shown",
     [
         ({"hidden_size": 24, "num_heads": 4}, "heads of 6 channels.*multiple of 4"),
         ({"hidden_size": 20, "num_heads": 3}, "20.*3"),

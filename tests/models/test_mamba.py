@@ -5,7 +5,9 @@ import sys
 
 import pytest
 import torch
+from conftest import size_of
 from modes import batch, hot, rows
+from torch.testing import assert_close
 
 from dit import DiT
 from routing_module import Route, gather_tokens, run_blocks
@@ -113,7 +115,7 @@ def test_mixer_equals_its_equations(directions, grid):
     for conv in (4, 1):
         m = mixer(directions, conv=conv)
         expected = naive_mixer(double(m), x.double(), grid)
-        torch.testing.assert_close(m(x, grid).double(), expected, rtol=1e-5, atol=1e-6)
+        assert_close(m(x, grid).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("directions", [1, 2, 4])
@@ -123,7 +125,7 @@ def test_gradients_are_those_of_the_equations(directions):
     m(x, (3, 4)).square().sum().backward()
     naive_mixer(twin, x.double(), (3, 4)).square().sum().backward()
     for name, parameter in twin.named_parameters():
-        torch.testing.assert_close(m.get_parameter(name).grad.double(), parameter.grad, rtol=1e-4, atol=1e-5)
+        assert_close(m.get_parameter(name).grad.double(), parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("step", [-1000.0, 30.0, 1e4])
@@ -147,7 +149,7 @@ def test_block_equals_its_equations(mlp_ratio):
     block = scramble(MambaBlock(12, mlp_ratio, mixer()))
     x, c = torch.randn(2, 12, 12), torch.randn(2, 12)
     expected = naive_block(double(block), x.double(), c.double(), (3, 4))
-    torch.testing.assert_close(block(x, c, (3, 4)).double(), expected, rtol=1e-5, atol=1e-5)
+    assert_close(block(x, c, (3, 4)).double(), expected, rtol=1e-5, atol=1e-5)
     assert block.adaLN_modulation[1].out_features == (72 if mlp_ratio else 36)
 
 
@@ -161,7 +163,7 @@ def test_where_it_starts():
 
 
 @pytest.mark.parametrize("directions", [1, 2, 4])
-@pytest.mark.parametrize(("dim", "depth", "mlp_ratio"), [(768, 12, 4.0), (384, 12, 0), (64, 3, 2.5)])
+@pytest.mark.parametrize("dim, depth, mlp_ratio", [(768, 12, 4.0), (384, 12, 0), (64, 3, 2.5)])
 def test_parameter_count(dim, depth, mlp_ratio, directions):
     """Matrices and vectors by arithmetic, and the frame that DiT has as well."""
     with torch.device("meta"):
@@ -171,8 +173,8 @@ def test_parameter_count(dim, depth, mlp_ratio, directions):
     mixing = dim * (width + scanned + heads) + directions * scanned * 5 + 3 * heads + width + width * dim
     mlp = 2 * dim * int(mlp_ratio * dim) + int(mlp_ratio * dim) + dim if mlp_ratio else 0
     modulation = (6 if mlp_ratio else 3) * (dim**2 + dim)
-    count = depth * (mixing + mlp + modulation) + sum(p.numel() for p in frame.parameters())
-    assert sum(p.numel() for p in ours.parameters()) == count
+    count = depth * (mixing + mlp + modulation) + size_of(frame)
+    assert size_of(ours) == count
 
 
 def test_sizes_that_the_page_lists():
@@ -182,7 +184,7 @@ def test_sizes_that_the_page_lists():
 
     def millions(**sizes):
         with torch.device("meta"):
-            return round(sum(p.numel() for p in Mamba(**sizes).parameters()) / 1e6, 1)
+            return round(size_of(Mamba(**sizes)) / 1e6, 1)
 
     for (dim, depth), (plain, hybrid) in listed.items():
         assert millions(hidden_size=dim, depth=depth) == plain
@@ -210,7 +212,7 @@ def test_hooks_route_rows_as_run_blocks_does(directions):
     with attached.on_ids(ids):
         for block in blocks:
             x = block(x, c, grid=(height, width))
-    torch.testing.assert_close(x, actual)
+    assert_close(x, actual)
 
 
 def test_routes_of_single_tokens_where_they_are_allowed():
@@ -226,7 +228,7 @@ def test_routes_of_single_tokens_where_they_are_allowed():
     for sample in range(4):
         tokens[sample, ids[sample]] = kept[sample]
     expected = free.unpatchify(free.final_layer(free.blocks[5](tokens, c), c))
-    torch.testing.assert_close(free(*batch(4, 8), routes=[(route, ids)]), expected, rtol=1e-5, atol=1e-6)
+    assert_close(free(*batch(4, 8), routes=[(route, ids)]), expected, rtol=1e-5, atol=1e-6)
     by_rows = [(Route(1, 4, 0.5, select="row"), rows(4))]
     assert torch.equal(free(*batch(4, 8), routes=by_rows), network()(*batch(4, 8), routes=by_rows))
 
@@ -259,7 +261,7 @@ def test_the_scan_adds_up_in_fp32():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shown"),
+    "sizes, shown",
     [
         ({"head_dim": 48}, "expand 2 × hidden_size 32 is not a multiple of head_dim 48"),
         ({"directions": 3}, "directions.*3.*1, 2.*4"),
@@ -288,7 +290,6 @@ def test_the_fused_kernel_is_asked_for_only_where_it_is_chosen(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("directions", [1, 2, 4])
 def test_the_fused_kernel_is_the_scan(directions):
     """In bf16 within 2e-2 of the largest value, forward and gradients."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import size_of, state_of
 from modes import (
     assert_golden_gradients,
     assert_modes_agree,
@@ -11,9 +12,9 @@ from modes import (
     counted_flops,
     drawn,
     hot,
-    state_of,
 )
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from routing_module import Record, Route
 from tread.diffusion.edm import EDM
@@ -72,10 +73,10 @@ def test_golden_losses_and_gradients(golden):
     assert_near(denoised, g["out.D_masked"])
     denoising = edm.weight(g["in.sigma"]) * kept_error(squared, ids, 2)
     masked = reconstruction_error(denoised, noisy, ids, 2)
-    torch.testing.assert_close(denoising, g["out.dsm_per_sample"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(masked, g["out.mae_per_sample"], rtol=1e-5, atol=1e-5)
+    assert_close(denoising, g["out.dsm_per_sample"], rtol=1e-5, atol=1e-5)
+    assert_close(masked, g["out.mae_per_sample"], rtol=1e-5, atol=1e-5)
     total = denoising + g["meta.mae_coef"] * masked
-    torch.testing.assert_close(total, g["out.total_per_sample"], rtol=1e-5, atol=1e-5)
+    assert_close(total, g["out.total_per_sample"], rtol=1e-5, atol=1e-5)
     total.mean().backward()
     table = network.y_embedder.embedding_table.weight.grad
     assert not table[-1].any()  # of the null class, though a sample has it
@@ -88,7 +89,7 @@ def test_published_parameter_counts(size):
     dim, depth, heads, millions = ENCODERS[size]
     with torch.device("meta"):
         network = MaskDiT(hidden_size=dim, depth=depth, num_heads=heads)
-    assert round((sum(item.numel() for item in network.parameters()) - dim) / 1e6, 2) == millions
+    assert round((size_of(network) - dim) / 1e6, 2) == millions
 
 
 @pytest.mark.parametrize("more", [{}, {"mlp_ratio": 3.0, "learn_sigma": True, "decoder_depth": 3}])
@@ -158,7 +159,7 @@ def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
 
 
 @pytest.mark.parametrize(
-    ("routes", "shown"),
+    "routes, shown",
     [
         ([Route(1, -1, 0.5, "off")], "1→-1.*one route, start 0, end -1, fp32 off"),
         ([Route(0, 2, 0.5, "off")], "0→2.*one route"),

@@ -7,9 +7,11 @@ import pytest
 import test_mamba
 import test_rwkv
 import torch
+from conftest import CPU
 from modes import assert_starts_at_zero, batch, counted_flops, rows
 from test_ssd import by_conv1d
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
 
 from dit import DiT
 from routing_module import Route, run_blocks
@@ -53,7 +55,7 @@ def test_a_row_route_is_the_smaller_image_and_leaves_the_rest(kind):
             part = naive(copy.deepcopy(block).double(), part, c[sample : sample + 1].double(), (3, width))
         for place, row in enumerate(chosen[sample]):
             expected[sample].view(height, width, dim)[row] = part[0].view(3, width, dim)[place]
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
     bypassed = torch.ones(3, height * width, dtype=torch.bool).scatter_(1, ids, False)
     assert bypassed.sum() == 3 * 2 * width
@@ -137,7 +139,6 @@ def test_half_precision_is_close_and_the_routes_last_block_runs_in_fp32(build):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("build", [partial(FOUR, attention_every=3, num_heads=2), test_rwkv.network])
 def test_routed_training_on_a_gpu(build):
     """In fp32 it gives the CPU's numbers; steps in bf16 under a row route lower the loss."""
@@ -145,7 +146,7 @@ def test_routed_training_on_a_gpu(build):
     expected = model(*inputs, routes=routes)
     model, inputs = model.cuda(), [item.cuda() for item in inputs]
     routes = [(route, ids.cuda()) for route, ids in routes]
-    torch.testing.assert_close(model(*inputs, routes=routes).cpu(), expected, rtol=1e-3, atol=1e-3)
+    assert_close(model(*inputs, routes=routes).cpu(), expected, rtol=1e-3, atol=1e-3)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for _ in range(2):
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -159,7 +160,7 @@ def test_routed_training_on_a_gpu(build):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("build", "fp32", "bf16"), [(HYBRID, 4, 7), (test_rwkv.network, 2, 4)], ids=["hybrid", "rwkv"])
+@pytest.mark.parametrize("build, fp32, bf16", [(HYBRID, 4, 7), (test_rwkv.network, 2, 4)], ids=["hybrid", "rwkv"])
 def test_compiled_blocks_have_a_graph_for_each_kind_of_call(build, fp32, bf16, monkeypatch):
     """Kinds: all tokens and half of the rows, in fp32 and bf16, of each kind of block; the hybrid's last one on the
     route runs in fp32. Output and gradients are the eager ones.
@@ -173,13 +174,13 @@ def test_compiled_blocks_have_a_graph_for_each_kind_of_call(build, fp32, bf16, m
     compiling.compile_blocks(model.compiled(), counter)
     for precision, last, graphs in (("fp32", "off", fp32), ("bf16", "end", bf16)):
         routes = [(Route(1, 2, 0.5, last, "row"), rows(4))]
-        with autocast(torch.device("cpu"), precision):
+        with autocast(CPU, precision):
             ours, theirs = (each(*given(), routes=routes) for each in (model, eager))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0.02 if precision == "bf16" else 1e-5)
+        assert_close(ours, theirs, rtol=1e-4, atol=0.02 if precision == "bf16" else 1e-5)
         assert counter.frame_count == graphs
         if precision == "fp32":
             for output in (ours, theirs):
                 output.square().sum().backward()
             for name, parameter in eager.named_parameters():
-                torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-4)
+                assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-4)
     torch._dynamo.reset()

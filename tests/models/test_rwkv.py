@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from conftest import size_of
 from modes import batch, counted_flops, hot, rows
 from test_wkv import naive as naive_wkv
+from torch.testing import assert_close
 
 from dit import DiT
 from routing_module import Route, draw_ids
@@ -61,8 +63,7 @@ def naive_channel(m, x, grid):
 def naive_block(block, x, c, grid):
     """x + α·mix(γ·norm(x) + β), twice, with β, γ − 1, α from the conditioning."""
     layer = block.adaLN_modulation[1]
-    actual = (c * c.sigmoid()) @ layer.weight.T + layer.bias
-    b1, g1, a1, b2, g2, a2 = actual[:, None].chunk(6, dim=2)
+    b1, g1, a1, b2, g2, a2 = ((c * c.sigmoid()) @ layer.weight.T + layer.bias)[:, None].chunk(6, dim=2)
 
     def norm(y):
         return (y - y.mean(dim=2, keepdim=True)) / (y.var(dim=2, correction=0, keepdim=True) + 1e-6).sqrt()
@@ -99,7 +100,7 @@ def test_parts_and_block_equal_their_equations(grid):
     ):
         scramble(module)
         actual = module(x, c, grid) if isinstance(module, RWKVBlock) else module(x, grid)
-        torch.testing.assert_close(actual.double(), twin(copy.deepcopy(module).double()), rtol=1e-5, atol=1e-6)
+        assert_close(actual.double(), twin(copy.deepcopy(module).double()), rtol=1e-5, atol=1e-6)
 
 
 def test_network_is_its_blocks_on_the_token_grid():
@@ -111,17 +112,17 @@ def test_network_is_its_blocks_on_the_token_grid():
     for block in double.blocks:
         tokens = naive_block(block, tokens, c, (4, 4))
     expected = double.unpatchify(double.final_layer(tokens, c))
-    torch.testing.assert_close(model(x, t, y).double(), expected, rtol=1e-5, atol=1e-6)
+    assert_close(model(x, t, y).double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("dim", "depth", "mlp_ratio"), [(768, 12, 4.0), (384, 12, 4.0), (64, 3, 2.5)])
+@pytest.mark.parametrize("dim, depth, mlp_ratio", [(768, 12, 4.0), (384, 12, 4.0), (64, 3, 2.5)])
 def test_parameter_count(dim, depth, mlp_ratio):
     """Matrices, 7 vectors and the modulation of each block, and the frame that DiT has as well."""
     with torch.device("meta"):
         ours = RWKV(hidden_size=dim, depth=depth, mlp_ratio=mlp_ratio)
         frame = DiT(hidden_size=dim, depth=0, num_heads=4)
     block = (5 + 2 * mlp_ratio) * dim**2 + 7 * dim + 6 * dim**2 + 6 * dim
-    assert sum(p.numel() for p in ours.parameters()) == depth * block + sum(p.numel() for p in frame.parameters())
+    assert size_of(ours) == depth * block + size_of(frame)
 
 
 def test_blocks_on_a_route_see_the_kept_grid():

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from conftest import launch, launch_door, launch_processes, records, state
-from modes import assert_golden_gradients, assert_modes_agree, assert_near, batch, counted_flops, drawn, hot, state_of
+from conftest import launch, launch_processes, records, same, size_of, state, state_of, take_samples
+from modes import assert_golden_gradients, assert_modes_agree, assert_near, batch, counted_flops, drawn, hot
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
-import sample
 from rf import RF
 from routing_module import Record, Route
 from tread.checkpoints.weights import sizes
@@ -119,7 +119,7 @@ def test_path_dropped_samples_do_not_depend_on_g():
             block.register_forward_hook(lambda *_: calls.append(1))
         without = network(x, t, y, path_drop=True)
         assert len(calls) == 4
-        torch.testing.assert_close(without[path_drop], item[path_drop], rtol=1e-5, atol=1e-5)
+        assert_close(without[path_drop], item[path_drop], rtol=1e-5, atol=1e-5)
         assert torch.equal(without, network(x, t, y, drawn(ROUTE), True))
 
 
@@ -152,13 +152,12 @@ def test_fusion_is_all_that_it_adds_to_the_backbone():
     """2.66 M parameters at XL/2: 2D² + D, and the mask token's D."""
     with torch.device("meta"):
         ours, plain = Sprint(), LightningDiT(norm="layer", mlp="gelu", positions="sincos")
-    counts = [sum(parameter.numel() for parameter in network.parameters()) for network in (ours, plain)]
-    assert counts[0] - counts[1] == 2 * 1152**2 + 2 * 1152
+    assert size_of(ours) - size_of(plain) == 2 * 1152**2 + 2 * 1152
     assert set(ours.state_dict()) - set(plain.state_dict()) == {"fusion_proj.weight", "fusion_proj.bias", "mask_token"}
 
 
 @pytest.mark.parametrize("choices", [{}, ALL_CHOICES])
-@pytest.mark.parametrize(("routed", "path_drop"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("routed, path_drop", [(False, False), (True, False), (False, True)])
 def test_flops_agree_with_torchs_counter(choices, routed, path_drop):
     network, given = tiny(7, **choices), (*batch(2), drawn(ROUTE, 2) if routed else (), path_drop or None)
     actual = network.forward_flops([ROUTE] if routed else [], path_drop=path_drop)
@@ -198,7 +197,7 @@ def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
 
 
 @pytest.mark.parametrize(
-    ("routes", "shown"),
+    "routes, shown",
     [
         ([Route(1, 3, 0.75)], "1→3 is not over SPRINT's sparse part.*start must be 2 and end 3"),
         ([Route(2, -4, 0.75)], "2→2 is not over"),
@@ -226,7 +225,7 @@ def test_depths_and_path_drops_that_can_not_be_are_refused():
 # --------------------------------------------------------------------------------------- guidance
 
 
-@pytest.mark.parametrize(("kind", "weak_class"), [("path_drop", False), ("path_drop_class", True)])
+@pytest.mark.parametrize("kind, weak_class", [("path_drop", False), ("path_drop_class", True)])
 def test_path_drop_guidance_is_its_equation_and_costs_what_runs(kind, weak_class):
     """D_weak + ω(D − D_weak) in one Euler step, and FLOPs against torch's counter."""
     network, labels = tiny(std=0.1).requires_grad_(False), torch.tensor([1, 2])
@@ -248,7 +247,7 @@ def test_path_drop_guidance_is_its_equation_and_costs_what_runs(kind, weak_class
 
     level = process.schedule(1)[0].float()
     noise = torch.cat([seeded_normal([seed], (4, 4, 4)) for seed in (1, 2)])
-    torch.testing.assert_close(actual, denoise(level * noise, level, labels).float(), rtol=1e-4, atol=1e-4)
+    assert_close(actual, denoise(level * noise, level, labels).float(), rtol=1e-4, atol=1e-4)
     plain = LightningDiT(depth=6, **SIZES)
     with pytest.raises(ValueError, match=f"guidance={kind} leaves out .* model=sprint"):
         next(draw(Model(RF(), plain, ()), [1, 2], labels, sampler))
@@ -292,10 +291,9 @@ def test_a_run_goes_on_bit_equal_across_the_end_of_its_routes(tmp_path):
     assert "0.3 of the samples without the sparse part" in " ".join(printed.split())
     launch(tmp_path, *run, "name=parts", "train.steps=3")
     launch(tmp_path, *run, "name=parts", "train.steps=6")
-    whole, parts = (state(tmp_path / "results" / name) for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and "model/mask_token" in whole
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert records(tmp_path / "results/whole") == records(tmp_path / "results/parts")
+    whole, parts = (tmp_path / "results" / name for name in ("whole", "parts"))
+    assert same(whole, parts) and "model/mask_token" in state(whole)
+    assert records(whole) == records(parts)
 
 
 @pytest.mark.slow
@@ -316,12 +314,12 @@ def test_doors_guide_by_a_dropped_path_where_it_was_trained(tmp_path):
     run = [*RUN, "train.steps=1", "every.save=1", "every.sample=1", "every.evaluate=1"]
     given = ["classes=[3]", "steps=2", "batch_size=1", "cpu_threads=1", "guidance=path_drop", "guidance.scale=2"]
     launch(tmp_path, *run, "name=with", "train.path_drop=0.1")
-    printed = launch_door(sample.main, "sample", tmp_path, "checkpoint=results/with", *given)
+    printed = take_samples(tmp_path, "checkpoint=results/with", *given)
     assert "guidance path_drop 2, 1." in printed and (tmp_path / "samples.png").exists()
 
 
 @pytest.mark.parametrize(
-    ("overrides", "shown"),
+    "overrides, shown",
     [
         (["model.routes.0.start=1"], "not over SPRINT's sparse part"),
         (["dataset.size=6"], "grid of 3×3 tokens is odd"),

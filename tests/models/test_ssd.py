@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modes import assert_as, assert_compiled_as_eager, assert_rounds_inputs_alone, counted_flops, derived
+from torch.testing import assert_close
 
 from tread.models.ssd import causal_conv, products, ssd
 from tread.runtime.device import exact
@@ -37,7 +38,7 @@ def test_equals_the_recurrence(tokens):
     assert_as(recurrent, ssd, inputs(tokens))
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (4, 4), (6, 3)])
+@pytest.mark.parametrize("heads, groups", [(1, 1), (4, 1), (4, 4), (6, 3)])
 def test_groups_share_what_they_write_and_read(heads, groups):
     assert_as(recurrent, ssd, inputs(70, heads, groups, A=(-0.1, -1.0, -4.0, -16.0, -2.0, 0.0)[:heads]))
 
@@ -64,7 +65,7 @@ def test_without_decay_it_is_a_running_sum(tokens):
     x, dt, _, B, _ = inputs(tokens)
     item = torch.ones_like(B)
     expected = item.shape[3] * (dt.unsqueeze(3) * x).double().cumsum(dim=1)
-    torch.testing.assert_close(ssd(x, dt, torch.zeros(4), item, item).double(), expected, rtol=1e-5, atol=1e-4)
+    assert_close(ssd(x, dt, torch.zeros(4), item, item).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [16, 100])
@@ -97,7 +98,6 @@ def test_products_and_memory_are_linear_in_the_tokens():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [16, 256, 1100])
 def test_on_a_gpu_it_equals_the_recurrence(tokens):
     with exact():
@@ -121,7 +121,7 @@ def test_the_convolution_is_conv1d(tokens, taps):
     """Forward and gradients, also of fewer tokens than taps, and of tokens that lie otherwise in memory."""
     x, *weights = conv_inputs(tokens, taps)
     for item in (x, x.detach().transpose(1, 2).contiguous().transpose(1, 2)):
-        torch.testing.assert_close(derived(causal_conv, (item, *weights)), derived(by_conv1d, (item, *weights)))
+        assert_close(derived(causal_conv, (item, *weights)), derived(by_conv1d, (item, *weights)))
 
 
 @pytest.mark.parametrize("tokens", [2, 6])
@@ -137,13 +137,13 @@ def test_a_convolution_of_bf16_is_summed_in_the_weights_fp32():
     half = x.detach().bfloat16().requires_grad_()
     actual = causal_conv(half, weight, bias)
     assert actual.dtype == torch.bfloat16
-    torch.testing.assert_close(actual.float(), by_conv1d(half.float(), weight, bias), rtol=2**-8, atol=1e-6)
+    assert_close(actual.float(), by_conv1d(half.float(), weight, bias), rtol=2**-8, atol=1e-6)
     upstream = torch.randn(actual.shape).bfloat16()
     grads = torch.autograd.grad(actual, (half, weight, bias), upstream)
     twins = torch.autograd.grad(by_conv1d(half.float(), weight, bias), (half, weight, bias), upstream.float())
     for a, b, dtype in zip(grads, twins, (torch.bfloat16, torch.float32, torch.float32), strict=True):
         assert a.dtype == dtype
-        torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-5)
+        assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.slow

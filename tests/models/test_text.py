@@ -5,11 +5,13 @@ import math
 import modes
 import pytest
 import torch
+from conftest import CPU
 from modes import assert_modes_agree, counted_flops, drawn, hot
+from torch.testing import assert_close
 
 from dit import DiT
 from rf import RF
-from routing_module import Record, Route
+from routing_module import Route
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Branch, Guidance, guided
 from tread.diffusion.sampling import Model, Sampler, draw
@@ -55,7 +57,7 @@ every_encoder = pytest.mark.parametrize("encoder", [ENCODER, UNPOOLED, WORDS], i
 
 
 @every_encoder
-@pytest.mark.parametrize(("choices", "other"), [({}, DiT), (LIGHTNING, LightningDiT)], ids=["dit", "lightning"])
+@pytest.mark.parametrize("choices, other", [({}, DiT), (LIGHTNING, LightningDiT)], ids=["dit", "lightning"])
 def test_at_the_start_it_is_the_network_without_text(encoder, choices, other):
     """With its label rows zero, of weights that are not: bit for bit, whatever the text, routed or not, in bf16 too.
     Reference: dit.py and lightning.py."""
@@ -70,7 +72,7 @@ def test_at_the_start_it_is_the_network_without_text(encoder, choices, other):
     network.load_state_dict(shared, strict=False)
     for precision in ("fp32", "bf16"):
         for routes in ((), drawn(ROUTE)):
-            with autocast(torch.device("cpu"), precision), torch.no_grad():
+            with autocast(CPU, precision), torch.no_grad():
                 actual = network(*batch(), texts(network), routes)
                 assert torch.equal(actual, plain(*batch(), torch.arange(3), routes)) and actual.abs().max() > 0.1
 
@@ -173,8 +175,7 @@ def test_it_is_its_twin_written_token_by_token(encoder, routes):
     network, (x, t) = tiny(0.2, **encoder), batch(2)
     y = texts(network, lengths=(3, 1))
     with torch.no_grad():
-        actual = network(x, t, y, routes)
-        torch.testing.assert_close(actual.double(), naive(network, x, t, y, routes), rtol=1e-4, atol=1e-4)
+        assert_close(network(x, t, y, routes).double(), naive(network, x, t, y, routes), rtol=1e-4, atol=1e-4)
 
 
 @every_encoder
@@ -192,7 +193,7 @@ def test_no_text_in_guidance_is_the_empty_caption(encoder, process):
         alone = process.denoise(network, x, level, conditions.rows(empty, torch.zeros(3, dtype=torch.int64)))
         assert torch.equal(weak, alone) and not torch.isclose(strong, weak).any(dim=1).all()
         both = guided(*branches, lambda call: 3.0)(x, level)  # one batch of six
-        torch.testing.assert_close(both, weak + 3 * (strong - weak), rtol=1e-4, atol=1e-4)
+        assert_close(both, weak + 3 * (strong - weak), rtol=1e-4, atol=1e-4)
         model, sampler = Model(process, network, prompts=y), Sampler(4, 3)
         null = torch.cat(list(draw(model, [5, 6, 7], torch.tensor([3, 2, 3]), sampler)))
         joined = Model(process, network, prompts=conditions.join(y, empty))
@@ -275,17 +276,8 @@ def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network(cho
     assert_modes_agree(network, lambda: [network(x, t, y, which) for y in captions for which in ((), routes)], graphs=2)
 
 
-def test_outputs_of_blocks_are_those_of_the_pass():
-    """As alignment with itself asks for them."""
-    network, (x, t) = tiny(), batch()
-    y, record = texts(network), Record((2,))
-    with torch.no_grad():
-        network(x, t, y, record=record)
-        assert torch.equal(network.output_of(2, x, t, y), record.outputs[2][0])
-
-
 @pytest.mark.parametrize(
-    ("encoder", "change", "shown"),
+    "encoder, change, shown",
     [
         (ENCODER, lambda y: torch.arange(3), "y is Tensor, but this network takes Text"),
         (ENCODER, lambda y: conditions.rows(y, slice(0, 2)), r"tokens have shape \(2, 5, 6\), .* \(3, 5, 6\)"),

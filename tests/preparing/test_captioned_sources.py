@@ -3,8 +3,6 @@
 Pictures are of one colour, which says which they are; so what a sample shows must go with its captions.
 """
 
-import io
-import json
 import pickle
 import shutil
 import zipfile
@@ -12,7 +10,7 @@ import zipfile
 import numpy as np
 import pytest
 import webdataset
-from conftest import contents, times
+from conftest import contents, raising, read_json, saved, times, write_json
 from PIL import Image
 
 from tread.data.captions import read_captions
@@ -28,9 +26,7 @@ VAL = {42: ["shoes", "a dog"], 73: ["a motorbike"]}
 
 
 def picture(number: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (12, 10), (number, 255 - number, 7)).save(file, "PNG")
-    return file.getvalue()
+    return saved(Image.new("RGB", (12, 10), (number, 255 - number, 7)))
 
 
 def coco_name(split: str, number: int) -> str:
@@ -54,12 +50,12 @@ def coco(tmp_path):
     """coco/annotations/captions_{train,val}2014.json, coco/train2014/, coco/val2014/."""
     root = tmp_path / "coco"
     (root / "annotations").mkdir(parents=True)
-    (root / "annotations" / "instances_val2014.json").write_text("{}")
+    (root / "annotations/instances_val2014.json").write_text("{}")
     for split, pictures in (("train2014", TRAIN), ("val2014", VAL)):
         (root / split).mkdir()
         for number in pictures:
             (root / split / coco_name(split, number)).write_bytes(picture(number))
-        (root / "annotations" / f"captions_{split}.json").write_text(json.dumps(annotations(split, pictures)))
+        write_json(root / f"annotations/captions_{split}.json", annotations(split, pictures))
     return root
 
 
@@ -129,7 +125,7 @@ def test_years_are_chosen_and_a_split_may_be_divided(coco, prepare, tmp_path):
     for split in ("train2014", "val2014"):
         other = split.replace("2014", "2017")
         shutil.copytree(coco / split, coco / other)
-        shutil.copy(coco / "annotations" / f"captions_{split}.json", coco / f"captions_{other}.json")
+        shutil.copy(coco / f"annotations/captions_{split}.json", coco / f"captions_{other}.json")
     with pytest.raises(ValueError, match="captions of train2014, train2017, val2014, val2017: choose by root="):
         prepare(coco)
     with pytest.raises(ValueError, match="holds out val2014 itself: leave heldout=1 out"):
@@ -145,16 +141,16 @@ def edit(change):
     """A function that changes the parsed captions of train2014."""
 
     def act(coco):
-        path = coco / "annotations" / "captions_train2014.json"
-        tree = json.loads(path.read_text())
+        path = coco / "annotations/captions_train2014.json"
+        tree = read_json(path)
         change(tree)
-        path.write_text(json.dumps(tree))
+        write_json(path, tree)
 
     return act
 
 
 def cut(coco):
-    path = coco / "annotations" / "captions_train2014.json"
+    path = coco / "annotations/captions_train2014.json"
     path.write_text(path.read_text()[:-40])
 
 
@@ -177,7 +173,7 @@ def test_damaged_captions_are_named(coco, fault):
 
 def test_what_does_not_go_together_is_named_or_left_out(coco, prepare, tmp_path):
     """A picture that is not listed, one without captions or with a blank one, captions without a picture."""
-    (coco / "train2014" / "stray.jpg").write_bytes(picture(1))
+    (coco / "train2014/stray.jpg").write_bytes(picture(1))
     (coco / "train2014" / coco_name("train2014", 30)).unlink()
 
     def change(tree):
@@ -192,7 +188,7 @@ def test_what_does_not_go_together_is_named_or_left_out(coco, prepare, tmp_path)
     assert not list(tmp_path.glob("*data*"))
     prepare(coco, "on_error=skip")
     assert held(tmp_path / "data") == expected({9: TRAIN[9]}) and held(tmp_path / "data-heldout") == expected(VAL)
-    left_out = json.loads((tmp_path / "data" / "report.json").read_text())["left_out"]
+    left_out = read_json(tmp_path / "data/report.json")["left_out"]
     assert sorted(name for name, _ in left_out) == sorted(names)
 
 
@@ -214,7 +210,7 @@ def test_a_damaged_picture_takes_its_captions_with_it(coco, prepare, tmp_path):
 def test_stopped_it_goes_on_with_the_captions_of_now(coco, prepare, tmp_path, monkeypatch):
     prepare(coco, f"out={tmp_path / 'whole'}")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(encode_photos, "add_captions", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(encode_photos, "add_captions", raising(KeyboardInterrupt))
         prepare(coco)
     text = prepare(coco)
     assert "0 of 2 shards" in text and "0 of 1 shards" in text
@@ -268,7 +264,7 @@ def test_class_folders_and_labels_files_stay_classes(tmp_path):
     photos = find_photos(tmp_path / "photos")
     assert photos.classes == ("ant", "bee") and photos.labels.tolist() == [0, 1, 1]
     assert photos.captions == [lines for _, lines in expected(LINES)]
-    flat = tmp_path / "photos" / "bee"
+    flat = tmp_path / "photos/bee"
     (flat / "labels.csv").write_text("file,label\n025.png,3\n030.png,1\n")
     photos = find_photos(flat)
     assert photos.labels.tolist() == [3, 1] and photos.captions == [lines for _, lines in expected(LINES)][1:]
@@ -287,8 +283,8 @@ def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path)
     put(tmp_path / "photos", 40)
     put(tmp_path / "photos", 41, [" "])
     put(tmp_path / "photos", 42, ["x"])
-    (tmp_path / "photos" / "042.txt").write_bytes("Väse".encode("latin-1"))
-    (tmp_path / "photos" / "043.txt").write_text("a picture that was removed")
+    (tmp_path / "photos/042.txt").write_bytes("Väse".encode("latin-1"))
+    (tmp_path / "photos/043.txt").write_text("a picture that was removed")
     faults = ["040.png: no caption: there is no text file of its name", "041.png: no caption: 041.txt is blank"]
     faults += ["042.png: no caption: 042.txt is no UTF-8 text", "043.txt: a caption: there is no picture of its name"]
     with pytest.raises(ValueError, match="files that can't be used, 4 in all") as refused:
@@ -296,7 +292,7 @@ def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path)
     assert all(fault in str(refused.value) for fault in faults)
     prepare(tmp_path / "photos", "on_error=skip")
     assert held(tmp_path / "data") == expected(LINES)
-    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    report = read_json(tmp_path / "data/report.json")
     assert [name for name, _ in report["left_out"]] == ["040.png", "041.png", "042.png", "043.txt"]
     rows = "".join(f"{path.name},0\n" for path in (tmp_path / "photos").glob("*.png"))
     (tmp_path / "all.csv").write_text(f"file,label\n{rows}")
@@ -311,11 +307,11 @@ def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path)
 @pytest.mark.parametrize("how", ["", "{00000..00001}.tar", "*.tar", "root"])
 def test_webdatasets_are_read_as_they_were_written(prepare, tmp_path, how):
     (tmp_path / "wds").mkdir()
-    with webdataset.ShardWriter(str(tmp_path / "wds" / "%05d.tar"), maxcount=2, verbose=0) as tars:
+    with webdataset.ShardWriter(str(tmp_path / "wds/%05d.tar"), maxcount=2, verbose=0) as tars:
         for number, lines in LINES.items():
             tars.write({"__key__": f"{number:09d}", "png": picture(number), "txt": "\n".join(lines), "json": {}})
-    (tmp_path / "wds" / "00000.parquet").touch()  # img2dataset's tables and statistics beside the tars
-    (tmp_path / "wds" / "00000_stats.json").write_text("{}")
+    (tmp_path / "wds/00000.parquet").touch()  # img2dataset's tables and statistics beside the tars
+    (tmp_path / "wds/00000_stats.json").write_text("{}")
     source, given = (tmp_path, ["root=wds"]) if how == "root" else (tmp_path / "wds" / how, [])
     out = tmp_path.with_name(f"{tmp_path.name}-made")
     prepare(f"'{source}'", *given, f"out={out}")
@@ -336,7 +332,7 @@ def test_tars_of_one_name_in_several_folders_are_all_read(tmp_path, how):
 
 def test_tars_without_captions_have_no_classes(tmp_path):
     (tmp_path / "wds").mkdir()
-    with webdataset.TarWriter(str(tmp_path / "wds" / "0.tar")) as tar:
+    with webdataset.TarWriter(str(tmp_path / "wds/0.tar")) as tar:
         tar.write({"__key__": "1", "png": picture(1), "cls": 3})
     with pytest.raises(ValueError, match="a tar's name is no class"):
         find_photos(tmp_path / "wds")
@@ -347,7 +343,7 @@ def test_tars_without_captions_have_no_classes(tmp_path):
 
 def test_a_zip_is_the_folder_it_was_made_of(tmp_path):
     for number, name in ((9, "ant"), (25, "bee"), (30, "bee")):
-        put(tmp_path / "photos" / "train" / name, number)
+        put(tmp_path / "photos/train" / name, number)
     path = packed(tmp_path / "photos")
     photos, same = (find_photos(source, root="train") for source in (path, tmp_path / "photos"))
     assert (photos.names, photos.classes) == (same.names, same.classes)
@@ -357,7 +353,7 @@ def test_a_zip_is_the_folder_it_was_made_of(tmp_path):
 
 def test_a_forked_process_opens_a_zip_anew(tmp_path, monkeypatch):
     """Else two would move one another's place in the file."""
-    put(tmp_path / "photos" / "ant", 9)
+    put(tmp_path / "photos/ant", 9)
     photos, opened = find_photos(packed(tmp_path / "photos")), []
     whole = zipfile.ZipFile
     monkeypatch.setattr(zipfile, "ZipFile", lambda path: opened.append(path) or whole(path))
@@ -369,7 +365,7 @@ def test_a_forked_process_opens_a_zip_anew(tmp_path, monkeypatch):
 
 def test_a_damaged_picture_in_a_zip_is_named(prepare, tmp_path):
     for number in TRAIN:
-        put(tmp_path / "photos" / "ant", number)
+        put(tmp_path / "photos/ant", number)
     path = packed(tmp_path / "photos")
     with zipfile.ZipFile(path) as opened:
         at = opened.getinfo("ant/025.png").header_offset + 60

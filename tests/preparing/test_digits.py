@@ -32,7 +32,7 @@ def test_several_processes_may_prepare_it_at_once(tmp_path):
     code = f"import pathlib; from tread.preparing import digits; {call}"
     assert run_python("-c", code, cwd=ROOT, processes=3).returncode == 0
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["train"]
-    assert len(LatentDataset(tmp_path / "data" / "train", verify="full")) == 1442
+    assert len(LatentDataset(tmp_path / "data/train", verify="full")) == 1442
 
 
 def test_train_and_heldout_do_not_overlap():

@@ -74,7 +74,7 @@ def test_of_a_held_out_composition_each_two_parts_are_seen_together():
     assert 0.04 < rest["rest"] / rest.total() < 0.06 and set(rest) == {"rest", "train"}
 
 
-def test_pictures_are_pillows_and_equal_ones_are_one_sample(few, tmp_path):
+def test_pictures_are_pillows_and_equal_ones_are_one_sample(few):
     parts = emoji.emoji_parts()
     all_of = {sample.text: sample for part in parts.values() for sample in part}
     assert all_of["🇷🇴"].captions == ["flag of Romania", "Romania", "flag of Chad", "Chad"] and "🇹🇩" not in all_of

@@ -13,9 +13,10 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY_KL, contents
+from conftest import CPU, ROOT, TINY_KL, contents, read_json, write_json
 from forked import run_python
 from PIL import Image
+from torch.testing import assert_close
 
 from tread.data import section_writer, store
 from tread.data.columns import check_grid, latents_hash
@@ -29,7 +30,7 @@ from tread.preparing import digits, encode_features
 from tread.runtime.files import sha256
 from tread.training import periodic
 
-CPU, COUNT, SIZE = torch.device("cpu"), 13, 32
+COUNT, SIZE = 13, 32
 FUNCTION = "own_patches:patches"
 
 
@@ -170,8 +171,8 @@ def test_stored_features_are_what_the_live_encoder_makes(kind, prepare_latents, 
         expected = encoder.encode(both_views()[views, np.concatenate([batch.indices for batch in batches])])
         stored, live = (torch.cat(parts) for parts in zip(*((b.features, encoder.encode(b.pictures)) for b in batches)))
         assert stored.dtype == torch.float16
-        torch.testing.assert_close(live, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(stored.float(), live, rtol=2**-11, atol=1e-5)
+        assert_close(live, expected, rtol=1e-5, atol=1e-5)
+        assert_close(stored.float(), live, rtol=2**-11, atol=1e-5)
         seen |= set(views.tolist())
     loader.close()
     assert seen == {0, 1}
@@ -180,7 +181,7 @@ def test_stored_features_are_what_the_live_encoder_makes(kind, prepare_latents, 
 def test_photos_give_the_features_of_kept_pictures(place, prepare_latents, features, tmp_path):
     """In both parts, one picture being damaged, and with workers that read."""
     shutil.copytree(place / "photos", tmp_path / "photos")
-    (tmp_path / "photos" / "bee" / "08.png").write_bytes(b"none")
+    (tmp_path / "photos/bee/08.png").write_bytes(b"none")
     source, parts = f"source={tmp_path / 'photos'}", ("data", "data-heldout")
     assert "keeps     the pictures too, (3, 32, 32) uint8" in prepare_latents("heldout=4", source, "on_error=skip")
     for part in parts:
@@ -189,7 +190,7 @@ def test_photos_give_the_features_of_kept_pictures(place, prepare_latents, featu
         shutil.copytree(tmp_path / part, tmp_path / f"{part}-photos")
         index = read_index(tmp_path / part)
         del index["features"]
-        (tmp_path / f"{part}-photos" / "index.json").write_text(json.dumps(index))
+        write_json(tmp_path / f"{part}-photos/index.json", index)
         features(f"dataset.path={tmp_path / part}-photos", source, "workers=1")
         assert contents(tmp_path / f"{part}-photos") == kept
     assert sum(len(LatentDataset(tmp_path / part, features=FUNCTION)) for part in parts) == COUNT - 1
@@ -200,15 +201,15 @@ def test_other_photos_are_refused(place, prepare_latents, features, foreign, tmp
     with pytest.raises(ValueError, match="keeps no pictures beside its latents: name the photos .*source="):
         features()
     shutil.copytree(place / "photos", tmp_path / "photos")
-    (tmp_path / "photos" / "ant" / "new.png").write_bytes((tmp_path / "photos" / "ant" / "01.png").read_bytes())
+    (tmp_path / "photos/ant/new.png").write_bytes((tmp_path / "photos/ant/01.png").read_bytes())
     with pytest.raises(ValueError, match=r"photos holds other pictures than .*data was made of \(14, by names"):
         features(f"source={tmp_path / 'photos'}")
-    (tmp_path / "photos" / "ant" / "new.png").unlink()
-    (tmp_path / "photos" / "ant" / "01.png").write_bytes(b"none")
+    (tmp_path / "photos/ant/new.png").unlink()
+    (tmp_path / "photos/ant/01.png").write_bytes(b"none")
     with pytest.raises(ValueError, match="ant/01.png can't be read as a picture"):
         features(f"source={tmp_path / 'photos'}")
-    report = tmp_path / "data" / "report.json"
-    report.write_text(json.dumps({**json.loads(report.read_text()), "left_out": [["ant/02.png", "why"]]}))
+    report = tmp_path / "data/report.json"
+    write_json(report, {**read_json(report), "left_out": [["ant/02.png", "why"]]})
     with pytest.raises(ValueError, match="has 12 pictures where .* has 13 samples"):
         features(f"source={tmp_path / 'photos'}")
     foreign(tmp_path / "imported")
@@ -265,7 +266,7 @@ def test_other_or_damaged_features_are_replaced_when_that_is_asked_for(prepare_l
     for other in ("grid=2", "encoder=own_patches:other"):
         with pytest.raises(ValueError, match="(?s)holds other features: again=true.*(grid: 4 there, 2|:patches there)"):
             features(other)
-    assert contents(tmp_path / "data") == before and not (tmp_path / "data" / ".features.unfinished").exists()
+    assert contents(tmp_path / "data") == before and not (tmp_path / "data/.features.unfinished").exists()
     features("encoder=own_patches:other", "again=true")
     whole = contents(tmp_path / "data")
     spoil(tmp_path / "data", np.nan, 0)
@@ -275,7 +276,7 @@ def test_other_or_damaged_features_are_replaced_when_that_is_asked_for(prepare_l
     assert contents(tmp_path / "data") == whole
     found = LatentDataset(tmp_path / "data", verify="full", features="own_patches:other").read(np.arange(COUNT), 1)
     expected = open_encoder("own_patches:other", CPU).encode(both_views()[1])
-    torch.testing.assert_close(found.features.float(), expected, rtol=2**-11, atol=1e-4)
+    assert_close(found.features.float(), expected, rtol=2**-11, atol=1e-4)
     assert len(list((tmp_path / "data").glob("features-*"))) == 4
 
 
@@ -293,7 +294,7 @@ def test_features_that_do_not_fit_float16_or_the_disk_are_refused(prepare_latent
 
 def edited(folder, **changes) -> None:
     index = read_index(folder)
-    (folder / "index.json").write_text(json.dumps({**index, "features": {**index["features"], **changes}}))
+    write_json(folder / "index.json", {**index, "features": {**index["features"], **changes}})
 
 
 def spoil(folder, value: float, row: int) -> None:
@@ -315,7 +316,7 @@ DAMAGE = {
 
 
 @pytest.fixture(scope="module")
-def with_features(place, tmp_path_factory):
+def with_features(tmp_path_factory):
     """A dataset of 9 pictures' pixels with features by hand, two shards."""
     folder = tmp_path_factory.mktemp("with") / "data"
     latents = LatentSpec((3, 8, 8), ("a", "b"), "pixels", scale_applied=True, views=2)
@@ -328,7 +329,7 @@ def with_features(place, tmp_path_factory):
         entries.append({"file": path.name, "sha256": sha256(path)})
     index = read_index(folder)
     section = {"encoder": FUNCTION, "fingerprint": None, "grid": 8, "width": 48, "of": latents_hash(index)}
-    (folder / "index.json").write_text(json.dumps({**index, "features": {**section, "shards": entries}}))
+    write_json(folder / "index.json", {**index, "features": {**section, "shards": entries}})
     return folder
 
 
@@ -390,10 +391,10 @@ def test_two_processes_make_the_same_features(foreign, tmp_path, features, monke
     shutil.copytree(folder, tmp_path / "alone")
     features(f"dataset.path={tmp_path / 'alone'}", "encoder=mine:encode", "grid=4")
     words = ["dataset=data", "encoder=mine:encode", "grid=4", "device=cpu", "batch_size=3"]
-    done = run_python(ROOT / "scripts" / "prepare_features.py", *words, cwd=tmp_path, processes=2)
+    done = run_python(ROOT / "scripts/prepare_features.py", *words, cwd=tmp_path, processes=2)
     assert "9 samples, both views" in done.stdout and "4×4 tokens of 3" in done.stdout, done.stdout + done.stderr
     assert contents(folder) == contents(tmp_path / "alone")
     data = LatentDataset(folder, verify="full", features="mine:encode", pictures=True)
     batch = data.read(np.arange(9), np.arange(9) % 2)
     expected = batch.pictures.float().unfold(2, 2, 2).unfold(3, 2, 2).mean(dim=(4, 5)).flatten(2).mT
-    torch.testing.assert_close(batch.features.float(), expected, rtol=2**-11, atol=1e-3)
+    assert_close(batch.features.float(), expected, rtol=2**-11, atol=1e-3)

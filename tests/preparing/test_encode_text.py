@@ -1,13 +1,12 @@
 """scripts/prepare_text.py against its encoders run by hand on each caption, and the same work done in one go."""
 
-import json
 import shutil
 
 import numpy as np
 import prepare_text
 import pytest
 import torch
-from conftest import ROOT, contents, launch_door
+from conftest import ROOT, contents, launch_door, write_json
 from forked import run_python
 from tiny_text import save_encoder
 
@@ -125,7 +124,7 @@ def test_captions_can_be_added_and_replaced(here):
     index = read_index(here / "train")
     (here / "train/captions.jsonl").unlink()
     del index["captions"], index["heldout"]
-    (here / "train/index.json").write_text(json.dumps(index))
+    write_json(here / "train/index.json", index)
     refused(here, "train has no captions: python scripts/prepare_text.py dataset=train captions=", "encoder=words")
     before = contents(here / "train")
     (here / "new.txt").write_text("red hat\n" * 10)

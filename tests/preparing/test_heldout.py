@@ -19,7 +19,7 @@ def pictures():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "counts"),
+    "wanted, counts",
     [
         (0.1, (5, 1, 0, 0, 3)),  # 8.8 of 88: 5, 0.7, 0.1, 0, 3
         (0.02, (1, 0, 0, 0, 1)),  # 1.76: 1, 0.14, 0.02, 0, 0.6

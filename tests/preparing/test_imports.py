@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from conftest import ROOT, contents, launch_door, times
+from conftest import ROOT, contents, interrupt, launch_door, times, write_json
 from forked import run_python
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
@@ -81,7 +82,7 @@ def write_repa(folder):
     (folder / "00000").mkdir(parents=True)
     for (name, _), z in zip(ROWS, stored("repa_npy")):
         np.save(folder / name, z[0])
-    (folder / "dataset.json").write_text(json.dumps({"labels": ROWS}))
+    write_json(folder / "dataset.json", {"labels": ROWS})
 
 
 def statistics():
@@ -113,7 +114,7 @@ def annotate(folder, captions):
     """MS-COCO's annotations: of the sample i the picture 10 + i."""
     images = [{"id": 10 + i, "file_name": f"{i}.jpg"} for i in reversed(range(len(captions)))]
     notes = [{"image_id": 10 + i, "caption": words} for i, its in enumerate(captions) for words in its]
-    (folder.parent / "captions.json").write_text(json.dumps({"images": images, "annotations": notes}))
+    write_json(folder.parent / "captions.json", {"images": images, "annotations": notes})
 
 
 WRITE = dict(zip(KINDS, (write_lmdb, write_tars, write_repa, write_shards, write_coco)))
@@ -167,7 +168,7 @@ def test_numbers_labels_and_meaning_are_the_sources(bring, tmp_path, case, dtype
             assert np.allclose(x, network(expected[:, view].astype(np.float64), eps), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("source", "chosen"), [("part-*.tar", slice(7)), ("part-0001.tar", slice(3, 6))])
+@pytest.mark.parametrize("source, chosen", [("part-*.tar", slice(7)), ("part-0001.tar", slice(3, 6))])
 def test_tars_may_be_a_pattern_or_one_file(bring, tmp_path, source, chosen):
     write_tars(tmp_path / "source")
     data = bring("tread_tar", f"source=source/{source}")
@@ -196,25 +197,24 @@ def test_normalised_latents_are_those_of_lightningdits_own_dataset(bring, tmp_pa
     """By the file's statistics, not by measured ones; without normalisation the latents are z·scale."""
     write_shards(tmp_path / "source")
     theirs = {"mean": torch.arange(6.0).view(1, 6, 1, 1), "std": torch.arange(1, 7.0).view(1, 6, 1, 1) / 3}
-    torch.save(theirs, tmp_path / "source" / "latents_stats.pt")
+    torch.save(theirs, tmp_path / "source/latents_stats.pt")
     data, z = bring("lightningdit", "dtype=float32", f"scale={scale}"), torch.from_numpy(stored("lightningdit"))[:, 1]
     assert "warning: latents_stats.pt is off by" in bring.printed
     there = data.read(ALL, 1).stored
-    torch.testing.assert_close(to_network(there, data.latents), z * scale)
+    assert_close(to_network(there, data.latents), z * scale)
     data.normalize(1.0)
-    expected = (z - theirs["mean"]) / theirs["std"]
-    torch.testing.assert_close(to_network(there, data.latents), expected, rtol=1e-5, atol=1e-5)
+    assert_close(to_network(there, data.latents), (z - theirs["mean"]) / theirs["std"], rtol=1e-5, atol=1e-5)
 
 
 def test_without_statistics_measured_ones_serve_and_one_view_may_do(bring, tmp_path):
     write_shards(tmp_path / "source")
-    (tmp_path / "source" / "latents_stats.pt").unlink()
+    (tmp_path / "source/latents_stats.pt").unlink()
     data, z = bring("lightningdit", "flipped=false"), torch.from_numpy(stored("lightningdit"))[:, 0]
     assert "warning" not in bring.printed and "normalize_by" not in read_index(data.folder)
     assert data.latents.views == 1
     data.normalize(1.0)
     expected = (z - z.mean(dim=(0, 2, 3), keepdim=True)) / z.std(dim=(0, 2, 3), keepdim=True, correction=0)
-    torch.testing.assert_close(to_network(data.read(ALL).stored, data.latents), expected, atol=2e-2, rtol=0)  # of fp16
+    assert_close(to_network(data.read(ALL).stored, data.latents), expected, atol=2e-2, rtol=0)  # of fp16
 
 
 def test_headers_alone_are_read_before_the_work(tmp_path, monkeypatch):
@@ -247,7 +247,7 @@ def test_u_vits_text_is_the_sources(bring, tmp_path, known):
     """With its captions, where the annotations are named; the empty caption's may lie in the folder above."""
     write_coco(tmp_path / "source")
     if known:
-        (tmp_path / "source" / "empty_context.npy").rename(tmp_path / "empty_context.npy")
+        (tmp_path / "source/empty_context.npy").rename(tmp_path / "empty_context.npy")
     data = bring("uvit_coco", *([] if known else ["captions=null"]))
     flat = np.concatenate(TEXTS).astype(np.float16)
     text = data.text_of(np.arange(len(flat)))
@@ -263,7 +263,7 @@ def test_the_report_warns_of_an_unlikely_scale_and_of_nobody_having_looked(bring
     write_tars(tmp_path / "source")
     monkeypatch.setattr(autoencoder, "load_decoder", lambda latents, device: lambda x: autoencoder.to_uint8(x[:, :3]))
     bring("tread_tar", "decode=2")
-    assert "warning" not in bring.printed and (tmp_path / "data" / "report.png").is_file()
+    assert "warning" not in bring.printed and (tmp_path / "data/report.png").is_file()
     monkeypatch.setattr(autoencoder, "load_decoder", lambda latents, device: int("no autoencoder"))  # a ValueError
     bring("tread_tar", "scale_applied=true", "decode=2", out="other")
     assert "are scale and scale_applied right?" in bring.printed
@@ -276,15 +276,10 @@ def test_a_stopped_import_goes_on_and_ends_with_the_same_bytes(bring, tmp_path, 
     monkeypatch.setattr("tread.data.section_writer.SHARD", 4 * imports.CLIP_TEXT.caption_bytes)
     WRITE[kind](tmp_path / "source")
     bring(kind, out="whole")
-    work = tmp_path / ".data.unfinished" / "data"
+    work = tmp_path / ".data.unfinished/data"
     for writer in (import_latents.DatasetWriter, imports.TextWriter)[: 1 + (kind == "uvit_coco")]:
-        write = writer.write
-
-        def stop(self, number, *arguments, write=write):
-            write(self, number, *arguments) if number == 0 else sys.exit("stopped")
-
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(writer, "write", stop)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            interrupt(patch, writer, "write", 2)
             bring(kind)
         gc.collect()  # the stopped one's locks
     begun = times(work.rglob("*-00000*.npy"))
@@ -438,7 +433,7 @@ def test_the_command_line_says_how_to_go_on_without_an_autoencoder(tmp_path, mon
 @pytest.mark.slow
 def test_a_truncated_lmdb_does_not_kill_the_command(tmp_path):
     write_lmdb(tmp_path / "source")
-    given = (ROOT / "scripts" / "import_latents.py", "kind=maskdit_lmdb", "source=source", "decode=0")
+    given = (ROOT / "scripts/import_latents.py", "kind=maskdit_lmdb", "source=source", "decode=0")
     done = run_python(*given, "out=data", cwd=tmp_path)
     assert done.returncode == 0 and LatentDataset(tmp_path / "data", verify="full").latents.views == 2, done
     shorten("data.mdb")(tmp_path / "source")

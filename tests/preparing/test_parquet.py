@@ -40,7 +40,7 @@ def write_parquet(path, count=5, **columns):
 
 def test_it_holds_the_pictures_classes_and_split_that_datasets_wrote(tmp_path, monkeypatch):
     files = {"train-00000-of-00002": 5, "train-00001-of-00002": 4, "validation-00000-of-00001": 3}
-    *train, other = [list(write_parquet(tmp_path / "data" / f"{file}.parquet", n)) for file, n in files.items()]
+    *train, other = [list(write_parquet(tmp_path / f"data/{file}.parquet", n)) for file, n in files.items()]
     for root, rows in (("train", sum(train, [])), ("validation", other)):
         photos = find_photos(tmp_path, root)
         assert photos.classes == ("wasp", "bee") and photos.labels.tolist() == [row["label"] for row in rows]
@@ -53,7 +53,7 @@ def test_it_holds_the_pictures_classes_and_split_that_datasets_wrote(tmp_path, m
     crops = DataLoader(Crops(find_photos(tmp_path, "train"), Crop(16)), batch_size=None, num_workers=2)
     for (pixels, *_), row in zip(crops, sum(train, []), strict=True):
         assert np.array_equal(pixels.permute(1, 2, 0), centre_crop(row["image"], 16))
-    os.truncate(tmp_path / "data" / "train-00001-of-00002.parquet", 999)
+    os.truncate(tmp_path / "data/train-00001-of-00002.parquet", 999)
     with pytest.raises(ValueError, match="train-00001-of-00002.parquet is damaged or no parquet file"):
         find_photos(tmp_path, "train")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -113,6 +113,6 @@ FAULTS = {  # columns, what the message says
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_not_clear_is_refused(tmp_path, fault):
     columns, shown = FAULTS[fault]
-    write_parquet(tmp_path / "source" / "train.parquet", **columns)
+    write_parquet(tmp_path / "source/train.parquet", **columns)
     with pytest.raises((ValueError, OSError), match=shown):
         find_photos(tmp_path / "source").read(0)

@@ -1,12 +1,12 @@
 """Where pictures and their classes lie: against what was written there, equal sources, and `datasets`."""
 
-import io
 import json
 import shutil
 import tarfile
 
 import numpy as np
 import pytest
+from conftest import saved
 from PIL import Image
 
 from tread.preparing.images import centre_crop, read_rgb
@@ -16,9 +16,7 @@ CLASSES = {"bee": 2, "ant": 3, "cow": 1}
 
 
 def picture(number: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (40, 48), (number, 2 * number, 255 - number)).save(file, "PNG")
-    return file.getvalue()
+    return saved(Image.new("RGB", (40, 48), (number, 2 * number, 255 - number)))
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def tree(tmp_path):
             for index in range(count):
                 (tmp_path / "tree" / part / name / f"{index}.png").write_bytes(picture(number))
                 number += 1
-    (tmp_path / "tree" / "train" / ".hidden.png").write_bytes(b"")
+    (tmp_path / "tree/train/.hidden.png").write_bytes(b"")
     return tmp_path / "tree"
 
 
@@ -105,6 +103,11 @@ def test_numbers_are_their_own_names():
     assert label_table("a.csv", b"file,label\na.png,n03\nb.png,0\n") == {"a.png": "n03", "b.png": "0"}
 
 
+def test_a_labels_file_in_another_encoding_names_the_line():
+    with pytest.raises(ValueError, match="labels file a.csv: line 3 is not UTF-8"):
+        label_table("a.csv", "\ufefffile,label\na.png,fée\n".encode() + "b.png,fée\n".encode("latin-1"))
+
+
 def test_another_labels_file_names_the_two_that_are_read():
     for name, content in (
         ("labels.json", b'{"0.png": 1}'),
@@ -156,22 +159,32 @@ def numbered(**labels):
 
 def labelled(text, name="dataset.json"):
     def make(tree):
-        (tree / "train" / "ant" / name).write_text(text)
-        return tree / "train" / "ant"
+        (tree / "train/ant" / name).write_text(text)
+        return tree / "train/ant"
 
     return make
 
 
 def empty_class(tree):
-    (tree / "train" / "dog").mkdir()
+    (tree / "train/dog").mkdir()
     return tree / "train"
 
 
 def only(name):
     def make(tree):
-        (tree / "other" / "x").mkdir(parents=True)
-        (tree / "other" / "x" / name).write_bytes(b"")
+        (tree / "other/x").mkdir(parents=True)
+        (tree / "other/x" / name).write_bytes(b"")
         return tree / "other"
+
+    return make
+
+
+def nested(*pictures):
+    def make(tree):
+        for name in pictures:
+            (tree / "nested" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / "nested" / name).write_bytes(b"")
+        return tree / "nested"
 
     return make
 
@@ -179,7 +192,12 @@ def only(name):
 WRONG = {
     "nothing there": (lambda tree: tree / "nowhere", "is not there"),
     "no root": (lambda tree: tree, "deeper than <class>/<picture>; .*root=train, root=val"),
-    "flat without labels": (lambda tree: tree / "train" / "ant", "in no class folder.*labels="),
+    "roots further down": (nested("a/x/ant/1.png", "b/y/1.png", "b/1.png"), "choose the folder of classes: root=a/x$"),
+    "no folder of classes": (
+        nested("ant/1.png", "ant/old/1.png", "bee/1.png"),
+        "ant/old/1.png lies .*; move it there$",
+    ),
+    "flat without labels": (lambda tree: tree / "train/ant", "in no class folder.*labels="),
     "empty class": (empty_class, "classes without a picture: dog.*allow_empty"),
     "no picture": (only("a.txt"), "holds no picture.*x/a.txt: its name"),
     "compressed": (compressed, "unpacked first"),

@@ -7,6 +7,7 @@ import json
 import compare_runs
 import numpy as np
 import pytest
+from conftest import names_in, write_json
 from PIL import Image
 
 from tread.reports.comparison import COMPARABLE, FAIR, curve_metrics, open_groups, reach, reached, unit, unlike
@@ -31,7 +32,7 @@ def write_run(folder, losses, flops=10.0, seconds=2.0, metric="eval_loss", **cha
         section, _, name = key.rpartition("__")
         (config[section] if section else config)[name] = value
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps([{"config": {}}, {"config": config}]))
+    write_json(folder / "run.json", [{"config": {}}, {"config": config}])
     records = []
     for number, loss in enumerate(losses, start=1):
         costs = {"flops": flops and flops * 100 * number, "seconds": seconds and seconds * 100 * number}
@@ -166,18 +167,18 @@ def test_two_of_three_runs_compare_and_a_shorter_goal_is_no_part_of_more_steps(t
 
 
 def test_files_lie_beside_the_first_run_and_not_where_the_command_was_given(tmp_path, monkeypatch):
-    run, here = write_run(tmp_path / "results" / "run", [2.0, 1.0]), tmp_path / "here"
+    run, here = write_run(tmp_path / "results/run", [2.0, 1.0]), tmp_path / "here"
     here.mkdir()
-    for folder, words in ((here, (run,)), (tmp_path / "results" / "run", (".",))):
+    for folder, words in ((here, (run,)), (tmp_path / "results/run", (".",))):
         monkeypatch.chdir(folder)
         monkeypatch.setattr("sys.argv", ["compare_runs.py", *words])
         compare_runs.main()
         for ending in ("csv", "png"):
-            (tmp_path / "results" / f"comparison.{ending}").unlink()
+            (tmp_path / f"results/comparison.{ending}").unlink()
     monkeypatch.setattr("sys.argv", ["compare_runs.py", ".", "out=there/"])
     with pytest.raises(SystemExit, match="there/ could not be written: it names a folder"):
         compare_runs.main()
-    assert not list(here.iterdir()) and {path.name for path in here.parent.iterdir()} == {"results", "here"}
+    assert not list(here.iterdir()) and names_in(here.parent) == {"results", "here"}
 
 
 def test_axes_have_units_that_leave_readable_numbers():

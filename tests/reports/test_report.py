@@ -13,7 +13,7 @@ import compare_runs
 import numpy as np
 import pytest
 import report
-from conftest import ROOT, launch
+from conftest import ROOT, launch, logged, raising, read_json, write_json
 from PIL import Image
 from test_comparison import add_records, write_run
 
@@ -76,17 +76,17 @@ def read(*folders) -> Reader:
 
 
 def add_picture(folder, step, colour, size=(20, 30), mode="L"):
-    path = folder / "samples" / f"step_{step:07d}.png"
+    path = folder / f"samples/step_{step:07d}.png"
     path.parent.mkdir(exist_ok=True)
     Image.new(mode, size, colour).save(path)
     return path
 
 
 def write_start(folder, **facts):
-    starts = json.loads((folder / "run.json").read_text())[1:]
-    (folder / "run.json").write_text(json.dumps([{**starts[0], **facts}]))
+    starts = read_json(folder / "run.json")[1:]
+    write_json(folder / "run.json", [{**starts[0], **facts}])
     status = {"state": "finished", "step": 300, "time": "2026-01-02T00:00:00+00:00"}
-    (folder / "status.json").write_text(json.dumps(status))
+    write_json(folder / "status.json", status)
 
 
 ROUTE = {"start": 2, "end": 4, "selection_ratio": 0.5}
@@ -153,9 +153,9 @@ def test_the_pictures_are_the_files_few_of_many_and_small(run, monkeypatch):
     assert [base64.b64decode(picture["src"].partition(",")[2]) for picture in found] == contents
     assert ["hidden" in picture for picture in found] == [True, True, False]
     files[100].write_bytes(contents[1][:40])
-    (run / "samples" / "step_0000175.png").write_bytes(b"no picture")
+    (run / "samples/step_0000175.png").write_bytes(b"no picture")
     noise = np.random.default_rng(0).integers(0, 255, (2400, 300, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(run / "samples" / "step_0000200.png")
+    Image.fromarray(noise).save(run / "samples/step_0000200.png")
     found = read(run)
     assert [int(picture["data-step"]) for picture in found.pictures] == [50, 150, 200]
     assert found.says(f"{files[100]} can't be read") and found.says("step_0000175.png can't be read")
@@ -169,8 +169,8 @@ def test_the_pictures_are_the_files_few_of_many_and_small(run, monkeypatch):
 
 def test_scores_have_their_counts_and_notes(run):
     (run / "step_0000300").mkdir()
-    (run / "step_0000300" / "fid.json").write_text(json.dumps(SCORE))
-    (run / "step_0000300" / "fid-1.json").write_text("{damaged")
+    write_json(run / "step_0000300/fid.json", SCORE)
+    (run / "step_0000300/fid-1.json").write_text("{damaged")
     older = "time,step,count,label_agreement,guidance,nfe\n2026-01-01T00:00:00+00:00,200,100,0.5,none,35\n"
     same = f"{SCORE['time']},300,500,0.9,cfg 1.5,35\n"  # the line of fid.json
     (run / "fid.csv").write_text(older + same)
@@ -186,7 +186,7 @@ def test_a_shift_that_is_not_1_stands_beside_the_solver(run):
     for number, shift in enumerate((1.0, None, 0.3)):
         times = {"shift": shift, "time": f"2026-01-0{min(2, 1 + number)}", "settings": {"sampler": "euler"}}
         record = SCORE | times | {"nfe": 9}
-        (run / f"fid-{number}.json").write_text(json.dumps(record))
+        write_json(run / f"fid-{number}.json", record)
         add_line(run / "fid.csv", record)
     head, *rows = [row for row in read(run).rows if "solver" in row or row[:1] == ["step 300"]]
     assert [row[head.index("solver")] for row in rows] == ["euler", "euler", "euler, shift 0.3"]
@@ -202,7 +202,7 @@ def test_where_the_time_went(tmp_path):
         {"step": 10, "seconds": 20.0, "eval_loss": 1.0, "eval_seconds": 3.0},
         {"step": 20, "seconds": 60.0, "data_wait": 0.5, "draw_seconds": 2.0, "save_seconds": 1.0},
     )
-    (run / "status.json").write_text(json.dumps({"state": "finished", "spent": {"save_seconds": 1.5}}))
+    write_json(run / "status.json", {"state": "finished", "spent": {"save_seconds": 1.5}})
     spent = {"start, before the first step": 5.0, "the first step of each start": 4.0, "other training steps": 31.0}
     spent |= {"waiting for data": 25.0, "evaluation loss": 3.0, "drawing samples": 2.0, "saving checkpoints": 2.5}
     assert time_of(runs.find_run(run)) == pytest.approx(spent)
@@ -211,7 +211,7 @@ def test_where_the_time_went(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    "name, content, said",
     [
         ("metrics.jsonl", '{"step": 1, "loss": 2.0}\n{"step": 2, "lo', "1 of 2 lines of metrics.jsonl can't be read"),
         ("metrics.jsonl", '3\n[]\n{"step": "x"}\n{"step": 7, "loss": NaN}\n', "3 of 4 lines of metrics.jsonl"),
@@ -243,10 +243,10 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run, tmp_path, name, cont
 
 def test_a_checkpoint_alone_is_a_run(tmp_path):
     run = tmp_path / "run"
-    shutil.copytree(ROOT / "tests" / "recorded" / "run" / "step_0000020", run / "step_0000020")
+    shutil.copytree(ROOT / "tests/recorded/run/step_0000020", run / "step_0000020")
     found = read(run)
     assert found.says("its settings are those of the newest checkpoint") and found.says("tread, hidden size ")
-    (run / "step_0000020" / "ema.safetensors").write_bytes(b"short")
+    (run / "step_0000020/ema.safetensors").write_bytes(b"short")
     assert read(run).says("is damaged: 5 bytes")
 
 
@@ -254,13 +254,13 @@ def test_a_killed_run_is_told_from_one_that_runs(run):
     log = RunLog(run)
     log.status("running", 200)
     assert runs.find_run(run).state() == "running"  # by this process
-    status = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps(status | {"pid": 2**22 + 1}))  # above the most that Linux gives
+    status = read_json(run / "status.json")
+    write_json(run / "status.json", status | {"pid": 2**22 + 1})  # above the most that Linux gives
     when = f"{status['time'][:10]} {status['time'][11:19]} UTC"
     assert read(run).says(
         f"killed: process {2**22 + 1} is gone without a word; it last wrote at {when}, at step 200 of 300"
     )
-    (run / "status.json").write_text(json.dumps(status | {"host": "elsewhere"}))
+    write_json(run / "status.json", status | {"host": "elsewhere"})
     assert runs.find_run(run).state().startswith("running on elsewhere")
     log.status("failed", 200, "the disk is full")
     assert read(run).says("failed – the disk is full, at step 200 of 300")
@@ -269,11 +269,11 @@ def test_a_killed_run_is_told_from_one_that_runs(run):
 def test_troubles_are_those_of_the_records_and_starts(tmp_path):
     run = tmp_path / "run"
     write_run(run, [3.0, 2000.0])
-    config = json.loads((run / "run.json").read_text())[1]["config"]
+    config = read_json(run / "run.json")[1]["config"]
     git = {"versions": {"git": "a" * 40}}
     starts = [{"step": 0, "config": config, "warnings": ["weights of others"], **git}]
     starts += [{"step": 100, "config": config | {"optim": {"lr": 0.5}}, "versions": {"git": "b" * 40}}]
-    (run / "run.json").write_text(json.dumps(starts))
+    write_json(run / "run.json", starts)
     add_records(run, *({"step": step, "bad_steps": bad} for step, bad in ((100, 0), (150, 2), (200, 1))))
     said = "\n".join(troubles_of(runs.find_run(run)))
     for text in (
@@ -320,7 +320,7 @@ def test_a_page_is_whole_or_not_there(run, monkeypatch):
     read(run)
     before = (run / "report.html").read_bytes()
     monkeypatch.setattr(page.os, "getpid", lambda: 1)
-    monkeypatch.setattr("tread.runtime.files.sync", lambda path: (_ for _ in ()).throw(OSError(28, "no space left")))
+    monkeypatch.setattr("tread.runtime.files.sync", raising(OSError(28, "no space left")))
     with pytest.raises(OSError, match="report.html could not be written"):
         write_report([run])
     assert (run / "report.html").read_bytes() == before and not list(run.glob(".*partial"))
@@ -328,20 +328,16 @@ def test_a_page_is_whole_or_not_there(run, monkeypatch):
 
 def test_training_ends_with_its_page(tmp_path, monkeypatch):
     text = launch(tmp_path, "report=true", "eval.demo_samples=4", "every.sample=3")
-    run = tmp_path / "results" / "digits-tread"
+    run = tmp_path / "results/digits-tread"
     assert text.splitlines()[-1].split() == ["report", "results/digits-tread/report.html"]
     found = Reader((run / "report.html").read_text(encoding="utf-8"))
     assert ["state", "finished"] in found.rows and len(found.pictures) == 2
     (line,) = found.lines("evaluation loss").values()
-    assert line["y"] == pytest.approx([r["eval_loss"] for r in RunLog(run).records() if "eval_loss" in r], rel=1e-5)
+    assert line["y"] == pytest.approx(logged(run, "eval_loss"), rel=1e-5)
     names = [row[0] for row in found.rows]
     assert {"evaluation loss", "drawing samples", "saving checkpoints", "judging samples at the end"} <= set(names)
     (run / "report.html").unlink()
     assert "report.html" not in launch(tmp_path, "report=false") and not (run / "report.html").exists()
-
-    def full(folders):
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(train, "write_report", full)
+    monkeypatch.setattr(train, "write_report", raising(OSError("the disk is full")))
     assert launch(tmp_path, "report=true").splitlines()[-1] == "warning: no report: the disk is full"
     assert RunLog(run).read_status()["state"] == "finished"

@@ -89,7 +89,7 @@ def test_it_is_legible_and_no_wider_than_the_window(page):
 
 def test_the_slider_moves_through_the_pictures(page, report):
     def files(step: int) -> list[str]:
-        places = [report.parent.parent / f"run-{n}" / "samples" / f"step_{step:07d}.png" for n in (0, 1)]
+        places = [report.parent.parent / f"run-{n}/samples/step_{step:07d}.png" for n in (0, 1)]
         return ["data:image/png;base64," + base64.b64encode(path.read_bytes()).decode() for path in places]
 
     slider, seen = page.get_by_role("slider"), []

@@ -350,8 +350,11 @@ def test_routes_that_can_not_be_attached_are_refused(routes, given, message):
         ("sd3", {"tokens": "hidden_states", "output": 0}, "(3, 7, 32).*|returned a NoneType"),
         ("pixart", {"output": 1}, "block 1 returned a Tensor"),
         ("pixart", {"words": 16}, "also gets encoder_hidden_states of .*select_first"),
-        ("dit", {"noise": 9}, "for 9 tokens, but block 1 gets 16"),
-        ("dit", {"prefix": 7}, "for 23 tokens, but block 1 gets 16"),
+        ("dit", {"noise": 9}, "for 9 tokens, but block 1 gets"),
+        ("dit", {"prefix": 7}, r"for 23 tokens, but block 1 gets \(3, 16, 32\)"),
+        ("lumina", {"select": select_lumina}, r"for 16 tokens, but block 1 gets \(3, 23, 48\).*prefix="),
+        ("lumina", {"select": select_lumina, "noise": 3}, r"for 3 tokens, but block 1 gets \(3, 23, 48\).*prefix="),
+        ("flux", {"select": select_flux, "join": join_flux, "noise": 9}, "for 9 tokens, but block 1 gets"),
     ],
 )
 def test_what_the_blocks_show_to_be_wrong_is_refused(name, given, message):
@@ -366,6 +369,29 @@ def test_what_the_blocks_show_to_be_wrong_is_refused(name, given, message):
     with pytest.raises(ValueError, match=message), routing.on(noise, prefix=prefix):
         item.run()
     assert words or torch.equal(item.run(), before)
+
+
+@pytest.mark.parametrize("samples", [2, 16])
+def test_a_select_of_tokens_that_are_not_the_first_input_or_stand_first(samples):
+    """Their number is found wherever it stands, and missed where no input has it."""
+    noise, text, tokens = torch.rand(samples, 16), torch.ones(samples, 5, 4), torch.ones(samples, 16, 4)
+
+    def second(args, kwargs, ids):
+        return (args[0], gather_tokens(args[1], ids)), kwargs
+
+    def turned(args, kwargs, ids):
+        return (gather_tokens(args[0].transpose(0, 1), ids).transpose(0, 1),), kwargs
+
+    for select, args, inside in (
+        (second, (text, tokens), (samples, 5)),
+        (turned, (tokens.transpose(0, 1),), (8, samples)),
+    ):
+        blocks = torch.nn.ModuleList([Mixing()])
+        routing = attach_routes(blocks, Route(0, 0), select, lambda output, saved, ids: output, verify=False)
+        with routing.on(noise):
+            assert blocks[0](*args).shape[:2] == inside
+        with routing.on(noise, prefix=1), pytest.raises(ValueError, match="for 17 tokens"):
+            blocks[0](*args)
 
 
 def test_ids_that_do_not_fit_are_refused():
@@ -457,8 +483,11 @@ def test_contexts_do_not_nest_and_errors_leave_the_routes_off():
         raise KeyError
 
     with routing.on(item.noise):
-        with pytest.raises(RuntimeError, match="on already"), routing.on(item.noise):
-            pass
+        for other in (routing, attach_routes(item.blocks, Route(4, 5))):  # whose block 4 is on the first's route
+            with pytest.raises(RuntimeError, match="on already.*attach_routes"), other.on(item.noise):
+                pass
+        with attach_routes(item.blocks, Route(5, 5)).on(item.noise):
+            assert item.run().isfinite().all()
         inside = item.run()
         broken = item.blocks[2].ff.register_forward_hook(fail)
         with pytest.raises(KeyError):

@@ -1,6 +1,8 @@
 """Blocks that make their own positions are refused: the hook families of test_hooks.py pass, blocks written here by
 rotary angles from arange, a learned table and a running sum do not."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from test_hooks import case, every_model
@@ -48,6 +50,18 @@ class Handed(Block):
 
     def places(self, x: Tensor) -> Tensor:
         raise AssertionError("positions are handed along")
+
+
+class Switched(Block):
+    """Makes its positions where a switch says so, and knows its number."""
+
+    def __init__(self, number: int, own: bool) -> None:
+        super().__init__()
+        self.number, self.inner = number, nn.Dropout(0.0)
+        self.inner.own = own
+
+    def places(self, x: Tensor) -> Tensor:
+        return super().places(x) if self.inner.own else torch.zeros(x.shape[1])
 
 
 class Scan(nn.Module):
@@ -139,6 +153,19 @@ def test_blocks_of_run_blocks_are_checked_by_a_function():
         check_positions([nn.Identity(), lambda x: x + x.cumsum(1)], tokens())
     ids = torch.arange(8).expand(3, -1)
     assert run_blocks(handed.blocks, tokens(), routes=[(Route(1, 2), ids)], along=[places]).shape == (3, TOKENS, WIDTH)
+
+
+@pytest.mark.parametrize("own", [2, 3, None])
+def test_the_block_whose_settings_differ_most_from_the_first_of_its_class_is_checked_too(own):
+    """By a switch deep inside it, among blocks that all differ by their number."""
+    model = Network(Block)
+    model.blocks = nn.ModuleList(Switched(number, number == own) for number in range(5))
+    refused = pytest.raises(ValueError, match=rf"block {own} \(Switched\)") if own else nullcontext()
+    with refused:
+        check_positions(model.blocks, tokens())
+    assert sum(bool(block.calls) for block in model.blocks) == 2
+    with refused, attach_routes(model.blocks, Route(1, 4)).on(torch.rand(3, TOKENS)):
+        model(tokens())
 
 
 def test_blocks_with_parameters_of_another_kind_are_left_unchecked_with_a_warning():

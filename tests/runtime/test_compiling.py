@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import launch, random_network, records
+from conftest import CPU, launch, logged, raising, random_network, records
 from forked import run_python
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
 
 from routing_module import Route, draw_ids
 from tread.diffusion.edm import EDM
@@ -19,7 +20,7 @@ from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.training import failures, start
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GPU = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def test_a_graph_for_each_kind_of_call_however_deep_the_network():
                 with torch.no_grad():
                     averaged(x, t, y)
             for ours, theirs in zip(*pairs):
-                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0.02 if precision == "bf16" else 1e-5)
+                assert_close(ours, theirs, rtol=1e-4, atol=0.02 if precision == "bf16" else 1e-5)
             assert counter.frame_count == (6 if repeat else expected)
 
 
@@ -69,7 +70,7 @@ def test_gradients_are_those_of_the_plain_network():
         gradients = [network.get_parameter(name).grad for network in (compiled, recomputed, both)]
         assert torch.equal(gradients[1], parameter.grad)  # recomputation sees the same ids
         for gradient in gradients:
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-4)
+            assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_a_guidance_has_a_graph_for_each_of_its_ratios():
@@ -83,7 +84,7 @@ def test_a_guidance_has_a_graph_for_each_of_its_ratios():
         torch.cat(list(draw(Model(EDM(), each, (Route(1, 3),)), range(6), torch.arange(6), sampler)))
         for each in (network, eager)
     )
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 3  # all tokens, three quarters, a quarter; the short batch is padded
 
 
@@ -119,17 +120,14 @@ def test_settings_say_when(read_config, monkeypatch):
 
 
 def test_without_a_compiler_a_run_goes_on_with_one_warning(tmp_path, monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("no working C++ compiler\nsecond line")
-
-    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(torch, "compile", raising(RuntimeError("no working C++ compiler\nsecond line")))
     text = launch(tmp_path, "train.compile=true", "train.steps=2", "every.sample=2", "eval.points=8")
     assert text.count("running without torch.compile, which fails here: RuntimeError: no working C++ compiler") == 1
-    assert [r["step"] for r in records(tmp_path / "results" / "digits-tread") if "loss" in r] == [1, 2]
+    assert logged(tmp_path / "results/digits-tread", "loss", "step") == [1, 2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "graphs"), [("fp32", 4), ("bf16", 5)])
+@pytest.mark.parametrize("precision, graphs", [("fp32", 4), ("bf16", 5)])
 def test_a_run_compiles_no_more_than_its_kinds_of_steps(tmp_path, monkeypatch, precision, graphs):
     """Routed and, after routes_until, dense steps, evaluation with a short batch, grids: by the real compiler.
 
@@ -150,13 +148,12 @@ def test_a_run_compiles_no_more_than_its_kinds_of_steps(tmp_path, monkeypatch, p
     assert "of which the first step took" in text and "warning" not in text
     assert [counter.frame_count for counter in counters] == [graphs]
     launch(tmp_path / "b", *options)
-    ours, theirs = (records(tmp_path / name / "results" / "digits-tread") for name in "ab")
+    ours, theirs = (records(tmp_path / name / "results/digits-tread") for name in "ab")
     for found, expected in zip(ours, theirs, strict=True):
         assert found == pytest.approx(expected, rel=1e-4 if precision == "fp32" else 0.05)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_training_step_on_a_gpu_waits_for_nothing_and_uses_fused_attention(tmp_path, monkeypatch):
     """PyTorch's own watch over synchronising calls, and the operators that its profiler saw."""
     training_step, steps = failures.training_step, []

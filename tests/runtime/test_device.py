@@ -41,7 +41,7 @@ def accelerates(threads: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    "variables, expected",
     [
         ({}, None),
         ({"OMP_NUM_THREADS": "1"}, 1),

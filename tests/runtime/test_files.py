@@ -16,7 +16,7 @@ UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 @pytest.mark.parametrize(
-    ("count", "shown"),
+    "count, shown",
     [
         (0, "0 B"),
         (999, "999 B"),

@@ -5,6 +5,7 @@ import time
 from urllib.request import urlopen
 
 import pytest
+from conftest import raising
 
 from tread.encoders import inception
 from tread.runtime.hub import check_answer
@@ -25,11 +26,8 @@ def test_a_server_that_keeps_silent_is_waited_for_shortly(silent):
 
 
 def test_what_a_client_raises_is_told():
-    def refuse(url, seconds):
-        raise RuntimeError("no such name")
-
     with pytest.raises(OSError, match="https://x can't be reached: no such name"):
-        check_answer("https://x", refuse)
+        check_answer("https://x", raising(RuntimeError("no such name")))
     check_answer("https://x", lambda url, seconds: 404)  # the fetching itself says what is missing
 
 

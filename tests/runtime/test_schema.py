@@ -47,7 +47,7 @@ WHOLE, REAL = (-1, 0, 1, 2, 3), (-1, -0.5, 0, 1e-9, 0.5, 1, 1.0000001, 2, math.i
 
 
 @pytest.mark.parametrize(
-    ("key", "kind", "numbers", "holds"),
+    "key, kind, numbers, holds",
     [
         ("count", int, WHOLE, lambda x: x > 0),
         ("start", int, WHOLE, lambda x: x >= 0),
@@ -68,7 +68,7 @@ def test_ranges_are_those_of_arithmetic(key, kind, numbers, holds):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "shown"),
+    "key, value, shown",
     [
         ("kind", "d", "part.kind is 'd', but must be a, b, c or null (d is elsewhere)"),
         ("when", 1, "part.when is 1, but must be auto, true or false"),

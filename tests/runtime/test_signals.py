@@ -8,8 +8,7 @@ import sys
 import time
 
 import pytest
-import torch
-from conftest import ROOT, TINY, launch, state
+from conftest import ROOT, TINY, launch, same, state
 from forked import start_python, start_together
 
 from tread.runtime.signals import SIGNALS, Stop
@@ -69,8 +68,7 @@ def equals_an_undisturbed_run(folder, reference):
     """The saved weights, averages and moments, bit for bit."""
     step = status(folder)["step"]
     launch(reference, f"train.steps={step}", "every.save=100000", "every.sample=100000", "every.evaluate=100000")
-    expected, found = state(reference / RUN), state(folder / RUN)
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    assert same(folder / RUN, reference / RUN)
 
 
 # SIGUSR1 is tests/doors/test_launches.py's, too

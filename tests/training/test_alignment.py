@@ -1,20 +1,36 @@
 """Alignment against golden numbers of REPA's own code, loops over samples and tokens, and other ways to make a run."""
 
 import copy
-import json
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import prepare_features
 import pytest
 import torch
-from conftest import hidden_states, launch, launch_door, launch_processes, random_network, state
+from conftest import (
+    CPU,
+    assert_refused,
+    equal,
+    launch,
+    launch_door,
+    launch_processes,
+    logged,
+    random_network,
+    randomized,
+    read_json,
+    size_of,
+    state,
+    state_of,
+    take_samples,
+    write_json,
+)
 from safetensors.torch import load_file
 from test_token_losses import LATENTS
+from torch.testing import assert_close
 
-import sample
 from rf import RF
 from routing_module import RULES, Record, Route, draw_ids
 from tread.checkpoints import checkpoint
@@ -25,15 +41,7 @@ from tread.routing.ids import Token
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.training import step
-from tread.training.alignment import (
-    BETA,
-    Aligned,
-    Aligner,
-    Alignment,
-    alignment_loss,
-    build_projector,
-    self_distance,
-)
+from tread.training.alignment import BETA, Aligned, Aligner, Alignment, alignment_loss, build_projector, self_distance
 from tread.training.start import settings_warnings
 
 SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}
@@ -45,7 +53,7 @@ def golden(asset):
     """REPA's projector by our names, its numbers, and its hidden states to take gradients by."""
     g = load_file(asset("golden/repa_projection.safetensors"))
     projector = build_projector(Alignment(kind="repa", width=128), 64, 48)
-    projector.load_state_dict({name.removeprefix("state."): v for name, v in g.items() if name.startswith("state.")})
+    projector.load_state_dict(state_of(g))
     return g, projector, g["in.hidden"].clone().requires_grad_()
 
 
@@ -54,13 +62,13 @@ def test_golden_loss_and_gradients(golden, kept):
     g, projector, hidden = golden
     ids, end = (g["in.ids_keep"], "_kept") if kept else (None, "")
     projected = projector(hidden)
-    torch.testing.assert_close(projected, g["out.projected"], rtol=0, atol=1e-5)
+    assert_close(projected, g["out.projected"], rtol=0, atol=1e-5)
     if kept:
         projected = torch.stack([projected[i, ids[i]] for i in range(2)])
     losses = alignment_loss(projected, g["in.targets"], ids)
-    torch.testing.assert_close(losses, g[f"out.loss{end}_per_sample"], rtol=0, atol=1e-6)
+    assert_close(losses, g[f"out.loss{end}_per_sample"], rtol=0, atol=1e-6)
     losses.mean().backward()
-    torch.testing.assert_close(losses.mean(), g[f"out.loss{end}"], rtol=0, atol=1e-6)
+    assert_close(losses.mean(), g[f"out.loss{end}"], rtol=0, atol=1e-6)
     gradients = {"hidden": hidden.grad, "0.weight": projector[0].weight.grad, "4.bias": projector[4].bias.grad}
     for name, actual in gradients.items():
         expected = g[f"grad{end}.{name}"]
@@ -72,13 +80,13 @@ def test_projectors_have_the_published_sizes():
     with torch.device("meta"):
         repa = build_projector(Alignment(kind="repa"), 1152, 768)
         head = build_projector(Alignment(kind="self"), 64, 64)
-    assert sum(parameter.numel() for parameter in repa.parameters()) == 8_131_328
+    assert size_of(repa) == 8_131_328
     assert [tuple(layer.weight.shape) for layer in head if hasattr(layer, "weight")] == [(128, 64), (64, 128)]
     drawn = build_projector(Alignment(kind="repa", width=16), 8, 4)
     assert not any(layer.bias.any() for layer in drawn if hasattr(layer, "bias"))
 
 
-@pytest.mark.parametrize(("depth", "expected"), [(12, (3, 7)), (24, (7, 15)), (28, (7, 17)), (2, (0, 0)), (1, (0, 0))])
+@pytest.mark.parametrize("depth, expected", [(12, (3, 7)), (24, (7, 15)), (28, (7, 17)), (2, (0, 0)), (1, (0, 0))])
 def test_which_blocks(depth, expected):
     """Number min(8, depth // 3), and 2·depth // 3, counted from 1."""
     assert Alignment().blocks(depth) == expected
@@ -104,21 +112,21 @@ def naive(kind, projected, targets, ids):
     return torch.tensor(losses)
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("repa", alignment_loss), ("self", self_distance)])
+@pytest.mark.parametrize("kind, loss", [("repa", alignment_loss), ("self", self_distance)])
 def test_losses_equal_loops_and_the_order_of_ids_does_not_matter(kind, loss):
     """And are those that an aligner takes: of self, which has a teacher, and of repa, which has none."""
     targets = torch.randn(3, 16, 5) / 10
     ids = draw_ids(torch.rand(3, 16), 0.5, sort=False)
     projected = torch.randn(3, 8, 5) / 10
-    torch.testing.assert_close(loss(projected, targets, ids), naive(kind, projected, targets, ids))
+    assert_close(loss(projected, targets, ids), naive(kind, projected, targets, ids))
     order = torch.randperm(8)
-    torch.testing.assert_close(loss(projected[:, order], targets, ids[:, order]), loss(projected, targets, ids))
+    assert_close(loss(projected[:, order], targets, ids[:, order]), loss(projected, targets, ids))
     whole = torch.randn(3, 16, 5) / 10
-    torch.testing.assert_close(loss(whole, targets, None), naive(kind, whole, targets, None))
+    assert_close(loss(whole, targets, None), naive(kind, whole, targets, None))
     network, module = aligned(2)
     aligner, record = Aligner(Alignment(kind=kind), module, network if kind == "self" else None), Record((2,))
     record.outputs[2] = projected, ids
-    torch.testing.assert_close(aligner.distance(record, targets), naive(kind, projected, targets, ids))
+    assert_close(aligner.distance(record, targets), naive(kind, projected, targets, ids))
 
 
 def aligned(block=1, width=7, **more):
@@ -145,7 +153,7 @@ def test_the_blocks_output_is_taken_as_it_leaves_it(block):
             tokens = whole.clone()
             for b in range(3):
                 tokens[b, routes[0][1][b]] = actual[b]
-    torch.testing.assert_close(projected, module.projector(actual))
+    assert_close(projected, module.projector(actual))
     assert (ids is routes[0][1]) == (1 <= block <= 3)
     assert projected.shape[1] == (8 if 1 <= block <= 3 else 16)
 
@@ -158,7 +166,7 @@ def test_bf16_recomputation_and_compiled_blocks_hand_out_the_same():
 
     def results(precision="fp32"):
         module.zero_grad()
-        with autocast(torch.device("cpu"), precision):
+        with autocast(CPU, precision):
             module(x, t, y, routes, record := Record())
         projected, _ = record.outputs[2]
         projected.float().square().sum().backward()
@@ -166,28 +174,13 @@ def test_bf16_recomputation_and_compiled_blocks_hand_out_the_same():
 
     plain = results()
     network.activation_checkpointing = True
-    torch.testing.assert_close(results(), plain)
+    assert_close(results(), plain)
     network.activation_checkpointing = False
     for ours, theirs in zip(results("bf16"), plain):
         assert (ours - theirs).norm() / theirs.norm() < 0.05
     compiling.compile_blocks(network.blocks[:3], "aot_eager")  # one before the route, two in it
-    torch.testing.assert_close(results(), plain, rtol=1e-4, atol=1e-5)
+    assert_close(results(), plain, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("block", [0, 2, 5])
-def test_output_of_is_the_output_of_that_block_and_computes_no_later_one(block):
-    """By torch's hooks on the blocks; a record holds just the blocks it was asked for."""
-    network, _ = aligned()
-    inputs = torch.randn(2, 4, 8, 8), torch.rand(2), torch.arange(2)
-    record = Record((block,))
-    _, states = hidden_states(network, *inputs, record=record)
-    assert len(states) == 6 and record.outputs.keys() == {block}
-    assert torch.equal(record.outputs[block][0], states[block]) and record.outputs[block][1] is None
-    ran = []
-    for number, each in enumerate(network.blocks):
-        each.register_forward_hook(lambda *_, number=number: ran.append(number))
-    assert torch.equal(network.output_of(block, *inputs), states[block]) and ran == [*range(block + 1)]
 
 
 @pytest.fixture
@@ -204,9 +197,7 @@ def given(read_config):
 
 def self_aligner(cfg):
     """A network with random weights, and its aligner with another copy as the teacher."""
-    network = build_network(cfg)
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    network = randomized(partial(build_network, cfg), 0, 0.1)
     module = Aligned(network, build_projector(cfg.alignment, network.hidden_size, network.hidden_size), 1)
     return network, Aligner(cfg.alignment, module, copy.deepcopy(network))
 
@@ -233,7 +224,7 @@ def test_denoising_is_the_loss_without_alignment_and_the_teacher_sees_less_noise
         noisy, expected = (stored + wide * draws.noise) / (wide**2 + 0.5**2).sqrt(), level.log() / 4
     else:
         noisy, expected = (1 - wide) * stored + wide * draws.noise, level
-    torch.testing.assert_close((x, time), (noisy, expected))
+    assert_close((x, time), (noisy, expected))
     assert torch.equal(y, torch.where(draws.drop < cfg.train.label_drop, 10, labels))
     assert torch.equal(denoising, step.loss(cfg, network, *given)[0])
     assert alignment.shape == (4,) and alignment.requires_grad and not targets.requires_grad
@@ -270,11 +261,11 @@ def test_a_scored_route_is_aligned_and_counted_by_the_ids_that_it_chose(given, m
     assert all(map(torch.equal, ours, theirs))
     y = torch.where(draws.drop < cfg.train.label_drop, 10, labels)
     targets = aligner.targets(process_of(cfg), batch, stored, y, draws.level, draws.noise, draws.back)
-    torch.testing.assert_close(scored[1], naive("self", projected.detach(), targets, ids))
+    assert_close(scored[1], naive("self", projected.detach(), targets, ids))
 
 
 @pytest.mark.parametrize(
-    ("process", "expected"),
+    "process, expected",
     [  # at the quantile 0.5 − 0.2 of the training's levels, whose normal number is −0.524401: less noise
         (EDM(), (math.exp(-1.2), math.exp(-1.2 - 1.2 * 0.524401))),
         (RF(), (0.5, 0.3)),  # of the time itself
@@ -284,17 +275,17 @@ def test_a_scored_route_is_aligned_and_counted_by_the_ids_that_it_chose(given, m
 def test_cleaner_levels_hold_less_noise(process, expected):
     """Closed forms at the median; from any level down to the cleanest, and never beyond it."""
     step = torch.tensor([0.0, 0.2])
-    torch.testing.assert_close(process.cleaner(torch.zeros(2), step), torch.tensor(expected), rtol=1e-4, atol=0)
+    assert_close(process.cleaner(torch.zeros(2), step), torch.tensor(expected), rtol=1e-4, atol=0)
     normal = torch.linspace(-5, 3, 17)
     levels = process.noise_level(normal)
-    torch.testing.assert_close(process.cleaner(normal, torch.zeros(17)), levels, rtol=1e-3, atol=1e-4)
+    assert_close(process.cleaner(normal, torch.zeros(17)), levels, rtol=1e-3, atol=1e-4)
     lowest = process.cleaner(normal, torch.full((17,), 0.999))
     assert lowest.isfinite().all() and (lowest >= 0).all()
     assert (process.cleaner(normal, torch.full((17,), 0.1)) <= levels).all()
     assert process.cleaner(torch.tensor([7.0]), torch.zeros(1)).isfinite().all()
 
 
-@pytest.mark.parametrize(("block", "doubted"), [(2, False), (3, True), (-1, True)])
+@pytest.mark.parametrize("block, doubted", [(2, False), (3, True), (-1, True)])
 def test_a_teacher_that_is_not_deeper_is_doubted(read_config, block, doubted):
     """Block number 3 of 6."""
     cfg = read_config("model.depth=6", "alignment=self", f"alignment.block={block}")
@@ -323,7 +314,7 @@ def straight(tmp_path_factory):
 
 def test_a_run_logs_all_three_and_its_projector_is_a_file_that_nothing_else_needs(straight, tmp_path):
     folder, text = straight
-    run = folder / "results" / "run"
+    run = folder / "results/run"
     assert "alignment self, block 1 (16 tokens) with block 3 of the averaged network, weight 0.7; the proj" in text
     assert "; alignment adds " in text
     losses, alignments = (np.array(logged(run, name)) for name in ("loss", "alignment"))
@@ -333,7 +324,7 @@ def test_a_run_logs_all_three_and_its_projector_is_a_file_that_nothing_else_need
     assert not any("projector" in name for kind in ("model", "ema") for name in actual.tensors(kind))
     (actual.folder / "projector.safetensors").rename(tmp_path / "away")
     try:
-        launch_door(sample.main, "sample", folder, f"checkpoint={actual.folder}", "seeds=0-1", "steps=2", "out=a.png")
+        take_samples(folder, f"checkpoint={actual.folder}", "seeds=0-1", "steps=2", "out=a.png")
     finally:
         (tmp_path / "away").rename(actual.folder / "projector.safetensors")
 
@@ -344,24 +335,23 @@ def whole(run):
 
 
 def test_three_and_three_steps_equal_six_bit_for_bit(straight, tmp_path):
-    run, other = (folder / "results" / "run" for folder in (straight[0], tmp_path))
+    run, other = (folder / "results/run" for folder in (straight[0], tmp_path))
     shutil.copytree(run / "step_0000003", other / "step_0000003")
     assert "goes on at step 3" in launch(tmp_path, *SELF)
-    first, second = whole(other), whole(run)
-    assert first.keys() == second.keys() and any("optimizer/exp_avg/projector" in name for name in first)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    first = whole(other)
+    assert equal(first, whole(run)) and any("optimizer/exp_avg/projector" in name for name in first)
     with pytest.raises(SystemExit, match="alignment.weight: 0.7 there, 0.6 here"):
         launch(tmp_path, *SELF, "alignment.weight=0.6")
 
 
 @pytest.mark.slow
 def test_two_processes_with_micro_batches_change_nothing_but_rounding(straight, tmp_path):
-    expected = whole(straight[0] / "results" / "run")
+    expected = whole(straight[0] / "results/run")
     launch_processes(tmp_path, *SELF, "train.micro_batch_size=2", processes=2)
-    actual = whole(tmp_path / "results" / "run")
+    actual = whole(tmp_path / "results/run")
     for name in (n for n in expected if not n.startswith("optimizer")):
-        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-5)
-    alignments = [logged(folder / "results" / "run", "alignment") for folder in (tmp_path, straight[0])]
+        assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-5)
+    alignments = [logged(folder / "results/run", "alignment") for folder in (tmp_path, straight[0])]
     assert alignments[0] == pytest.approx(alignments[1], rel=1e-5)
 
 
@@ -386,11 +376,6 @@ def repa(tmp_path_factory):
     return folder, launch(folder, *REPA)
 
 
-def logged(run, name):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line[name] for line in lines if name in line]
-
-
 def test_stored_and_live_features_give_equal_losses(repa):
     """To fp16's rounding; the denoising of the first step is that of the run without alignment. Features of other
     weights under the same name are known by the hash in index.json."""
@@ -398,33 +383,32 @@ def test_stored_and_live_features_give_equal_losses(repa):
     assert "alignment repa, block 1 (16 tokens) with stored features of own_encoder:patches, weight 0.5" in text
     live = launch(folder, *REPA, "alignment.source=live", "name=live")
     assert "live features of own_encoder:patches" in live
-    stored, other = folder / "results" / "repa", folder / "results" / "live"
+    stored, other = folder / "results/repa", folder / "results/live"
     for name in ("loss", "alignment", "total"):
         assert logged(stored, name) == pytest.approx(logged(other, name), rel=1e-3)
     assert logged(stored, "alignment")[0] != logged(stored, "alignment")[-1]
-    assert logged(stored, "loss")[0] == logged(folder / "results" / "first", "loss")[0]
+    assert logged(stored, "loss")[0] == logged(folder / "results/first", "loss")[0]
     rows = ["model=tread_mamba", "model.head_dim=8", "model.attention_every=3", "train.steps=1", "name=rows"]
     assert "8 of 16 tokens in whole rows" in launch(folder, *REPA[:-1], *rows)
-    assert -1 < logged(folder / "results" / "rows", "alignment")[0] < 1
-    path = folder / "data" / "digits" / "train" / "index.json"
-    before, index = path.read_text(), json.loads(path.read_text())
+    assert -1 < logged(folder / "results/rows", "alignment")[0] < 1
+    path = folder / "data/digits/train/index.json"
+    before, index = path.read_text(), read_json(path)
     index["features"]["fingerprint"] = "0" * 64
-    path.write_text(json.dumps(index))
+    write_json(path, index)
     warning = "warning: own_encoder:patches is another encoder than the run was aligned with up to here"
     assert warning in launch(folder, *REPA, "train.steps=7") and warning not in text
     path.write_text(before)
 
 
-def test_what_does_not_fit_is_named_before_training(repa, tmp_path):
+def test_what_does_not_fit_is_named_before_training(repa):
     folder, _ = repa
-    for overrides, message in (
-        (["alignment=repa"], "alignment.encoder is null, but alignment=repa needs one"),
-        ([*REPA[:3], "model.patch_size=4"], "features in .*digits/train have 4×4 tokens, but the network has 2×2"),
-        ([*REPA[:3], "alignment.source=live", "model.patch_size=1"], "4×4.*8×8"),
-        (["alignment=self", "alignment.teacher=-7"], "alignment.teacher is -7"),
-        ([*REPA[:3], "alignment.teacher=3"], "alignment.teacher is 3, which is of alignment=self, not of .*=repa"),
-        (["alignment.encoder=dinov2-b"], "alignment.encoder is dinov2-b, which is of alignment=repa, not of .*=none"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            launch(folder, *overrides, "name=none")
-        assert not (folder / "results" / "none").exists()
+    assert_refused(
+        partial(launch, folder, "name=none"),
+        ("alignment=repa", "alignment.encoder is null, but alignment=repa needs one"),
+        (*REPA[:3], "model.patch_size=4", "features in .*digits/train have 4×4 tokens, but the network has 2×2"),
+        (*REPA[:3], "alignment.source=live", "model.patch_size=1", "4×4.*8×8"),
+        ("alignment=self", "alignment.teacher=-7", "alignment.teacher is -7"),
+        (*REPA[:3], "alignment.teacher=3", "alignment.teacher is 3, which is of alignment=self, not of .*=repa"),
+        ("alignment.encoder=dinov2-b", "alignment.encoder is dinov2-b, which is of alignment=repa, not of .*=none"),
+    )
+    assert not (folder / "results/none").exists()

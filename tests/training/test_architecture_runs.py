@@ -4,23 +4,35 @@ The references are the same run made another way, the ids that the network is ca
 paper's settings.
 """
 
-import json
 import shutil
 from dataclasses import asdict
+from functools import partial
 
 import export_checkpoint
 import import_checkpoint
 import pytest
 import torch
-from conftest import launch, launch_door, launch_processes, records, same, state
+from conftest import (
+    assert_refused,
+    equal,
+    launch,
+    launch_door,
+    launch_processes,
+    opened,
+    read_json,
+    records,
+    routes_seen,
+    same,
+    score,
+    size_of,
+    state,
+    take_samples,
+)
 from safetensors.torch import load_file
 from test_token_losses import SPARSE
 
-import fid
-import sample
 from tread.checkpoints import checkpoint
 from tread.checkpoints.exporting import public_names
-from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.network import build_network, read_network
 from tread.checkpoints.weights import describe, fit, load_weights, sizes
 from tread.models.architectures import MaskDiTOptions
@@ -43,15 +55,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The routes that Mamba was called with."""
-    calls, forward = [], Mamba.forward
-
-    def watched(self, x, t, y, routes=(), **more):
-        calls.append([(route.select, ids.shape[1]) for route, ids in routes])
-        return forward(self, x, t, y, routes, **more)
-
-    monkeypatch.setattr(Mamba, "forward", watched)
-    return calls
+    return routes_seen(monkeypatch, Mamba)
 
 
 def test_a_hybrid_says_what_it_is_and_goes_on_bit_equal(runs):
@@ -80,19 +84,19 @@ def test_without_a_route_with_recomputation_and_aligned_with_itself(runs, seen):
     text = launch(runs[0], "model=mamba", *options, "train.activation_checkpointing=true")
     assert "routes    none" in text and "alignment self" in text and not any(seen)
     launch(runs[0], "model=tread_mamba", *options, "train.steps=1", "name=aligned")
-    assert [("row", 8)] in seen
+    assert [(2, 2, "row", 8)] in seen
 
 
 def test_it_is_sampled_scored_and_exported_by_rows(runs, seen):
     folder, _ = runs
     given = ("checkpoint=results/digits-tread_mamba", *SPARSE)
-    text = launch_door(sample.main, "sample", folder, *given, "classes=[3]", "seeds=0-1")
-    assert "ratios 0.25 and 0.5" in text and seen == [[("row", 12)], [("row", 8)]] * 3
+    text = take_samples(folder, *given, "classes=[3]", "seeds=0-1")
+    assert "ratios 0.25 and 0.5" in text and seen == [[(2, 2, "row", 12)], [(2, 2, "row", 8)]] * 3
     seen.clear()
     launch_door(export_checkpoint.main, "export_checkpoint", folder, given[0], "out=given")
-    launch_door(fid.main, "fid", folder, "checkpoint=given", *SPARSE, "num_samples=4", "batch_size=4")
-    assert seen == [[("row", 12)], [("row", 8)]] * 3
-    settings = json.loads((folder / "given/fid.json").read_text())["settings"]
+    score(folder, "checkpoint=given", *SPARSE, "num_samples=4", "batch_size=4")
+    assert seen == [[(2, 2, "row", 12)], [(2, 2, "row", 8)]] * 3
+    settings = read_json(folder / "given/fid.json")["settings"]
     assert settings["nfe"] == 6 and "sparse" in str(settings["guidance"])
 
 
@@ -100,7 +104,7 @@ def test_single_tokens_where_they_are_allowed(runs, seen):
     folder, _ = runs
     allowed = ["model.allow_token_routes=true", "model.routes.0.select=token", "model.routes.0.selection_ratio=0.3"]
     text = launch(folder, "model=tread_mamba", *SMALL, *allowed, "name=tokens", "train.steps=1")
-    assert "keeps 12 of 16 tokens, fp32" in text and [("token", 12)] in seen
+    assert "keeps 12 of 16 tokens, fp32" in text and [(2, 2, "token", 12)] in seen
 
 
 def test_a_run_by_the_fused_kernel_opens_where_it_is_not(composed, tmp_path):
@@ -110,7 +114,7 @@ def test_a_run_by_the_fused_kernel_opens_where_it_is_not(composed, tmp_path):
     network = build_network(read_network(config))
     info = {"config": fused, "latents": asdict(digits.MEANING), "versions": {}}
     checkpoint.save(tmp_path, 1, {"ema": network.state_dict()}, info)
-    assert open_network(checkpoint.find(tmp_path), "ema").cfg.model.kernel == "torch"
+    assert opened(tmp_path).cfg.model.kernel == "torch"
     load_weights(network, str(tmp_path), model=read_network(config).model)
 
 
@@ -125,8 +129,7 @@ def test_a_run_by_the_fused_kernel_opens_where_it_is_not(composed, tmp_path):
     ],
 )
 def test_weights_tell_their_settings(composed, changed):
-    names = ["model=mamba", "model.hidden_size=16", "model.depth=4", *SMALL, *changed]
-    cfg = read_network(composed(*names))
+    cfg = read_network(composed("model=mamba", "model.hidden_size=16", "model.depth=4", *SMALL, *changed))
     actual, model = sizes(build_network(cfg).state_dict()), cfg.model
     assert actual["model.architecture"] == "mamba" and "architecture mamba" in describe(actual)
     told = {key: value for key, value in model.decisive.items() if key in actual}
@@ -136,7 +139,7 @@ def test_weights_tell_their_settings(composed, changed):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "shown"),
+    "overrides, shown",
     [
         (["model=tread_mamba", "model.routes.0.select=token"], "'token'.*row, or model.allow_token_routes=true"),
         (["model=tread_mamba", "model.directions=3"], "model.directions is 3, but must be 1, 2 or 4"),
@@ -220,17 +223,16 @@ def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_ag
     launch_door(import_checkpoint.main, "import_checkpoint", tmp_path, "weights=theirs.pt", "model=maskdit", *MASKED,
                 "name=back")  # fmt: skip
     back = checkpoint.find(tmp_path / "results/back").tensors("ema")
-    assert given.keys() == back.keys() and all(torch.equal(given[name], back[name]) for name in given)
+    assert equal(given, back)
     few = ("checkpoint=results/run", "steps=2", "classes=[1]", "seeds=0", "out=drawn.png")
-    launch_door(sample.main, "sample", tmp_path, *few, "guidance=cfg", "guidance.scale=1.5")
+    take_samples(tmp_path, *few, "guidance=cfg", "guidance.scale=1.5")
     with pytest.raises(SystemExit, match="MaskDiT, which sees mask tokens in their places"):
-        launch_door(sample.main, "sample", tmp_path, *few, "guidance=sparse", "guidance.force=true")
-    for overrides, shown in (
-        (["model.routes.0.start=1"], "one route, start 0, end -1, fp32 off"),
-        (["model.decoder_heads=3"], "decoder_hidden_size 8 .* decoder_heads 3"),
-    ):
-        with pytest.raises(SystemExit, match=shown):
-            launch(tmp_path, "model=maskdit", *MASKED, *overrides, "name=other")
+        take_samples(tmp_path, *few, "guidance=sparse", "guidance.force=true")
+    assert_refused(
+        partial(launch, tmp_path, "model=maskdit", *MASKED, "name=other"),
+        ("model.routes.0.start=1", "one route, start 0, end -1, fp32 off"),
+        ("model.decoder_heads=3", "decoder_hidden_size 8 .* decoder_heads 3"),
+    )
 
 
 def test_a_decoder_left_to_the_encoder_is_the_published_one_or_a_small_one(tmp_path, composed):
@@ -246,7 +248,7 @@ def test_a_decoder_left_to_the_encoder_is_the_published_one_or_a_small_one(tmp_p
     assert decoder("model.hidden_size=384", "model.num_heads=6") == (512, 8, 16)
     assert decoder() == (48, 2, 4) and decoder("model.decoder_depth=3") == (48, 3, 4)
     small = build_network(complete(composed("model=maskdit"))[0])  # on the quickstart's digits
-    assert sum(parameter.numel() for parameter in small.parameters()) < 2e6
+    assert size_of(small) < 2e6
     assert MaskDiTOptions.decoder_hidden_size == 512  # what a record without it means
     few = [*MASKED[:3], "model=maskdit", "name=run"]
     launch(tmp_path, *few, "train.steps=1")

@@ -16,12 +16,10 @@ from tread.training.step import step_draws
 
 def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8):
     train = SimpleNamespace(batch_size=batch_size, routes_until=None, ratio_schedule=None, path_drop=0.0)
-    routes = tuple(Route(2 * i, 2 * i) for i in range(num_routes))
-    model = SimpleNamespace(patch_size=2, resolved_routes=routes)
+    model = SimpleNamespace(patch_size=2, resolved_routes=tuple(Route(2 * i, 2 * i) for i in range(num_routes)))
     cfg = SimpleNamespace(seed=seed, train=train, model=model, alignment=Alignment())
     content, spread = ("moments", "logvar") if posterior else ("latents", None)
-    latents = LatentSpec((4, 8, 8), ("a",), "pixels", content, spread)
-    return step_draws(cfg, latents, step, "cpu")
+    return step_draws(cfg, LatentSpec((4, 8, 8), ("a",), "pixels", content, spread), step, "cpu")
 
 
 def test_draws_repeat_and_differ_by_seed_and_step():
@@ -31,8 +29,7 @@ def test_draws_repeat_and_differ_by_seed_and_step():
             assert not torch.isclose(getattr(draws(), name), getattr(other, name)).all()
     assert not torch.equal(draws().noise, draws().posterior)
     ids = [d.routes[0][1] for d in (draws(), draws(), draws(step=6))]
-    uniform = torch.rand(8, 16, generator=generator(0, 5, "route 0"))
-    assert torch.equal(ids[0], draw_ids(uniform, 0.5))
+    assert torch.equal(ids[0], draw_ids(torch.rand(8, 16, generator=generator(0, 5, "route 0")), 0.5))
     assert torch.equal(ids[0], ids[1]) and not torch.equal(ids[0], ids[2])
 
 
@@ -43,7 +40,7 @@ def test_routes_and_posterior_leave_the_other_draws_as_they_are():
         assert torch.equal(getattr(bare, name), getattr(draws(num_routes=2), name))
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, None), (2, None), (2, 2), (4, 1), (1, 2)])
+@pytest.mark.parametrize("ranks, micro", [(1, None), (2, None), (2, 2), (4, 1), (1, 2)])
 def test_ranks_and_micro_batches_together_draw_what_one_does(ranks, micro):
     whole = draws()
     parts = [whole.rows(rows) for rank in range(ranks) for rows in split_batch(8, ranks, rank, micro)]

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import launch, random_network, same, state
+from conftest import equal, launch, logged, random_network, same, size_of, state
 from test_survival import spoil
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tread.checkpoints import checkpoint
@@ -18,7 +19,6 @@ from tread.training.ema import EMA, exponential, power
 from tread.training.optimizer import backward, learning_rate, optimizer_step
 from tread.training.optimizers import OPTIMIZERS, Optim, OptimizerEntry
 from tread.training.run import StepStatistics
-from tread.training.run_folder import RunLog
 
 
 def network(seed=0):
@@ -58,10 +58,10 @@ def test_steps_equal_those_of_torch(clip_norm):
         reference.param_groups[0]["lr"] = 0.01 * (step + 1)
         reference.step()
         norm, skip = optimizer_step(optimizer, 0.01 * (step + 1), clip_norm)
-        torch.testing.assert_close(norm, expected)
+        assert_close(norm, expected)
         assert skip.item() == 0.0 and all(parameter.grad is None for parameter in ours.parameters())
     for a, b in zip(ours.parameters(), theirs.parameters()):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -79,11 +79,11 @@ def test_a_bad_gradient_leaves_everything_bit_for_bit(bad):
     assert skip.item() == 1.0 and not norm.isfinite()
     for average in averages:
         average.update(model, 1, skip)
-    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+    assert equal(model.state_dict(), before[0])
     for index, kept in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(value, before[1][index][name]) for name, value in kept.items())
+        assert equal(kept, before[1][index])
     for average, old in zip(averages, before[2]):
-        assert all(torch.equal(a, b) for a, b in zip(average.network.parameters(), old.parameters()))
+        assert equal(average.network.state_dict(), old.state_dict())
     give_gradients(model, 2)
     assert optimizer_step(optimizer, 0.01, None)[1].item() == 0.0  # and it goes on
 
@@ -153,7 +153,7 @@ def test_any_optimizer_clips_skips_is_saved_and_goes_on_as_by_hand(name, tmp_pat
             for parameter in theirs.parameters():
                 parameter.grad /= norm / 2.0
             reference.step()
-        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
+        assert equal(ours.state_dict(), theirs.state_dict())
         assert plain(optimizer.state_dict()["state"]) == plain(reference.state_dict()["state"])
         if step == 4:
             checkpoint.save(tmp_path, 5, {"optimizer": checkpoint.optimizer_tensors(optimizer, ours)}, {"config": {}})
@@ -188,7 +188,7 @@ def test_sgd_is_the_closed_form():
             assert weight.tolist() == pytest.approx(theta, rel=1e-12)
 
 
-@pytest.mark.parametrize(("name", "waits"), [("sgd", 0), ("momentum", 1), ("odd", 3)])
+@pytest.mark.parametrize("name, waits", [("sgd", 0), ("momentum", 1), ("odd", 3)])
 def test_the_device_decides_unless_state_is_not_its_own(name, waits):
     """How often a number is taken out of a tensor in three steps; of momentum in the first, which makes the state."""
     model, watch = network(), Watch()
@@ -201,7 +201,6 @@ def test_the_device_decides_unless_state_is_not_its_own(name, waits):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [None, {"capturable": True}, {}])
 def test_on_a_gpu(options, tmp_path):
     """PyTorch's watch over waiting, where the state is the device's; bits as of `if`; and state comes back there."""
@@ -223,7 +222,7 @@ def test_on_a_gpu(options, tmp_path):
             for parameter in theirs.parameters():
                 parameter.grad /= norm / 2.0
             optimizer_step(reference, 0.01, None)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
+    assert equal(ours.state_dict(), theirs.state_dict())
     checkpoint.save(tmp_path, 1, {"optimizer": checkpoint.optimizer_tensors(optimizer, ours)}, {"config": {}})
     again = make(ours.parameters())
     checkpoint.load_optimizer(again, ours, checkpoint.find(tmp_path).tensors("optimizer"))
@@ -257,7 +256,7 @@ def settings(**options):
 
 
 @pytest.mark.parametrize(
-    ("options", "shown"),
+    "options, shown",
     [
         ({"name": "adam"}, "optim.name is 'adam', but must be adamw or sgd"),
         ({"name": "sgd", "options": {"momentun": 0.9}}, "{momentun:0.9}.*optim.name=sgd takes momentum, .*'momentun'"),
@@ -271,8 +270,7 @@ def test_bad_options_are_named(options, shown):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("adamw", None), ("adamw", {"amsgrad": True}), ("sgd", None), ("sgd", {"momentum": 0.9})],
+    "name, options", [("adamw", None), ("adamw", {"amsgrad": True}), ("sgd", None), ("sgd", {"momentum": 0.9})]
 )
 def test_the_size_of_state_that_is_said_is_what_it_takes(name, options):
     model, optim = network(), settings(name=name, options=options)
@@ -280,7 +278,7 @@ def test_the_size_of_state_that_is_said_is_what_it_takes(name, options):
     give_gradients(model, 0)
     optimizer_step(optimizer, 0.01, None)
     numbers = sum(value.numel() for kept in optimizer.state.values() for value in kept.values() if value.dim())
-    assert numbers == optim.copies * sum(parameter.numel() for parameter in model.parameters())
+    assert numbers == optim.copies * size_of(model)
 
 
 @pytest.fixture
@@ -303,7 +301,7 @@ def test_another_optimizer_skips_a_nan_and_goes_on_bit_for_bit(tmp_path, nadam, 
     shutil.copytree(run / "step_0000004", parts / "step_0000004")
     spoil(monkeypatch, {0})
     launch(tmp_path, *options, "name=parts")
-    assert [r["bad_steps"] for r in RunLog(run).records() if "bad_steps" in r] == [0, 0, 1, 0, 1, 0]
+    assert logged(run, "bad_steps") == [0, 0, 1, 0, 1, 0]
     assert same(run, parts) and "optimizer: nadam {momentum_decay:0.01}" in text
     whole = state(run)
     assert int(whole["optimizer/step/x_embedder.proj.bias"]) == 4
@@ -324,7 +322,7 @@ def test_a_run_goes_on_by_another_optimizer_and_says_so(tmp_path):
     kept = {key.removeprefix("optimizer/momentum_buffer/"): v for key, v in switched.items() if "momentum_" in key}
     assert len(kept) == len([key for key in switched if key.startswith("optimizer/")])
     for name, buffer in kept.items():  # the first one is the gradient
-        torch.testing.assert_close(switched[f"model/{name}"], begun[f"model/{name}"] - 0.01 * buffer)
+        assert_close(switched[f"model/{name}"], begun[f"model/{name}"] - 0.01 * buffer)
     text = launch(tmp_path, "train.steps=4", "optim.name=adamw", "optim.options=null")
     assert "warning: optim.name was sgd, is adamw" in text
     assert int(state(tmp_path / RUN)["optimizer/step/x_embedder.proj.bias"]) == 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import launch, same
+from conftest import launch, logged, read_json, same, write_json
 from test_survival import RUN, spoil, status
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -41,7 +41,7 @@ def test_the_last_steps_are_kept_whatever_cuts_them():
 
 
 @pytest.mark.parametrize(
-    ("bad", "steps", "ends"),
+    "bad, steps, ends",
     [
         ({3, 4, 5, 6}, 7, 7),  # a run shorter than max_bad_steps is judged at its end
         ({3, 4, 5}, 6, None),  # half is not more than half
@@ -85,11 +85,11 @@ def test_a_run_that_was_cut_is_judged_as_in_one_go(tmp_path, monkeypatch):
 def test_a_checkpoint_that_kept_no_last_steps_and_no_times_goes_on(tmp_path, monkeypatch):
     """Unknown steps count as neither good nor bad; FLOPs follow from the settings, seconds are left out."""
     launch(tmp_path, "train.routes_until=2")
-    expected = RunLog(tmp_path / RUN).records()[-1]["flops"]
-    path = tmp_path / RUN / "step_0000006" / "info.json"
-    info = json.loads(path.read_text())
+    expected = logged(tmp_path / RUN, "flops")[-1]
+    path = tmp_path / RUN / "step_0000006/info.json"
+    info = read_json(path)
     del info["flops"], info["seconds"], info["tally"]["recent"]
-    path.write_text(json.dumps(info))
+    write_json(path, info)
     spoil(monkeypatch, {0, 1})
     launch(tmp_path, "train.routes_until=2", "train.steps=8")
     last = RunLog(tmp_path / RUN).records()[-1]
@@ -117,7 +117,7 @@ def test_samples_that_are_not_finite_are_named(tmp_path):
     many = latents(tmp_path / "many", [(3, np.nan), (10, np.inf), (13, -np.inf), (17, np.nan), (23, np.nan)])
     with pytest.raises(SystemExit) as error:
         launch(tmp_path, *many, "name=many")
-    first, second = (tmp_path / "many" / f"shard-0000{number}.npy" for number in (0, 1))
+    first, second = (tmp_path / f"many/shard-0000{number}.npy" for number in (0, 1))
     named = f"Look at the data first: these samples hold such numbers: 3 ({first}, row 3), 10 ({second}, row 0), "
     assert named + f"13 ({second}, row 3) and 2 more; nothing was saved yet" in str(error.value)
 
@@ -128,17 +128,17 @@ def test_held_out_samples_that_are_not_finite_are_named_and_cost_no_step(tmp_pat
     latents(tmp_path / "heldout", [(12, np.nan), (14, np.inf)])
     with pytest.raises(SystemExit) as error:
         launch(tmp_path, *options, f"dataset.heldout={tmp_path}/heldout")
-    shard = tmp_path / "heldout" / "shard-00001.npy"
+    shard = tmp_path / "heldout/shard-00001.npy"
     said = "the evaluation loss after step 3 is nan by the held-out data: samples 12 "
     assert f"{said}({shard}, row 2), 14 ({shard}, row 4) hold numbers that are not finite" in str(error.value)
     assert checkpoint.find(tmp_path / RUN).step == 3 and status(tmp_path)["state"] == "failed"
     launch(tmp_path, *options)
     launch(tmp_path, *options, "name=whole")
-    assert same(tmp_path / RUN, tmp_path / "results" / "whole")
+    assert same(tmp_path / RUN, tmp_path / "results/whole")
 
 
 @pytest.mark.parametrize(
-    ("options", "saved"),
+    "options, saved",
     [
         ((), "1.09"),  # r(2→2) of 6 blocks
         (("model.depth=8",), None),
@@ -210,7 +210,7 @@ def test_seconds_count_training_alone_and_all_launches(tmp_path, monkeypatch):
     drawn = {"draw_seconds": 100.0, "save_seconds": 100.0}
     assert [beside(record) for record in log.records()] == [{}, evaluated, drawn, evaluated] * 2
     assert log.read_status()["spent"] == drawn
-    assert [r["first_step_seconds"] for r in log.records() if "first_step_seconds" in r] == [10.0, 1.0]
+    assert logged(tmp_path / RUN, "first_step_seconds") == [10.0, 1.0]
 
 
 def test_the_time_foretold_counts_evaluation_grids_and_judging(tmp_path, monkeypatch):

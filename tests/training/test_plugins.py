@@ -7,10 +7,9 @@ import textwrap
 
 import export_checkpoint
 import pytest
-from conftest import ROOT, TINY, launch, launch_door, same, score
+from conftest import ROOT, TINY, launch, launch_door, same, score, take_samples
 from forked import run_python
 
-import sample
 from tread.checkpoints import checkpoint
 from tread.models.architectures import ARCHITECTURES
 from tread.runtime.plugins import import_plugins
@@ -66,7 +65,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_network_of_ones_own_trains_resumes_samples_and_is_exported(folder, monkeypatch):
+def test_a_network_of_ones_own_trains_resumes_samples_and_is_exported(folder):
     given = ("--config-dir", str(folder / "mine"), "plugins=[mine.py]", "model=mine", "model.head_width=8")
     done = run_python(ROOT / "train.py", *given, *TINY, "train.steps=2", "name=run", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,7 +79,7 @@ def test_a_network_of_ones_own_trains_resumes_samples_and_is_exported(folder, mo
     other = folder / "elsewhere"
     other.mkdir()
     few = ("steps=2", "classes=[1]", "seeds=0")
-    launch_door(sample.main, "sample", other, f"checkpoint={folder}/results/run", *few, "out=a.png")
+    take_samples(other, f"checkpoint={folder}/results/run", *few, "out=a.png")
     launch_door(export_checkpoint.main, "export_checkpoint", other, f"checkpoint={folder}/results/run", "out=given")
     score(other, "checkpoint=given", "num_samples=4", "batch_size=4", "steps=2")
     launch(folder, "run=results/run", "train.steps=3")

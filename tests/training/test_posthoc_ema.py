@@ -1,19 +1,19 @@
 """Post-hoc averages against averages tracked in training; their coefficients against integrals and fits on a grid."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import reconstruct_ema
 import torch
-from conftest import launch_door, save_checkpoint
+from conftest import CPU, assert_refused, equal, launch_door, names_in, opened, save_checkpoint
+from numpy.testing import assert_allclose
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_network
-from tread.diffusion.sampling import Sampler, draw
 from tread.runtime import tensor_files
 from tread.training import posthoc_ema
 from tread.training.ema import EMA, exponent, power
@@ -52,7 +52,7 @@ def test_exponents_are_edm2s():
             exponent(width)
 
 
-@pytest.mark.parametrize(("width", "gamma"), [(0.05, 16.97), (0.1, 6.94)])
+@pytest.mark.parametrize("width, gamma", [(0.05, 16.97), (0.1, 6.94)])
 def test_a_power_functions_average_is_its_sum(width, gamma):
     """Weights (i^(γ+1) − (i−1)^(γ+1)) / t^(γ+1) of steps i = 1 … t, with none left of where it began."""
     values = torch.randn(30)
@@ -71,7 +71,7 @@ def test_inner_products_are_integrals():
     profiles = [(300, 0.05), (300, 0.28), (700, 0.1), (1000, 0.05), (1000, 0.2), (1000, 0.01)]
     grid = on_a_grid(profiles, 1000)
     products = posthoc_ema.inner_products(profiles)
-    np.testing.assert_allclose(products, grid @ grid.T * 1000 / grid.shape[1], rtol=1e-3, atol=1e-12)
+    assert_allclose(products, grid @ grid.T * 1000 / grid.shape[1], rtol=1e-3, atol=1e-12)
     profiles = [(step, width) for step in (1, 400_000, 4_000_000) for width in (0.0005, 0.05, 0.288)]
     products = posthoc_ema.inner_products(profiles)
     assert np.isfinite(products).all() and (products >= 0).all() and np.array_equal(products, products.T)
@@ -83,7 +83,7 @@ def test_a_stored_profile_is_itself():
     for index in (-1, -2, 9):
         expected = np.zeros(len(stored))
         expected[index] = 1
-        np.testing.assert_allclose(posthoc_ema.coefficients(stored, *stored[index]), expected, atol=1e-9)
+        assert_allclose(posthoc_ema.coefficients(stored, *stored[index]), expected, atol=1e-9)
         assert posthoc_ema.profile_error(stored, *stored[index]) < 1e-7
 
 
@@ -95,7 +95,7 @@ def test_coefficients_are_those_of_a_naive_fit(width):
     free, *_ = np.linalg.lstsq((grid[:-1] - grid[-1]).T, target - grid[-1], rcond=None)
     expected = np.append(free, 1 - free.sum())
     actual = posthoc_ema.coefficients(stored, 1000, width)
-    np.testing.assert_allclose(actual, expected, atol=1e-3)
+    assert_allclose(actual, expected, atol=1e-3)
     error = np.linalg.norm(expected @ grid - target) / np.linalg.norm(target)
     assert posthoc_ema.profile_error(stored, 1000, width) == pytest.approx(error, rel=1e-2)
     assert actual.sum() == pytest.approx(1, abs=1e-12)
@@ -137,7 +137,7 @@ def distance(ours, theirs):
     return sum((ours[name] - theirs[name]).square().sum() for name in theirs).sqrt().item()
 
 
-@pytest.mark.parametrize(("step", "width"), [(320, 0.15), *((640, width) for width in TRACKED)])
+@pytest.mark.parametrize("step, width", [(320, 0.15), *((640, width) for width in TRACKED)])
 def test_a_reconstruction_is_the_average_that_was_tracked(trained, step, width):
     """To fp16's rounding and the fit of the profile; the nearest of the stored averages is 29 to 121 times as far."""
     folder, tracked = trained
@@ -150,8 +150,7 @@ def test_a_reconstruction_is_the_average_that_was_tracked(trained, step, width):
     assert distance(actual, direct) < nearest / 25
     assert distance(actual, direct) < (1e-3 if step == 320 or width == 0.2 else 3e-4) * size
     if step == STEPS:
-        last = posthoc_ema.reconstruct(folder, width)
-        assert all(torch.equal(last[name], value) for name, value in actual.items())
+        assert equal(posthoc_ema.reconstruct(folder, width), actual)
 
 
 def test_what_is_stored_comes_back(trained):
@@ -163,7 +162,7 @@ def test_what_is_stored_comes_back(trained):
     snapshots = posthoc_ema.find_snapshots(folder)
     assert [snapshot.step for snapshot in snapshots] == list(range(EVERY, STEPS + 1, EVERY))
     assert {snapshot.sigma_rel for snapshot in snapshots} == {STORED}
-    content = load_file(folder / "ema_snapshots" / "step_0000040.safetensors")
+    content = load_file(folder / "ema_snapshots/step_0000040.safetensors")
     assert set(content) == {f"{width}/{name}" for width in ("0.05", "0.1") for name in snapshots[0].shapes}
     assert {value.dtype for value in content.values()} == {torch.float16}
 
@@ -224,35 +223,30 @@ def launch(folder, *overrides):
 @pytest.fixture
 def run(tmp_path, composed):
     """results/a with a checkpoint at step 3 and snapshots of random weights at 1000 to 16000; returns its network."""
-    network, _ = save_checkpoint(tmp_path / "results" / "a", composed)
+    network, _ = save_checkpoint(tmp_path / "results/a", composed)
     generator = torch.Generator().manual_seed(0)
     for step in range(1000, 17_000, 1000):
         noise = {name: 0.01 * torch.randn(v.shape, generator=generator) for name, v in network.named_parameters()}
         averages = {f"{w}/{name}": v + noise[name] for w in STORED for name, v in network.named_parameters()}
-        posthoc_ema.save_snapshot(tmp_path / "results" / "a", step, averages)
+        posthoc_ema.save_snapshot(tmp_path / "results/a", step, averages)
     return network
 
 
 def test_the_script_makes_a_checkpoint_to_sample(tmp_path, run):
-    """A network that was given the reconstructed parameters by hand draws the same pictures."""
+    """The reference: a network that was given the reconstructed parameters by hand."""
     text = launch(tmp_path, "run=results/a", "sigma_rel=0.075", "step=12000")
-    folder = tmp_path / "results" / "a" / "ema_0.075_at_12000"
+    folder = tmp_path / "results/a/ema_0.075_at_12000"
     assert "12 snapshots with σ_rel 0.05, 0.1" in text and "warning" not in text
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0012000"]
-    assert sorted(path.name for path in (folder / "latest").iterdir()) == ["ema.safetensors", "info.json"]
-    made, before = checkpoint.find(folder), checkpoint.find(tmp_path / "results" / "a")
+    assert names_in(folder) == {"latest", "step_0012000"}
+    assert names_in(folder / "latest") == {"ema.safetensors", "info.json"}
+    made, before = checkpoint.find(folder), checkpoint.find(tmp_path / "results/a")
     assert made.step == 12_000 and before.step == 3
     assert all(made.info[key] == before.info[key] for key in ("config", "latents", "samples", "versions"))
     facts, stored = made.info["posthoc"], [(step, width) for step in range(1000, 13_000, 1000) for width in STORED]
     assert (facts["sigma_rel"], facts["snapshots"], facts["widths"]) == (0.075, 12, [0.05, 0.1])
     assert facts["profile_error"] == posthoc_ema.profile_error(stored, 12_000, 0.075) < 0.01
-    model = open_network(made, "ema").load(torch.device("cpu"))
-    run.load_state_dict(posthoc_ema.reconstruct(tmp_path / "results" / "a", 0.075, 12_000), strict=False)
-    assert model.network.state_dict().keys() == run.state_dict().keys()
-    for name, value in run.state_dict().items():
-        assert torch.equal(model.network.state_dict()[name], value), name
-    samples = next(draw(model, [0, 1], torch.tensor([0, 1]), Sampler(steps=2, batch_size=2)))
-    assert samples.shape == (2, 3, 16, 16) and samples.isfinite().all()
+    run.load_state_dict(posthoc_ema.reconstruct(tmp_path / "results/a", 0.075, 12_000), strict=False)
+    assert equal(opened(folder).load(CPU).network.state_dict(), run.state_dict())
 
 
 def test_the_script_warns_of_widths_that_fit_poorly(tmp_path, run):
@@ -263,15 +257,14 @@ def test_the_script_warns_of_widths_that_fit_poorly(tmp_path, run):
 
 
 def test_refusals_of_the_script_come_before_any_work(tmp_path, run, composed):
-    before = sorted(path.name for path in (tmp_path / "results" / "a").iterdir())
-    save_checkpoint(tmp_path / "results" / "bare", composed)
-    posthoc_ema.save_snapshot(tmp_path / "results" / "bare", 5, {"0.1/w": torch.ones(2)})
-    for overrides, message in (
-        (["run=results/a"], "sigma_rel=… is needed"),
-        (["run=results/a", "sigma_rel=0.1", "step=12345"], "nearest of its 16 is at 12000"),
-        (["run=results/a", "sigma_rel=0.1", "out=results"], "results is there already"),
-        (["run=results/bare", "sigma_rel=0.1"], "step_0000005.safetensors is not of the network"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            launch(tmp_path, *overrides)
-    assert sorted(path.name for path in (tmp_path / "results" / "a").iterdir()) == before
+    before = sorted(path.name for path in (tmp_path / "results/a").iterdir())
+    save_checkpoint(tmp_path / "results/bare", composed)
+    posthoc_ema.save_snapshot(tmp_path / "results/bare", 5, {"0.1/w": torch.ones(2)})
+    assert_refused(
+        partial(launch, tmp_path),
+        ("run=results/a", "sigma_rel=… is needed"),
+        ("run=results/a", "sigma_rel=0.1", "step=12345", "nearest of its 16 is at 12000"),
+        ("run=results/a", "sigma_rel=0.1", "out=results", "results is there already"),
+        ("run=results/bare", "sigma_rel=0.1", "step_0000005.safetensors is not of the network"),
+    )
+    assert sorted(path.name for path in (tmp_path / "results/a").iterdir()) == before

@@ -1,23 +1,34 @@
 """Training by rectified flow: the same loop, a checkpoint that knows its objective, doors that go by it."""
 
-import json
 import shutil
 from dataclasses import asdict, replace
+from functools import partial
 
+import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, launch_door, records, same, save_checkpoint
-from PIL import Image
+from conftest import (
+    CPU,
+    TINY,
+    assert_refused,
+    facts_in,
+    launch_door,
+    logged,
+    opened,
+    read_json,
+    same,
+    save_checkpoint,
+    score,
+    take_samples,
+    write_json,
+)
 from test_token_losses import LATENTS
 
 import fid
 import sample
-import train
 from rf import RF
 from routing_module import Route, draw_ids
-from tread.checkpoints import checkpoint
-from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.network import build_network
 from tread.data.dataset import Batch, LatentDataset
 from tread.data.latents import to_network
@@ -30,6 +41,7 @@ from tread.reports.known_scores import find_scores
 from tread.runtime import device
 from tread.runtime.randomness import generator
 from tread.training import periodic, settings
+from tread.training.run_folder import RunLog
 from tread.training.start import open_datasets
 from tread.training.step import loss, step_draws
 
@@ -37,7 +49,7 @@ RUN = "results/digits-tread-rf"
 
 
 def launch(folder, *overrides):
-    return launch_door(train.main, "config", folder, *TINY, "objective=rf", *overrides)
+    return conftest.launch(folder, "objective=rf", *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +69,11 @@ def test_a_resumed_run_is_the_straight_one(trained):
 def test_the_evaluation_is_the_flows_too(trained):
     """eval_velocity: the mean over the held-out points of RF.evaluation_loss, by the EMA weights; no eval_loss."""
     folder, text = trained
-    records = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
-    network = open_network(checkpoint.find(folder / RUN), "ema").load(torch.device("cpu")).network
+    network = opened(folder / RUN).load(CPU).network
     losses = heldout_loss(RF(), network, LatentDataset(folder / "data/digits/heldout"), torch.arange(64), 64, 16)
-    actual = [record["eval_velocity"] for record in records if "eval_velocity" in record]
+    actual = logged(folder / RUN, "eval_velocity")
     assert actual[-1] == pytest.approx(losses.mean().item()) and f"  eval_velocity         {actual[-1]:.4f}\n" in text
-    assert not any("eval_loss" in record for record in records) and len(actual) == 2
+    assert not logged(folder / RUN, "eval_loss") and len(actual) == 2
 
 
 def test_an_older_run_goes_on_under_the_new_name(trained, tmp_path):
@@ -70,11 +81,11 @@ def test_an_older_run_goes_on_under_the_new_name(trained, tmp_path):
     is recorded at a step under its own name is not done again."""
     shutil.copytree(trained[0], tmp_path, symlinks=True, dirs_exist_ok=True)
     run = tmp_path / RUN
-    for path in (run / "run.json", run / "latest" / "info.json"):
-        content = json.loads(path.read_text())
+    for path in (run / "run.json", run / "latest/info.json"):
+        content = read_json(path)
         for entry in content if isinstance(content, list) else [content]:
             del entry["config"]["rf"]["direction"], entry["config"]["rf"]["shift"]
-        path.write_text(json.dumps(content))
+        write_json(path, content)
     path = run / "metrics.jsonl"
     path.write_text(path.read_text().replace("eval_velocity", "eval_loss"))
     with pytest.raises(SystemExit, match="rf.direction: 0.0 there, 1.0 here"):
@@ -82,7 +93,7 @@ def test_an_older_run_goes_on_under_the_new_name(trained, tmp_path):
     for _ in range(2):
         text = launch(tmp_path, "train.steps=8")
     assert "is finished" in text and "eval_loss" in text and "at step 6\n" in text
-    steps = {name: [r["step"] for r in records(run) if name in r] for name in ("eval_loss", "eval_velocity")}
+    steps = {name: logged(run, name, "step") for name in ("eval_loss", "eval_velocity")}
     assert steps == {"eval_loss": [3, 6], "eval_velocity": [6, 8]}
     (old,) = open_groups([str(run)])
     (warning,) = cautions([old])
@@ -128,15 +139,15 @@ def test_a_training_loss_is_the_flows(read_config, tiny):
 def test_the_sampler_follows_from_the_checkpoint(trained):
     """sample.py and fid.py draw by Euler with 50 steps, unless told otherwise."""
     folder, _ = trained
-    text = launch_door(sample.main, "sample", folder, f"checkpoint={RUN}", "classes=[3]", "seeds=0-1")
+    text = take_samples(folder, f"checkpoint={RUN}", "classes=[3]", "seeds=0-1")
     assert "euler with 50 steps, NFE 50" in text
-    launch_door(fid.main, "fid", folder, f"checkpoint={RUN}", "num_samples=4", "steps=5")
-    record = json.loads((folder / RUN / "latest" / "fid.json").read_text())
+    score(folder, f"checkpoint={RUN}", "num_samples=4", "steps=5")
+    record = read_json(folder / RUN / "latest/fid.json")
     actual = {key: record["settings"][key] for key in ("sampler", "steps", "nfe", "guidance")}
     assert actual == {"sampler": "euler", "steps": 5, "nfe": 5, "guidance": "none"} and record["shift"] == 1
     before = {key: value for key, value in asdict(RF()).items() if key not in ("direction", "shift")}
     assert record["settings"]["rf"] == before  # as scores of older code have it, so that they are found
-    assert open_network(checkpoint.find(folder / RUN), "ema").process == RF()
+    assert opened(folder / RUN).process == RF()
 
 
 def test_a_shift_is_the_runs_unless_another_is_asked_for(trained):
@@ -146,16 +157,16 @@ def test_a_shift_is_the_runs_unless_another_is_asked_for(trained):
     assert "one channel, of whose direction only the sign is left" in text
     drawn = ("seeds=0-1", "classes=[3]", "steps=2", "overwrite=true", "out=a.png")
     for words, shift, shown in (((), 0.3, " and shift 0.3"), (("shift=1",), 1.0, "")):
-        text = launch_door(sample.main, "sample", folder, f"checkpoint={run}", *drawn, *words)
-        facts = json.loads(Image.open(folder / "a.png").text["tread"])["settings"]
+        text = take_samples(folder, f"checkpoint={run}", *drawn, *words)
+        facts = facts_in(folder / "a.png")["settings"]
         assert f"euler with 2 steps{shown}, NFE 2" in text and facts["shift"] == shift
-    model = open_network(checkpoint.find(run), "ema").load(torch.device("cpu"))
+    model = opened(run).load(CPU)
     assert model.process == RF(shift=0.3, direction=1.0)
     pictures, scores, sampler = [], folder / "scores", sampling.Sampler(5, 20, solver="euler")
     options = ("num_samples=20", "labels=balanced", "save_samples=true", "steps=5", f"out={scores}")
     for words, shift in (((), 0.3), (("shift=2.5",), 2.5), (("shift=1",), 1.0)):
-        text = launch_door(fid.main, "fid", folder, f"checkpoint={run}", *options, *words)
-        record = json.loads((scores / "fid.json").read_text())
+        text = score(folder, f"checkpoint={run}", *options, *words)
+        record = read_json(scores / "fid.json")
         assert record["shift"] == shift and record["settings"]["rf"].get("shift", 1.0) == shift
         assert (f"shift {shift:g}, " in text) == (shift != 1)
         with np.load(scores / "samples.npz") as samples:
@@ -163,13 +174,13 @@ def test_a_shift_is_the_runs_unless_another_is_asked_for(trained):
         x = next(sampling.draw(replace(model, process=RF(shift=shift)), range(20), torch.arange(20) % 10, sampler))
         assert np.array_equal(sampling.to_pictures(x, load_decoder(digits.MEANING)), pictures[-1])
     assert not any(np.array_equal(each, pictures[1]) for each in pictures[::2])
-    assert "is scored already" in launch_door(fid.main, "fid", folder, f"checkpoint={run}", *options)
+    assert "is scored already" in score(folder, f"checkpoint={run}", *options)
     table, _ = find_scores(scores)
     assert sorted(score.values["sampler"] for score in table) == ["euler", "euler, shift 0.3", "euler, shift 2.5"]
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    "override, told",
     [
         ("rf.direction=-1", "rf.direction is -1, but must be finite and not negative"),
         ("rf.shift=0", "rf.shift is 0, but must be positive"),
@@ -181,24 +192,23 @@ def test_settings_that_cant_be_are_refused_before_the_training(read_config, over
         read_config("objective=rf", override)
 
 
-@pytest.mark.parametrize(("door", "config"), [(sample, "sample"), (fid, "fid")])
+@pytest.mark.parametrize("door, config", [(sample, "sample"), (fid, "fid")])
 def test_a_shift_that_cant_be_is_refused(trained, composed, tmp_path, door, config):
     save_checkpoint(tmp_path / "edm", composed)
-    for source, shift, told in (
-        (tmp_path / "edm", "0.5", "shift=0.5 is of rectified flow, but .*edm/step_0000003 was trained with obj"),
-        (trained[0] / RUN, "0", "shift is 0, but must be positive"),
-        (trained[0] / RUN, "1e-20", "shift is 1e-20, so far from 1 that some of the 50 steps have no length"),
-    ):
-        with pytest.raises(SystemExit, match=f"^error: {told}"):
-            launch_door(door.main, config, tmp_path, f"checkpoint={source}", f"shift={shift}")
+    flow = f"checkpoint={trained[0] / RUN}"
+    assert_refused(
+        partial(launch_door, door.main, config, tmp_path),
+        (f"checkpoint={tmp_path / 'edm'}", "shift=0.5", "^error: shift=0.5 is of rectified flow, but .*_0000003 was"),
+        (flow, "shift=0", "^error: shift is 0, but must be positive"),
+        (flow, "shift=1e-20", "^error: shift is 1e-20, so far from 1 that some of the 50 steps have no length"),
+    )
 
 
 def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, composed):
     """Three forward passes an image, by the route; MFU is their FLOP/s over the device's."""
     monkeypatch.setattr(periodic, "peak_flops", lambda device, precision: 1e12)
-    launch_door(train.main, "config", tmp_path, *TINY, "train.steps=2")
-    lines = (tmp_path / "results/digits-tread/metrics.jsonl").read_text().splitlines()
-    speeds = [record for record in map(json.loads, lines) if "mfu" in record]
+    conftest.launch(tmp_path, "train.steps=2")
+    speeds = [record for record in RunLog(tmp_path / "results/digits-tread").records() if "mfu" in record]
     assert len(speeds) == 2
     network = build_network(settings.read(composed(*TINY)))
     routed, dense = network.forward_flops([Route(2, 2, 0.5)]), network.forward_flops()
@@ -210,7 +220,7 @@ def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, co
 
 def test_known_peaks(monkeypatch):
     """Dense bf16 rates of NVIDIA's data sheets."""
-    assert device.peak_flops(torch.device("cpu"), "bf16") is None
+    assert device.peak_flops(CPU, "bf16") is None
     for name, precision, peak in (
         ("NVIDIA H200", "bf16", 989e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),

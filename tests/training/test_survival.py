@@ -131,9 +131,10 @@ def test_without_a_whole_checkpoint_nothing_is_begun(copied):
 
 FULL = """
 import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # what a full disk does, to each file
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
+sys.dont_write_bytecode = True  # else the limit may cut a module's
 from conftest import launch
+resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))  # what a full disk does, to each file
 launch(".", *sys.argv[2:])
 """
 

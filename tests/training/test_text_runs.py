@@ -2,7 +2,6 @@
 
 The references are the same run made another way, what the network is called with, and the dataset's own text."""
 
-import json
 import shutil
 from dataclasses import asdict, replace
 
@@ -10,7 +9,8 @@ import export_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import launch, launch_door, same, state
+from conftest import CPU, launch, launch_door, opened, read_json, same, state, write_json
+from torch.testing import assert_close
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_network, open_weak
@@ -67,10 +67,10 @@ def folder(tmp_path_factory):
     """A folder with digits and their text, and a run of 6 steps of each encoder."""
     folder = tmp_path_factory.mktemp("text")
     for part in ("train", "heldout"):
-        digits.prepare_digits(folder / "data" / "digits" / part, part)
-        write_text(folder / "data" / "digits" / part, WORDS, FROZEN, OTHER)
-        index = folder / "data" / "digits" / part / "index.json"
-        index.write_text(json.dumps({**json.loads(index.read_text()), "attribution": ASKED}))
+        digits.prepare_digits(folder / "data/digits" / part, part)
+        write_text(folder / "data/digits" / part, WORDS, FROZEN, OTHER)
+        index = folder / "data/digits" / part / "index.json"
+        write_json(index, {**read_json(index), "attribution": ASKED})
     for encoder in ("words", "frozen"):
         launch(folder, "model=tread_text", f"text.encoder={encoder}", f"name={encoder}")
     return folder
@@ -84,12 +84,12 @@ def trained(folder, run="words", weights="ema"):
 def test_a_run_knows_its_encoder_and_keeps_the_empty_caption(folder, spec):
     actual = trained(folder, spec.encoder)
     assert asdict(actual.cfg.text) == asdict(spec)
-    network = actual.load(torch.device("cpu")).network
-    null = LatentDataset(folder / "data" / "digits" / "train", text=spec.encoder).null_text()
+    network = actual.load(CPU).network
+    null = LatentDataset(folder / "data/digits/train", text=spec.encoder).null_text()
     for held, given in zip(network.null(2), null):
         assert held is given is None or torch.equal(held, given.to(held.dtype).expand_as(held))
     assert "embedding_table" not in "".join(network.state_dict())
-    assert (folder / "results" / spec.encoder / "samples" / "step_0000006.png").exists()
+    assert (folder / "results" / spec.encoder / "samples/step_0000006.png").exists()
 
 
 def test_it_goes_on_bit_equal_also_in_micro_batches_and_recomputed(folder):
@@ -102,7 +102,7 @@ def test_it_goes_on_bit_equal_also_in_micro_batches_and_recomputed(folder):
     launch(folder, *words, "name=micro", "train.micro_batch_size=2")
     whole, micro = state(results / "words"), state(results / "micro")
     for key in whole:
-        torch.testing.assert_close(micro[key], whole[key], rtol=1e-2, atol=1e-4)
+        assert_close(micro[key], whole[key], rtol=1e-2, atol=1e-4)
 
 
 def test_an_encoders_facts_come_from_the_dataset(folder, composed):
@@ -116,8 +116,7 @@ def test_lightning_and_alignment_with_itself(folder):
     options = ("text.encoder=frozen", "alignment=self", "objective=rf", "train.steps=1")
     text = launch(folder, "model=tread_lightning_text", *options)
     assert "network   lightning_text" in text and "alignment self" in text
-    actual = trained(folder, "digits-tread_lightning_text-rf-self")
-    assert actual.load(torch.device("cpu")).network.head_dim == 8
+    assert trained(folder, "digits-tread_lightning_text-rf-self").load(CPU).network.head_dim == 8
 
 
 def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
@@ -148,7 +147,7 @@ def test_evaluation_and_similarity_see_the_captions(folder, monkeypatch):
     monkeypatch.chdir(folder)
     data = open_latents(actual)
     monkeypatch.setattr(TextDiT, "check_condition", lambda _, y, size: seen.append(y))
-    list(noised_states(actual.load(torch.device("cpu")), data, 5, 2, 0, 5))
+    list(noised_states(actual.load(CPU), data, 5, 2, 0, 5))
     chosen = np.arange(5) * len(data) // 5
     assert torch.equal(seen[0].tokens, encoded(WORDS, data.labels[chosen]).tokens)
 
@@ -158,12 +157,12 @@ def test_it_is_exported_in_half_precision_and_started_from(folder):
     words = ["checkpoint=results/words", f"out={exports}", "dtype=fp16"]
     assert f"its samples: {ASKED}" in launch_door(export_checkpoint.main, "export_checkpoint", folder, *words)
     cfg = trained(folder).cfg
-    network, whole = build_network(cfg), trained(folder).load(torch.device("cpu")).network
+    network, whole = build_network(cfg), trained(folder).load(CPU).network
     load_weights(network, str(exports), model=cfg.model, text=cfg.text)
     for (name, value), other in zip(network.state_dict().items(), whole.state_dict().values()):
         assert value.dtype == other.dtype
-        torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4, msg=name)
-    assert open_network(checkpoint.find(exports), "ema").cfg.text == cfg.text
+        assert_close(value, other, rtol=1e-3, atol=1e-4, msg=name)
+    assert opened(exports).cfg.text == cfg.text
     text = launch(folder, "model=dit_text", "text.encoder=words", f"init_from={exports}", "train.steps=1", "name=from")
     assert "averaged (ema)" in text
 
@@ -178,28 +177,22 @@ def test_what_the_data_ask_to_be_named_goes_with_weights_and_pictures(folder):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "shown"),
+    "overrides, shown",
     [
         (["model=dit_text", "text.encoder=other", "init_from=results/frozen"], "text.encoder frozen instead of other"),
         (["model=dit_text", "text.encoder=words", "init_from=results/frozen"], "missing: y_embedder.words.weight"),
         (["model=dit", "init_from=results/words"], "the file is of architecture dit_text"),
         (["model=tread_text"], "text.encoder is null, but model=tread_text takes texts: scripts/prepare_text.py"),
         (["model=dit_text", "text.encoder=nobody"], "has no text of encoder nobody, but of words, frozen, other"),
-        (
-            ["model=dit_text", "text.encoder=words", "text.tokens=77"],
-            "text.tokens is 77, .*, but 4 in data",
-        ),
-        (
-            ["model=dit_text", "text.encoder=words", "eval.fid_every=1", "eval.fid_reference=x"],
-            "fid_every scores",
-        ),
+        (["model=dit_text", "text.encoder=words", "text.tokens=77"], "text.tokens is 77, .*, but 4 in data"),
+        (["model=dit_text", "text.encoder=words", "eval.fid_every=1", "eval.fid_reference=x"], "fid_every scores"),
         (["model=dit_text", "text.encoder=words", "train.path_drop=0.1"], "model=dit_text has no sparse path"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(folder, overrides, shown):
     with pytest.raises(SystemExit, match=shown):
         launch(folder, *overrides, "name=refused")
-    assert not (folder / "results" / "refused").exists()
+    assert not (folder / "results/refused").exists()
 
 
 def test_another_encoder_is_another_run_or_other_heldout_data(folder, tmp_path):
@@ -215,13 +208,13 @@ def test_guidance_by_another_run_takes_the_same_text(folder):
     """Autoguidance by an earlier checkpoint is drawn; by a network of another encoder it is refused."""
     launch(folder, "model=dit_text", "text.encoder=words", "name=weak", "train.steps=1")
     strong = trained(folder)
-    guidance = Guidance("autoguidance", 2.0, checkpoint=str(folder / "results" / "weak"))
+    guidance = Guidance("autoguidance", 2.0, checkpoint=str(folder / "results/weak"))
     weak = open_weak(guidance, strong)
-    models = [this.load(torch.device("cpu"), guidance) for this in (strong, weak)]
+    models = [this.load(CPU, guidance) for this in (strong, weak)]
     prompts = encoded(WORDS, np.array([3, 5]))
     sampler = Sampler(2, 2, guidance=guidance)
     [actual] = draw(replace(models[0], prompts=prompts), [1, 2], torch.tensor([1, 0]), sampler, models[1])
     assert actual.isfinite().all()
-    guidance = replace(guidance, checkpoint=str(folder / "results" / "frozen"))
+    guidance = replace(guidance, checkpoint=str(folder / "results/frozen"))
     with pytest.raises(ValueError, match="differ in text, so their predictions can't be combined"):
         open_weak(guidance, strong)

@@ -2,16 +2,15 @@
 
 The references are formulas written out here, the plain loss, and another way to make the same run."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import launch, launch_door, same, state
+from conftest import launch, routes_seen, same, state, take_samples
 from PIL import Image
+from torch.testing import assert_close
 
-import sample
 from dit import DiT
 from rf import RF
 from routing_module import Route
@@ -20,6 +19,7 @@ from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.models.rwkv import RWKV
+from tread.training.run_folder import RunLog
 from tread.training.step import active_routes, loss, step_draws
 from tread.training.token_losses import EPSILON, kept_error, reconstruction_error, to_patches
 
@@ -71,7 +71,7 @@ def loss_of(cfg, network, stored, labels, draws):
     return actual
 
 
-@pytest.mark.parametrize(("channels", "side", "size"), [(4, 8, 2), (3, 6, 3), (1, 5, 1), (2, 4, 4)])
+@pytest.mark.parametrize("channels, side, size", [(4, 8, 2), (3, 6, 3), (1, 5, 1), (2, 4, 4)])
 def test_patches_are_in_raster_order(channels, side, size):
     x = torch.randn(2, channels, side, side)
     actual = to_patches(x, size)
@@ -85,18 +85,18 @@ def test_both_losses_equal_loops():
     squared, denoised, noisy = torch.rand(3, 4, 8, 8), torch.randn(3, 4, 8, 8), 2 + 3 * torch.randn(3, 4, 8, 8)
     for ids in (ids_of(5, 12, 1), ids_of(16, 8)):
         kept = kept_error(squared, ids, 2)
-        torch.testing.assert_close(kept, by_loops(squared, denoised, noisy, ids, 2, 0.0))
+        assert_close(kept, by_loops(squared, denoised, noisy, ids, 2, 0.0))
         actual = kept + 0.3 * reconstruction_error(denoised, noisy, ids, 2)
-        torch.testing.assert_close(actual, by_loops(squared, denoised, noisy, ids, 2, 0.3))
+        assert_close(actual, by_loops(squared, denoised, noisy, ids, 2, 0.3))
 
 
 def test_a_flat_patch_is_reconstructed_as_zero():
     """Its variance is 0, and its target is 0, not 0 / 0; a route that keeps all has no patches to reconstruct."""
     flat, denoised = torch.full((3, 4, 8, 8), 5.0), torch.full((3, 4, 8, 8), 2.0)
-    torch.testing.assert_close(reconstruction_error(denoised, flat, ids_of(8), 2), torch.full((3,), 4.0))
+    assert_close(reconstruction_error(denoised, flat, ids_of(8), 2), torch.full((3,), 4.0))
     assert torch.equal(reconstruction_error(denoised, flat, ids_of(16), 2), torch.zeros(3))
     single = reconstruction_error(denoised[:, :1], torch.randn(3, 1, 8, 8), ids_of(8, tokens=64), 1)
-    torch.testing.assert_close(single, torch.full((3,), 4.0))  # one number has no unbiased variance: target 0
+    assert_close(single, torch.full((3,), 4.0))  # one number has no unbiased variance: target 0
 
 
 def test_gradients_reach_each_losss_own_patches_alone():
@@ -107,7 +107,7 @@ def test_gradients_reach_each_losss_own_patches_alone():
     expected = torch.zeros(3, 16)
     for ids_keep in ids:
         expected.scatter_add_(1, ids_keep, torch.full(ids_keep.shape, 1 / (2 * ids_keep.shape[1] * 16)))
-    torch.testing.assert_close(to_patches(squared.grad, 2), expected[:, :, None].expand(-1, -1, 16))
+    assert_close(to_patches(squared.grad, 2), expected[:, :, None].expand(-1, -1, 16))
     reconstruction_error(denoised, torch.randn(3, 4, 8, 8), ids, 2).sum().backward()
     in_all = (
         torch.zeros(3, 16).scatter_add_(1, ids[0], torch.ones(3, 8)).scatter_add_(1, ids[1], torch.ones(3, 12)) == 2
@@ -124,14 +124,14 @@ def test_errors_are_what_the_loss_averages(tiny, process):
         with torch.no_grad():
             squared, denoised, noisy = process.errors(tiny, x, y, level, noise, routes)
             loss = process.loss(tiny, x, y, level, noise, routes)
-            torch.testing.assert_close(denoised, process.denoise(tiny, noisy, level, y, routes))
+            assert_close(denoised, process.denoise(tiny, noisy, level, y, routes))
         assert squared.shape == denoised.shape == x.shape and squared.dtype == torch.float32
         squared *= process.weight(level).view(-1, 1, 1, 1)
-        torch.testing.assert_close(squared.mean(dim=(1, 2, 3)), loss, rtol=1e-6, atol=0)
-        torch.testing.assert_close(kept_error(squared, everything, 2), loss, rtol=1e-6, atol=0)
+        assert_close(squared.mean(dim=(1, 2, 3)), loss, rtol=1e-6, atol=0)
+        assert_close(kept_error(squared, everything, 2), loss, rtol=1e-6, atol=0)
         assert torch.equal(reconstruction_error(denoised, noisy, everything, 2), torch.zeros(3))
         a, b = (1.0, level) if isinstance(process, EDM) else (1 - level.view(-1, 1, 1, 1), level)
-        torch.testing.assert_close(noisy, a * x + b.view(-1, 1, 1, 1) * noise)
+        assert_close(noisy, a * x + b.view(-1, 1, 1, 1) * noise)
 
 
 @pytest.mark.parametrize("objective", ["edm", "rf"])
@@ -155,7 +155,7 @@ def test_a_training_loss_of_kept_tokens_equals_the_formula(read_config, tiny, ob
             v = tiny(noisy, t.flatten(), y, routes=routes)
             denoised, squared = noisy - t * v, (v - draws.noise + stored) ** 2
     expected = by_loops(squared, denoised, noisy, [ids for _, ids in routes], 2, 0.1)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     cfg, *_ = setting(read_config, *overrides[:2])
     with torch.no_grad():
         without = loss_of(cfg, tiny, stored, labels, draws)
@@ -177,7 +177,7 @@ def test_it_is_off_unless_asked_for_and_where_no_route_is(read_config, tiny):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "shown"),
+    "overrides, shown",
     [
         (["train.reconstruction=0.1"], "reconstruction is 0.1.*train.loss_tokens=kept"),
         (["model.routes.0.selection_ratio=0.06"], "0.06 routes nothing around.*less than one token of the 4×4 tokens"),
@@ -217,11 +217,11 @@ def rows(place):
 def check_run(folder, name):
     """The records of a run of six steps that went well."""
     run = folder / "results" / name
-    log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    log = RunLog(run).records()
     for key, steps in (("loss", [1, 2, 3, 4, 5, 6]), ("eval_loss", [3, 6])):
         values = {record["step"]: record[key] for record in log if key in record}
         assert list(values) == steps and np.isfinite(list(values.values())).all()
-    assert np.asarray(Image.open(run / "samples" / "step_0000006.png")).std() > 0
+    assert np.asarray(Image.open(run / "samples/step_0000006.png")).std() > 0
     return log
 
 
@@ -256,19 +256,13 @@ def test_the_first_papers_training_goes_on_where_it_was(place):
 
 def test_a_ratio_schedule_is_followed(place, read_config, monkeypatch):
     """12, 8 and 4 of 16 tokens routed around, two steps each, as the network sees them and the logged FLOPs say."""
-    seen, forward = [], DiT.forward
-
-    def watched(self, x, t, y, routes=(), **more):
-        seen.extend(ids.shape[1] for _, ids in routes)
-        return forward(self, x, t, y, routes, **more)
-
-    monkeypatch.setattr(DiT, "forward", watched)
+    seen = routes_seen(monkeypatch, DiT)
     schedule = "train.ratio_schedule={start:0.75,end:0.25,last:5,levels:3}"
     cfg = read_config("model.hidden_size=16", "model.depth=6", "model.num_heads=2", schedule)
     ratios = [0.75, 0.75, 0.5, 0.5, 0.25, 0.25]
     assert [active_routes(cfg, step) for step in range(6)] == [(Route(2, -4, ratio).resolve(6),) for ratio in ratios]
     text = launch(place, schedule, "name=schedule")
-    assert seen == [4, 4, 8, 8, 12, 12]
+    assert [kept for call in seen for *_, kept in call] == [4, 4, 8, 8, 12, 12]
     assert "keeps 4 of 16 tokens, fp32: end; ratio 0.75 up to step 0, 0.25 from 5 on" in text
     costs = [3 * build_network(cfg).forward_flops([Route(2, 2, ratio)]) for ratio in ratios]
     log = [record for record in check_run(place, "schedule") if "loss" in record]
@@ -281,28 +275,19 @@ SPARSE = ("guidance=sparse", "guidance.strong=0.25", "guidance.weak=0.5", "steps
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The routes that RWKV was called with."""
-    calls, forward = [], RWKV.forward
-
-    def watched(self, x, t, y, routes=(), **more):
-        calls.append(list(routes))
-        return forward(self, x, t, y, routes, **more)
-
-    monkeypatch.setattr(RWKV, "forward", watched)
-    return calls
+    return routes_seen(monkeypatch, RWKV)
 
 
 def test_rwkv_is_sampled_under_its_route(rows, seen):
     """Without a route in its training it is forced to the paper's rule, r(2→2) of 6 blocks, by rows."""
     folder, _ = rows
     few = ("classes=[3]", "seeds=0-1")
-    text = launch_door(sample.main, "sample", folder, "checkpoint=results/digits-tread_rwkv", *SPARSE, *few)
+    text = take_samples(folder, "checkpoint=results/digits-tread_rwkv", *SPARSE, *few)
     assert "ratios 0.25 and 0.5" in text and "NFE 6" in text and (folder / "samples.png").exists()
-    assert [(route.select, ids.shape[1]) for ((route, ids),) in seen] == [("row", 12), ("row", 8)] * 3
+    assert seen == [[(2, 2, "row", 12)], [(2, 2, "row", 8)]] * 3
     seen.clear()
     dense = ("checkpoint=results/digits-rwkv", *SPARSE, *few)
     with pytest.raises(SystemExit, match="trained without a route.*guidance.force=true"):
-        launch_door(sample.main, "sample", folder, *dense)
-    launch_door(sample.main, "sample", folder, *dense, "guidance.force=true")
-    assert {(route.start, route.end, route.select) for ((route, _),) in seen} == {(2, 2, "row")}
-    assert [ids.shape[1] for ((_, ids),) in seen] == [12, 8] * 3
+        take_samples(folder, *dense)
+    take_samples(folder, *dense, "guidance.force=true")
+    assert seen == [[(2, 2, "row", 12)], [(2, 2, "row", 8)]] * 3

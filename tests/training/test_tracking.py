@@ -5,10 +5,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import launch
+from conftest import launch, logged
 
 from tread.training import tracking
-from tread.training.run_folder import RunLog
 
 RUN = "results/digits-tread"
 
@@ -21,16 +20,15 @@ def test_tensorboard_shows_each_step_once_after_a_resumption(tmp_path):
     launch(tmp_path, "train.steps=6", f"run={RUN}")  # the tracker is the run's
     actual = accumulator.EventAccumulator(str(tmp_path / RUN / "tensorboard")).Reload()
     for name, steps in (("loss", [1, 2, 3, 4, 5, 6]), ("eval_loss", [3, 6])):
-        logged = [record[name] for record in RunLog(tmp_path / RUN).records() if name in record]
         assert [event.step for event in actual.Scalars(name)] == steps
-        assert [event.value for event in actual.Scalars(name)] == pytest.approx(logged)
+        assert [event.value for event in actual.Scalars(name)] == pytest.approx(logged(tmp_path / RUN, name))
 
 
 def test_wandb_goes_on_by_the_id_in_the_folder(tmp_path, monkeypatch):
     """What wandb is told; its own files: the slow test below."""
-    told, logged, ended = [], [], []
+    told, seen, ended = [], [], []
     run = SimpleNamespace(
-        log=lambda values, step: logged.append((step, *values)), finish=lambda exit_code: ended.append(exit_code)
+        log=lambda values, step: seen.append((step, *values)), finish=lambda exit_code: ended.append(exit_code)
     )
     fake = SimpleNamespace(init=lambda **given: told.append(given) or run, errors=SimpleNamespace(Error=OSError))
     fake.__spec__ = "installed"
@@ -39,7 +37,7 @@ def test_wandb_goes_on_by_the_id_in_the_folder(tmp_path, monkeypatch):
         launch(tmp_path, "tracker=wandb", "wandb.project=mine", f"train.steps={steps}")
     kept = (tmp_path / RUN / "wandb_id.txt").read_text()
     assert [(given["id"], given["resume"], given["project"]) for given in told] == [(kept, "allow", "mine")] * 2
-    assert [step for step, *names in logged if "loss" in names] == [1, 2] and ended == [0, 0]
+    assert [step for step, *names in seen if "loss" in names] == [1, 2] and ended == [0, 0]
 
 
 @pytest.mark.slow

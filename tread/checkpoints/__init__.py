@@ -1,1 +1,1 @@
-"""Checkpoints: writing, finding and loading them, the networks they describe, and weights of other people."""
+"""Checkpoints: writing, finding and loading them, the networks they describe, and other people's weights."""

@@ -1,10 +1,10 @@
 """Checkpoints: folders of safetensors and JSON, complete or absent, without pickled objects.
 
 results/<run>/step_0001000/
-    model.safetensors      weights
-    ema.safetensors        averaged weights, same names
-    optimizer.safetensors  <state>/<name>; for AdamW exp_avg/<name>, exp_avg_sq/<name>, step/<name>
-    powers.safetensors     <width>/<name>: averages by power functions; only with ema.power
+    model.safetensors      weights, keyed by parameter name
+    ema.safetensors        averaged weights, same keys
+    optimizer.safetensors  keyed "<state>/<parameter>": for AdamW exp_avg/…, exp_avg_sq/… and step/…
+    powers.safetensors     power-function EMAs, keyed "<width>/<parameter>"; only with ema.power
     info.json              step, config, versions, and size and sha256 of each file
 results/<run>/latest       link to the newest one
 """
@@ -28,7 +28,7 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint is damaged. Raised with a problem and a folder; the text names the whole checkpoint before it."""
+    """A damaged checkpoint. Raised with (problem, folder); its text adds the newest whole checkpoint before it."""
 
     def __str__(self) -> str:
         problem, folder = self.args
@@ -39,8 +39,8 @@ class Damaged(ValueError):
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info: Mapping) -> Path:
-    """Write a checkpoint and make the link `latest` lead to it; returns its folder. `tensors` are given by part
-    ("model", "ema", "optimizer", …) and name; `info` is more content of info.json: config, versions, …"""
+    """Write a checkpoint, make the link `latest` point to it, and return its folder. `tensors[part][name]` are the
+    tensors of part "model", "ema", "optimizer", …; `info` is more content of info.json: config, versions, …"""
     folder = run / f"step_{step:07d}"
     with whole_folder(folder) as partial:
         files = {}
@@ -55,8 +55,8 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
 
 
 def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove checkpoints except the newest keep_last and those at multiples of keep_every. Checkpoints later than
-    `latest` stay, as a run that went back to an earlier step will replace them."""
+    """Remove a run's checkpoints except the newest keep_last and those at multiples of keep_every steps. Checkpoints
+    later than `latest` stay, as a run that went back to an earlier step will replace them."""
     for folder in _folders(run)[:-keep_last]:
         if not (keep_every and _step(folder) % keep_every == 0):
             gone = folder.with_name(f".{folder.name}.old")  # so that no half-removed checkpoint has its name
@@ -66,7 +66,7 @@ def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
 
 
 def sweep(run: Path) -> None:
-    """Remove what a process left that was killed while it wrote or removed a checkpoint."""
+    """Remove temporary folders left by a process that was killed while it wrote or removed a checkpoint of this run."""
     for kind in ("partial", "old"):
         for folder in run.glob(f".step_*.{kind}"):
             shutil.rmtree(folder)
@@ -96,7 +96,7 @@ class Checkpoint:
         return self.info["files"][f"{name}.safetensors"]["sha256"]
 
     def check(self, name: str) -> Path:
-        """Return a part's file. Raises ValueError unless it exists with the size that info.json states."""
+        """Return the path of a part's file. Raises ValueError unless it exists with the size that info.json states."""
         self.sha256(name)
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
@@ -120,8 +120,8 @@ class Checkpoint:
 
 
 def find(path: Path) -> Checkpoint:
-    """Open a checkpoint by its folder, by a run's `latest`, or by a run's folder (the newest). Raises FileNotFoundError
-    if there is none, ValueError if it is damaged or not one of ours."""
+    """Open a checkpoint by its own folder, by a run's link `latest`, or by a run's folder, which means its newest one.
+    Raises FileNotFoundError if there is none, ValueError if it is damaged or was not written by this code."""
     if path.name == "latest" and not path.is_dir():
         other = newest(path.parent)
         use = f"; the newest checkpoint there is {other}" if other else ""
@@ -183,7 +183,7 @@ def _is_complete(info: dict) -> bool:
 
 
 def _before(folder: Path) -> Path | None:
-    """Return the newest checkpoint beside `folder` of a lower step whose files have the recorded sizes, or None."""
+    """Return the newest checkpoint beside `folder` that is earlier and whose files have the recorded sizes, or None."""
     number = folder.resolve().name.removeprefix("step_")
     for other in reversed(_folders(folder.resolve().parent)):
         if not number.isdecimal() or _step(other) < int(number):
@@ -197,9 +197,9 @@ def _before(folder: Path) -> Path | None:
 
 def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return a run's newest undamaged checkpoint, and what is wrong with newer ones; (None, []) if it has none. Starts
-    at `latest` and goes back in steps, reading all files.
+    at `latest` and goes back to earlier steps, reading all files.
 
-    Raises ValueError if all checkpoints are damaged, or if one is of another version.
+    Raises ValueError if all checkpoints are damaged, or if one was written by another version of this code.
     """
     problems = []
     for folder in reversed(_folders(run)):
@@ -228,7 +228,7 @@ def _step(folder: Path) -> int:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return a run's checkpoints by step, whole or not; if `latest` names one, without later ones."""
+    """Return a run's checkpoint folders by step, damaged ones too, but none later than the one that `latest` names."""
     folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
     return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)
@@ -250,11 +250,11 @@ def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Ite
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, network: nn.Module, projector: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """Return the optimizer's state as tensors, named <state>/<parameter>.
+    """Return the optimizer's state as tensors, keyed "<state>/<parameter>".
 
-    Values that the optimizer changed in its groups are named <key>/group <number>, and state without a parameter
-    <state>/optimizer. Values other than tensors are JSON, as the bytes of a tensor `values`: numbers, text, None, and
-    lists, tuples and dicts of these and of tensors. Raises ValueError for anything else.
+    The keys are "<key>/group <number>" for values in param_groups that changed in training, and "<state>/optimizer" for
+    state that belongs to no parameter. Values other than tensors are JSON, as the bytes of a tensor `values`: numbers,
+    text, None, and lists, tuples and dicts of these and of tensors. Raises ValueError for anything else.
     """
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
@@ -279,7 +279,7 @@ def optimizer_tensors(
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Convert a value of an optimizer's state to JSON, with the kinds of lists; its tensors are put into `tensors`."""
+    """Convert a value to JSON, tensors and containers to lists that start with a kind; put tensors into `tensors`."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]
@@ -308,8 +308,8 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     projector: nn.Module | None = None,
 ) -> None:
-    """Restore the state from optimizer_tensors; settings such as the learning rate stay as they are. In contrast to
-    optimizer.load_state_dict, state keeps its dtype and device."""
+    """Restore the state that optimizer_tensors returned; settings such as the learning rate stay as they are. In
+    contrast to optimizer.load_state_dict, state keeps its dtype and device."""
     parameters, tensors = dict(optimized_parameters(network, projector)), dict(tensors)
     groups = {f"group {number}": group for number, group in enumerate(optimizer.param_groups)}
     values = json.loads(bytes(tensors.pop("values", torch.tensor([*b"{}"])).tolist()))
@@ -325,7 +325,7 @@ def load_optimizer(
 
 @dataclass(frozen=True)
 class Trained:
-    """The modules and the optimizer of a run, whose tensors are the parts of its checkpoints."""
+    """The modules and the optimizer of a run, from which the parts of its checkpoints are made."""
 
     network: nn.Module
     averaged: nn.Module
@@ -335,17 +335,17 @@ class Trained:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The modules whose state dicts are parts, by the part's name."""
+        """The modules whose state dicts are parts of a checkpoint, keyed by the part's name."""
         modules = {"model": self.network, "ema": self.averaged, "projector": self.projector}
         return {name: module for name, module in modules.items() if module is not None}
 
     @property
     def power_tensors(self) -> dict[str, nn.Parameter]:
-        """The parameters of the averages by power functions, by <width>/<name>."""
+        """The parameters of the power-function EMAs, keyed "<width>/<parameter>"."""
         return {f"{width}/{name}": p for width, power in self.powers.items() for name, p in power.named_parameters()}
 
     def parts(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the tensors to save, by part and name."""
+        """Return the tensors to save: for each part of the checkpoint its tensors by name."""
         parts = {name: module.state_dict() for name, module in self.modules.items()}
         parts["optimizer"] = optimizer_tensors(self.optimizer, self.network, self.projector)
         return parts | ({"powers": self.power_tensors} if self.powers else {})

@@ -21,7 +21,7 @@ def stored_dtype(info: Mapping) -> Dtype:
 
 
 def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
-    """Round floating-point tensors to a type. Raises ValueError if numbers are not finite then."""
+    """Round floating-point tensors to a type. Raises ValueError if numbers are not finite in that type."""
     rounded = {n: value.to(TYPES[dtype]) if value.is_floating_point() else value for n, value in tensors.items()}
     if lost := [name for name, value in rounded.items() if not value.isfinite().all()]:
         limit = f"{torch.finfo(TYPES[dtype]).max:,.0f}"
@@ -30,10 +30,10 @@ def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
 
 
 def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename MaskDiT's weights as in its released files, with labels as a matrix (D, classes) without the null class.
+    """Rename MaskDiT's weights as in its released files, whose matrix of labels (D, classes) has no null class.
 
-    Raises ValueError for other networks, whose names are public already, and if the null class is not zero, since those
-    files can't hold it.
+    Raises ValueError for other networks, whose names are public already, and for a null class that is not zero, since
+    the released files can't hold it.
     """
     if MASKDIT not in tensors:
         raise ValueError("public=true is of MaskDiT: this network's names are those of its public files already")
@@ -46,8 +46,8 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
-    """Return info.json's content for publication. Raises ValueError if the network has no autoencoder to rename, or the
-    name is no hub id.
+    """Return info.json's content for publication. Raises ValueError if `autoencoder` is no hub id, or is given for a
+    network that works on pixels.
 
     paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train".
     autoencoder  hub id to record in place of the present one, whose fingerprint stays; None: no change.

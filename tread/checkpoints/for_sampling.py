@@ -39,7 +39,7 @@ class SavedNetwork:
 
     @property
     def text(self) -> dict[str, object] | None:
-        """The settings of the text that it takes as its condition; None: it takes classes."""
+        """The settings of the text that conditions the network, by dotted name; None if it is class-conditional."""
         return self.cfg.text.decisive if self.cfg.model.takes_text else None
 
     @property
@@ -47,7 +47,7 @@ class SavedNetwork:
         return self.found.sha256(self.weights)
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """Return the routes of its training; if it had none and a guidance is forced, its architecture's usual one."""
+        """Return the training's routes; without any, the architecture's usual route if guidance.force needs one."""
         model = self.cfg.model
         forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
@@ -65,9 +65,11 @@ class SavedNetwork:
 
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
-    """Read what a checkpoint records of its network; `shift` replaces the run's shift of rectified-flow sampling times.
+    """Open a checkpoint's network; its weights ("ema" or "model") are checked, and not loaded yet.
 
-    Raises ValueError or FileNotFoundError, also if the weights are damaged, or predict something that no sampler takes.
+    `shift` replaces the recorded rf.shift in sampling; None keeps it.
+
+    Raises ValueError or FileNotFoundError, also for damaged weights, or if no sampler takes what the network predicts.
     """
     if (predicts := source.info.get("predicts", "objective")) != "objective":
         told = f"{source.folder} predicts {predicts} on timesteps 0..999, which no sampler here takes"
@@ -116,8 +118,8 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
 
 
 def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwork | None = None) -> None:
-    """Raise ValueError unless the networks were trained for what a guidance asks of them; if weak is None, `strong`
-    plays both roles. Networks other than SPRINT, whose path_drop is None, are refused by check_ratios."""
+    """Raise ValueError unless the networks were trained for the branches of a guidance; if weak is None, `strong` runs
+    both. Whether a network has a sparse part to leave out (SPRINT's) is checked by check_ratios instead."""
     row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} asks a network"
     for name, network in (("strong", strong), ("weak", other)):
         if any(ends_of(getattr(guidance, name))) and not network.cfg.model.routes and not guidance.force:
@@ -134,5 +136,5 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
 
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:
-    """Return the properties that two networks must share for their predictions to be combined, by name."""
+    """Return, by name, the properties that two networks must share for their predictions to be combined."""
     return {"objective": saved.cfg.objective, "text": saved.text, **saved.latents.to_network_scale}

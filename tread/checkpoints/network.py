@@ -1,4 +1,4 @@
-"""Reads the settings that a network depends on from a checkpoint's config, and builds its process and the network."""
+"""Reads a network's settings from a checkpoint's config, and builds its diffusion process and the network."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal

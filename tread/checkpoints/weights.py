@@ -31,14 +31,15 @@ def fit(
     ours: Mapping[str, object] | None = None,
     recorded: Mapping[str, object] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the weights that a network with the state dict `expected` is to load, in its own types.
+    """Return the weights to load into a network, converted to its dtypes, after checking that they fit.
 
+    expected  the network's state dict.
     where     the file of the weights, for messages.
-    ours      the network's settings by dotted name, for those that shapes do not tell.
+    ours      the network's settings by dotted name, to check those that shapes do not show.
     recorded  the settings recorded with the weights, by dotted name; None: there is no record.
 
-    Positions and rotary tables are fixed numbers: if the file lacks them the network's own are used, and different ones
-    are refused. Raises ValueError, with fitting settings, unless names, shapes and recorded settings match.
+    Positions and rotary tables are constants: the network's own are used if the file has none, and other ones are
+    refused. Raises ValueError if names, shapes or recorded settings do not match; it suggests settings that would.
     """
     ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
     tables = {name: state[name] for name in TABLES if name in state}
@@ -101,12 +102,12 @@ def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 def usual_heads(hidden_size: int) -> int | None:
-    """Return the usual number of heads for a DiT's width: as published, else width / 64 if whole, else None."""
+    """Return the usual number of heads of a DiT: the published one, else hidden_size / 64 if whole, else None."""
     return USUAL_HEADS.get(hidden_size, hidden_size // 64 if hidden_size % 64 == 0 else None)
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return the settings that follow from names and shapes; heads and rotary positions only from rotary tables."""
+    """Return the settings that names and shapes of tensors tell; heads and rotary positions only from rotary tables."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -137,7 +138,7 @@ def _usual(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def describe(settings: Mapping[str, int | float | bool]) -> str:
-    """Return settings in words, "hidden_size 384, depth 12, …", without defaults."""
+    """Return settings in words, "hidden_size 384, depth 12, …", leaving out those that have their default value."""
     plain = _usual(settings)
     told = {key: value for key, value in settings.items() if key not in plain or plain[key] != value}
     return ", ".join(f"{key.partition('.')[2]} {written(value)}" for key, value in told.items())
@@ -150,7 +151,7 @@ LATENTS = ("autoencoder", "scale", "shift", "channel_shift", "channel_scale")
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights by the network's names, and what is known of their origin."""
+    """Weights, keyed by the network's parameter names, and what is known of their origin."""
 
     where: str  # the file
     kind: str | None  # "ema" or "model"; None where the file does not say
@@ -167,8 +168,8 @@ class StoredWeights:
         return f"{kind} of {self.where}, step {self.source.step:,}{origin}"
 
     def recorded(self) -> dict[str, object] | None:
-        """Return the recorded settings of model and text, by dotted name, with defaults for options that are younger
-        than the record; None without a record."""
+        """Return the recorded settings of model and text, by dotted name; None without a record. Options that did not
+        exist yet when the record was made have their defaults."""
         if self.source is None:
             return None
         config = self.source.info.get("config", {})
@@ -190,9 +191,9 @@ class StoredWeights:
         return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded())
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
-        """Return a line for each setting that differed where the weights were trained, and for what was not recorded.
-        `latents` is what the network will see; `predicts` is "objective", or "noise", see scripts/import_checkpoint.py.
-        """
+        """Return warnings: lines on settings that differ from those in the weights' training, and on what was not
+        recorded. `latents` is what the network will see; `predicts` is "objective", or "noise", see
+        scripts/import_checkpoint.py."""
         lines = []
         if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
             lines.append(f"{self.where} holds {len(aside)} tensors {PROJECTORS}* of its alignment, which are set aside")
@@ -216,7 +217,7 @@ class StoredWeights:
         return lines
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
-        """Return (recorded, present) values of what the weights' meaning depends on besides a network's options."""
+        """Return what decides the weights' meaning, besides a network's options: name → (recorded, present) value."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
@@ -240,7 +241,7 @@ class StoredWeights:
 
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
-    """Read the weights "ema" or "model" from a checkpoint or a file; the name of a checkpoint's file tells its kind.
+    """Read the "ema" or "model" weights of a checkpoint or file; a file of a checkpoint is named after its kind.
 
     Raises FileNotFoundError or ValueError.
     """
@@ -276,5 +277,5 @@ def _conventions(cfg: Network) -> dict[str, object]:
 
 
 def _numbered(classes: tuple[str, ...]) -> bool:
-    """Return whether the names of classes are just their numbers, as imports without names have them."""
+    """Return whether the class names are just "0", "1", …, as after an import from a source without class names."""
     return classes == tuple(map(str, range(len(classes))))

@@ -1,4 +1,4 @@
-"""The captions of a dataset's samples as text, in captions.jsonl beside its shards. columns.py reads their encodings.
+"""The captions of a dataset's samples as text, in captions.jsonl beside its shards. columns.py reads encoded captions.
 
 ["woman firefighter, medium skin tone", "a firefighter"]        line i: the captions of sample i, at least one
 ["red apple"]
@@ -19,9 +19,9 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
     """Write captions.jsonl into a dataset's folder and name it in index.json. Raises ValueError if captions are
     missing, too many or blank, or if the dataset has others already; nothing has changed then.
 
-    folder    holds the index.json of a finished dataset, or of one that its writer has just assembled (writer.data).
+    folder    a finished dataset, or the folder `data` of a DatasetWriter after `assemble`.
     captions  for each sample, in order, a sequence of at least one caption, none of them blank.
-    again     replace other captions. The encoded text of those stays, and is refused when it is opened.
+    again     replace other captions. Text encoded from those stays in the folder, but opening it raises ValueError.
     """
     path = folder / "index.json"
     index, captions = json.loads(path.read_text()), list(captions)

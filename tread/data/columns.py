@@ -2,19 +2,19 @@
 
 Pictures and features are of the same samples as the latents, in the same shards:
 
-    pictures-00000.npy       (n, 3, H, W) uint8, as cropped; for a flipped view the mirror image is read
-    features-00000.npy       (n, views, T, z) float16, T = grid² tokens row by row; a flipped view has its own
+    pictures-00000.npy       (n, 3, H, W) uint8, as cropped; a flipped view is mirrored when it is read
+    features-00000.npy       (n, views, T, z) float16, T = grid² tokens row by row, for each view
 
 index.json names them: `pictures` is (3, H, W), with a file and a hash in each shard's entry; `features` is a section,
 see FeatureSpec. They are many times larger than the latents, and stay memory-mapped wherever those are placed.
 
-Text has its own files, with captions in the order of samples, whatever the shards of the latents:
+Text has its own files. They hold the captions in the order of the samples, and are cut independently of the shards:
 
     text-words-00000.npy            (n, T, C) float16, or (n, T) int32 word numbers
-    text-words-00000.lengths.npy    (n,) int32: how many of the T tokens are the caption's; the others are padding
-    text-words-00000.pooled.npy     (n, P) float16, if the encoder pools
+    text-words-00000.lengths.npy    (n,) int32: tokens of each caption; the rest of the T are padding
+    text-words-00000.pooled.npy     (n, P) float16, if the encoder has a pooled output
     text-words-counts.npy           (samples,) int32: how many captions each sample has
-    text-words-00007.npy            the last one, with its .lengths and .pooled: the empty caption, n = 1
+    text-words-00007.npy            the last file, with its .lengths and .pooled: the empty caption, n = 1
 
 index.json has a section text[<encoder>] for each encoder, see TextSpec. section_writer.py writes features and text.
 """
@@ -49,10 +49,10 @@ def check_rows(
 ) -> None:
     """Raise ValueError, which names a row, if rows hold numbers that are not finite or not in the vocabulary.
 
-    arrays, entries  shards and their entries of index.json, which name their files.
+    arrays, entries  shards, and the dicts in index.json that name their files.
     full             look at all rows; else at LOOKED_AT of them, evenly spaced.
     make             the command that replaces the files, for the message.
-    vocabulary       the words that arrays of word numbers refer to.
+    vocabulary       for arrays of word numbers: the words that they number.
     """
     firsts = np.cumsum([0, *map(len, arrays)]).tolist()
     count = firsts[-1] if full else min(LOOKED_AT, firsts[-1])
@@ -75,8 +75,8 @@ class FeatureSpec:
     encoder      name, as tread/encoders/vision.py records it.
     fingerprint  hash of the encoder's weights, or of its source; None if unknown.
     grid         tokens along a side; there are grid² of them.
-    width        z, numbers per token.
-    of           latents_hash of the dataset that was encoded.
+    width        number of channels z of each token.
+    of           what latents_hash returned for the dataset from which the features were computed.
     """
 
     encoder: str
@@ -93,7 +93,8 @@ def latents_hash(index: dict) -> str:
 
 
 def check_grid(grid: int, side: int, whose: str) -> None:
-    """Raise ValueError unless features, named by `whose`, have as many tokens along a side as the network, `side`."""
+    """Raise ValueError unless features have as many tokens along a side (`grid`) as the network (`side`). `whose` names
+    the features in the message."""
     if grid != side:
         raise ValueError(
             f"{whose} have {grid}×{grid} tokens, but the network has {side}×{side}: choose the grid of the features "
@@ -108,8 +109,8 @@ def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
 
 
 def open_features(folder: Path, index: dict, encoder: str, full: bool) -> tuple[FeatureSpec, ShardRows]:
-    """Open a dataset's features, after checking that they are finite, and of this encoder and these latents. `full`
-    checks all numbers and hashes, else headers, sizes and some samples.
+    """Open a dataset's features, after checking that this encoder made them from these latents, and that they are
+    finite. `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked.
 
     Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
     """
@@ -150,9 +151,9 @@ class TextSpec:
 
     encoder      name, as tread/encoders/language.py records it.
     fingerprint  hash of its weights and tokenizer, or of its vocabulary; None if unknown.
-    tokens       T: every caption is cut off or padded to this length.
-    width        C, numbers per token; None: tokens are word numbers.
-    pooled       P, numbers for a caption as a whole; None: none are stored.
+    tokens       the number T of tokens to which every caption is cut off or padded.
+    width        number of channels C of each token; None: tokens are stored as word numbers.
+    pooled       size P of the vector that stands for a whole caption; None: none is stored.
     vocabulary   the words in the order of their numbers: "<begin>", "<unknown>", then words; None unless width is None.
     padding      True: the encoder's padding tokens count as words, as in U-ViT's features, and nothing is masked.
     """
@@ -184,7 +185,7 @@ class TextSpec:
 
     @property
     def caption_bytes(self) -> int:
-        """Bytes of one stored caption."""
+        """The size of one stored caption in bytes; all have the same."""
         return int(np.prod(self.token_shape)) * np.dtype(self.dtype).itemsize + 2 * (self.pooled or 0) + 4
 
     def describe(self) -> str:
@@ -198,9 +199,9 @@ class TextSpec:
 class EncodedText:
     """A dataset's captions, encoded by one encoder and opened for reading.
 
-    counts   (samples,) captions per sample: sample i has numbers firsts[i] to firsts[i] + counts[i] − 1.
+    counts   (samples,) captions per sample: sample i has the captions numbered firsts[i] to firsts[i] + counts[i] − 1.
     lengths  (captions,) tokens of each caption without padding.
-    rows     the tokens of all captions and, if the encoder pools, their pooled numbers.
+    rows     the tokens of all captions and, if the encoder has a pooled output, that output.
     null     the empty caption, B = 1.
     """
 
@@ -248,8 +249,8 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
 
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
-    """Open a dataset's text by one encoder, after checking that it is whole, finite, and of these latents and captions.
-    `full` checks all numbers and hashes, else headers, sizes, all lengths, and some captions.
+    """Open a dataset's captions encoded by `encoder`, checked to be whole, finite, and of these latents and captions.
+    `full` checks all numbers and hashes; otherwise headers, sizes, all lengths, and some captions are checked.
 
     Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
     """

@@ -33,8 +33,8 @@ from tread.runtime.schema import check
 class Batch(NamedTuple):
     """B samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
 
-    If the dataset was opened with them: features (B, T, z) float16 and pictures (B, 3, H, W) uint8 of the same views,
-    and the text of one caption per sample.
+    The rest is None unless the dataset was opened with it: features (B, T, z) float16 and pictures (B, 3, H, W) uint8
+    of the same views, and the text of one caption per sample.
     """
 
     stored: Tensor
@@ -73,9 +73,9 @@ class LatentDataset:
     placement  "mmap": memory-mapped, so that the operating system keeps in memory what it can; "ram": copied to this
                process's memory; "device": copied to the memory of `device`. Text is placed like the latents; features
                and pictures are always memory-mapped.
-    features   encoder whose features are read too; `feature_spec` describes them.
+    features   read the features of this encoder too; `feature_spec` describes them.
     pictures   read pictures too: stored ones, or the latents if they are pixels; `picture_size` is their side.
-    text       encoder whose text of the captions is read too; `text_spec` describes it.
+    text       read the captions too, as this text encoder encoded them; `text_spec` describes them.
     """
 
     folder: Path
@@ -145,8 +145,9 @@ class LatentDataset:
         return self._latents.locate(index)
 
     def normalize(self, std: float) -> None:
-        """Scale each channel of the network latents to mean 0 and standard deviation `std`, by an import's statistics
-        if they are given, else by measured ones. Raises ValueError without statistics or for a constant channel."""
+        """Scale each channel of the network latents to mean 0 and standard deviation `std`, by index.json's
+        `normalize_by` (given by an import), else by measured statistics. Raises ValueError without any or for a
+        constant channel."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(
                 f"{self.folder} can't be normalised: its index.json has no channel_mean and channel_std above 0. "
@@ -156,7 +157,7 @@ class LatentDataset:
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of whole batches in an epoch. Left-over samples, others each epoch, are not drawn."""
+        """Return the number of whole batches in an epoch. The rest, other samples in each epoch, is left out."""
         if len(self) < batch_size:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size

@@ -15,7 +15,10 @@ def read_index(folder: Path) -> dict:
     """Return a dataset's parsed index.json. Raises FileNotFoundError, or ValueError if it can't be read."""
     path = Path(folder) / "index.json"
     if not path.is_file():
-        raise FileNotFoundError(f"no dataset at {folder}: it has no index.json; prepare or import one there")
+        how = "prepare or import one there"
+        if Path(folder).is_dir():
+            how = f"of photos in it, scripts/prepare_latents.py source={folder} out=… makes one in another folder"
+        raise FileNotFoundError(f"no dataset at {folder}: it has no index.json; {how}")
     try:
         index = json.loads(path.read_text())
         version = index["version"]
@@ -27,7 +30,7 @@ def read_index(folder: Path) -> dict:
 
 
 def prepared_heldout(folder: Path) -> Path | None:
-    """Return the folder of held-out data that index.json names, or None. Raises FileNotFoundError, or as read_index."""
+    """Return the folder of held-out data that index.json names, or None. Raises FileNotFoundError or ValueError."""
     name = read_index(folder).get("heldout")
     if name is None:
         return None

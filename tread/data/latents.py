@@ -28,11 +28,11 @@ class LatentSpec:
 
     shape                         (C, S, S) of the latents of one view; moments are stored with 2C channels.
     classes                       class names; a label is an index into them.
-    autoencoder                   what made the latents and decodes them: a hub id, a folder or file, or "pixels".
+    autoencoder                   the model that encodes and decodes latents: a hub id, folder or file, or "pixels".
     content, spread, views        what is stored, see dataset.py.
-    scale, shift, scale_applied   network latents = (z − shift)·scale; whether stored numbers are on that scale.
+    scale, shift, scale_applied   network latents = (z − shift)·scale; whether this was applied before storing.
     fingerprint                   hash of the autoencoder's weights; None if unknown.
-    channel_shift, channel_scale  then (x − channel_shift)·channel_scale per channel, by dataset.normalize; (): none.
+    channel_shift, channel_scale  after that, (x − channel_shift)·channel_scale per channel; (): no such step.
     orientation, alpha            how photos were decoded, see images.read_rgb; the defaults are ADM's way.
     """
 

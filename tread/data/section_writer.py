@@ -30,7 +30,7 @@ Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → for each t
 class SectionWriter(ShardStore, ABC):
     """Writes one section of index.json in shards.
 
-    folder     the dataset: a finished one, or one that its writer has just assembled (writer.data).
+    folder     a finished dataset, or the folder `data` of a DatasetWriter after `assemble`.
     place      the keys in index.json that lead to the section.
     stem       the first part of the files' names.
     facts      the section without its shards, as JSON: a section with other facts is a different one.
@@ -52,20 +52,21 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the part of the section that names its shards, from the `entry` of each shard's note."""
+        """Return the part of the section that names the shards. `entries`: the "entry" of each, see ShardStore.note."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
         """Write shard `number`, whose rows come in parts."""
 
     def _around(self, index: dict) -> tuple[dict, str]:
-        """Return the part of a parsed index.json that contains the section, and the section's key in it."""
+        """Return the dict in a parsed index.json to which the section belongs, and the section's key in that dict."""
         for key in self._place[:-1]:
             index = index.setdefault(key, {})
         return index, self._place[-1]
 
     def is_finished(self, again: bool = False) -> bool:
-        """Return whether the section exists. If damaged or different, it raises an error or, with `again`, is False."""
+        """Return whether the section exists. Raises ValueError or OSError if it is damaged or different; with `again`,
+        returns False for such a section."""
         index = read_index(self.folder)
         around, key = self._around(index)
         if (section := around.get(key)) is None:
@@ -87,12 +88,12 @@ class SectionWriter(ShardStore, ABC):
         self, processes: Processes, again: bool, lines: Iterable[str], unit: str, batch_size: int, encode: Encode
     ) -> bool:
         """Make missing shards together with other processes and publish them; False if the section was there already.
-        Raises ValueError or OSError if it is another or damaged, FileExistsError if another launch is making it.
+        Raises ValueError or OSError if it is different or damaged, FileExistsError if another launch is making it.
 
-        again   replace another or a damaged section, and discard unfinished work by another plan.
+        again   replace a different or damaged section, and discard unfinished work that was begun with other facts.
         lines   describe the work to people.
         unit    what a row is, for the progress bar.
-        encode  batches of rows → for each batch the part that `write` takes.
+        encode  takes batches of rows, and yields for each batch the part that `write` takes.
         """
         if processes.from_main(lambda: self.is_finished(again)):
             processes.say(f"{self.folder} holds the same {self._what} already")
@@ -109,7 +110,7 @@ class SectionWriter(ShardStore, ABC):
     def encode(
         self, batch_size: int, encode: Encode, numbers: Iterable[int], done: Callable[[int], object] = lambda rows: None
     ) -> None:
-        """Write shards from batches of rows, which never cross shards; `done` is called with each batch's row count."""
+        """Encode and write the shards `numbers`; no batch crosses shards. Calls `done` with each batch's row count."""
         batches = [pieces_of(self.ranges[number], batch_size) for number in numbers]
         coming = encode(list(itertools.chain(*batches)))
 
@@ -151,7 +152,7 @@ class TextWriter(SectionWriter):
     """Writes a dataset's captions, encoded by one encoder. The last shard is the empty caption, one row.
 
     counts      (samples,) number of captions of each sample, at least 1.
-    shard_size  captions in a shard, the unit of resuming; None: as many as take 256 MB.
+    shard_size  captions in a shard, the unit of resuming; None: as many as fit into 256 MB.
     """
 
     def __init__(self, folder: Path, spec: TextSpec, counts: Sequence[int], shard_size: int | None = None) -> None:
@@ -199,7 +200,7 @@ class TextWriter(SectionWriter):
 
 
 class FeatureWriter(SectionWriter):
-    """Writes a dataset's features, whose encoder and shape `spec` gives."""
+    """Writes a dataset's features; `spec` states their encoder and shape."""
 
     def __init__(self, folder: Path, spec: FeatureSpec) -> None:
         index = read_index(folder)

@@ -48,7 +48,7 @@ def open_arrays(
 ) -> list[np.memmap]:
     """Memory-map a dataset's .npy files read-only. Raises FileNotFoundError or ValueError unless they match index.json.
 
-    entries  a dict of index.json for each file: its name under `kind`, sha256 under <kind>_sha256, rows under "count".
+    entries  for each file a dict with its name (key `kind`), its hash (<kind>_sha256) and its number of rows ("count").
     row      the shape of a row.
     hashed   compare the hashes too.
     """
@@ -100,8 +100,8 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
     """View memory-mapped shards as one matrix without a copy, so that one gather reads from all of them. Also returns
     the row at which each shard starts.
 
-    The matrix spans the addresses from the first shard to the last. Its row i holds the `width` numbers from the i-th
-    address on. Rows overlap, and most lie between the shards: only rows within a shard may be read.
+    The matrix spans the memory from the first shard to the last: row i holds its numbers i to i + width − 1. So rows
+    overlap, and most lie between the shards: only rows within a shard may be read.
     """
     size = shards[0].itemsize
     starts = [shard.ctypes.data for shard in shards]

@@ -35,7 +35,7 @@ class ShardStore:
     work       the folder.
     plan       everything that determines the shards' content, as JSON.
     ranges     the rows of each shard.
-    names      file name by kind of array, with {} for the shard's number; other kinds are named after themselves.
+    names      file name for each kind of array, with {} for the shard's number; a kind without one has <kind>-{}.npy.
     row_bytes  bytes of a row's arrays, to check the free space.
     """
 
@@ -50,7 +50,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any of them writes.
 
         again  discard shards made by another plan, which otherwise raise ValueError.
-        begun  entries of the plan as they were when unfinished work was begun, if they may have changed since.
+        begun  plan entries with the values that unfinished work was begun with: compared in place of today's.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """
@@ -84,7 +84,7 @@ class ShardStore:
         return self.done / f"{number:05d}.json"
 
     def note(self, number: int) -> dict:
-        """Return a finished shard's facts, and its `entry`: count, and for each kind of array its file and sha256."""
+        """Return a finished shard's facts and, under "entry", its row count and each array's file and sha256."""
         return json.loads(self._note(number).read_text())
 
     def notes(self, forgotten: bool = False) -> Iterator[dict]:
@@ -98,7 +98,8 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """Return the shards to be made; with `verify`, which shows the progress, also those with changed files."""
+        """Return the numbers of the shards to be made. Given the processes as `verify`, it hashes files while the main
+        process shows the progress, and adds shards whose files have changed."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
@@ -115,7 +116,7 @@ class ShardStore:
             return False
 
     def check_complete(self, verify: Processes | None = None) -> None:
-        """Raise OSError if shards are `missing` after every process has made its part."""
+        """Raise OSError if `missing` finds shards after every process has made its part."""
         if missing := self.missing(verify):
             raise OSError(f"shards {missing} of {self.work} are missing: all processes must share this folder")
 
@@ -129,15 +130,15 @@ class ShardStore:
         check_place(self.work, int(1.01 * rows * self.row_bytes) + further)
 
     def save(self, kind: str, number: int, array: np.ndarray | Stream) -> dict[str, str]:
-        """Write one array's file; returns its name and hash as a shard's note states them."""
+        """Write the file of one array of a shard. Returns its name and hash, as the shard's note states them."""
         path = self.data / self._names.get(kind, f"{kind}-{{}}.npy").format(f"{number:05d}")
         with explain_failure(path), whole_file(path) as partial, partial.open("wb") as file:
             write_array(file, array)
         return {kind: path.name, f"{kind}_sha256": sha256(path)}
 
     def keep(self, number: int, arrays: Mapping[str, np.ndarray | Stream], **facts: object) -> None:
-        """Write a shard: arrays by kind, with one entry for each of its rows, and facts as JSON. A shard without rows
-        has no files. Raises OSError that names the file; then the shard stays missing."""
+        """Write a shard: `arrays` by kind, each with one entry per row of the shard, and its note with `facts` as JSON.
+        A shard without rows has no files. Raises OSError that names the file; then the shard stays missing."""
         entry: dict[str, object] = {"count": next(iter(arrays.values())).shape[0]}
         for kind, array in arrays.items() if entry["count"] else ():
             entry |= self.save(kind, number, array)
@@ -162,7 +163,7 @@ class ShardStore:
         """Make the missing shards, each process its part of them, and wait for the others.
 
         what    the progress bar's title.
-        make    function of the shards' numbers and a callback, to be called with each number of rows finished.
+        make    called with the numbers of the shards to make, and a callback for the number of rows just finished.
         unit    what a row is, for the bar.
         verify  make shards with changed files again.
         """
@@ -181,7 +182,7 @@ class ShardStore:
                 yield np.load(self.data / entry[kind], mmap_mode="r", allow_pickle=False)
 
     def first(self, kind: str, count: int) -> np.ndarray:
-        """Return the first rows of one kind of array, at most `count`, from as many shards as they take."""
+        """Return the first rows of one kind of array, at most `count`, reading no more shards than these need."""
         shards = math.ceil(count / len(self.ranges[0]))
         return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
 

@@ -17,19 +17,19 @@ import torch
 from tread.data.captions import add_captions
 from tread.data.index import VERSION, check_labels
 from tread.data.latents import LatentSpec, mean_and_std
-from tread.data.store import ShardStore
+from tread.data.store import ShardStore, differences
 from tread.runtime.files import Lock, sync, write_json
 
 EARLIER = {"orientation": "stored", "alpha": "drop"}  # for old plans, which do not say how photos were read
 
 
 class DatasetWriter(ShardStore):
-    """Writes a dataset in shards, which may be interrupted.
+    """Writes a dataset in shards; the work may be interrupted and continued.
 
     folder    the future dataset.
-    plan      everything that determines its content, as JSON: unfinished work by another plan is not continued.
+    plan      JSON of what determines the shards; unfinished work is continued only if its plan is the same.
     pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: none are.
-    besides   parts of the plan that do not affect shards: they distinguish finished datasets, not unfinished work.
+    besides   further settings, which change no shard; only a finished dataset is compared by them too.
     ranges    the rows of each shard; may be set later.
     """
 
@@ -57,14 +57,14 @@ class DatasetWriter(ShardStore):
 
     def is_finished(self) -> bool:
         """Return whether the dataset exists, made by the same plan; then also removes leftovers of the work on it."""
-        made = self.folder / "report.json"
-        finished = made.is_file() and EARLIER | json.loads(made.read_text()).get("plan", {}) == self._report_plan
+        made = self._made()
+        finished = bool(made) and EARLIER | made.get("plan", {}) == self._report_plan
         if finished:  # leftovers of a process that was killed just then
             self.remove()
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """As ShardStore.begin. Raises FileExistsError if the dataset exists, or another process is writing it."""
+        """Call ShardStore.begin. Raises FileExistsError if the dataset exists, or another process is writing it."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # again: nobody else can make it from now on
@@ -76,9 +76,18 @@ class DatasetWriter(ShardStore):
         self._lock = lock
 
     def check_free(self) -> None:
-        """Raise FileExistsError if the folder exists already."""
+        """Raise FileExistsError, which says how it was made otherwise, if the folder exists already."""
         if self.folder.exists():
-            raise FileExistsError(f"{self.folder} exists already; remove it or choose another folder")
+            made = self._made()
+            left_out = len(made.get("left_out", ()))
+            skipped = f", made with on_error=skip, which left out {left_out:,} files" if left_out else ""
+            differ = "\n" + differences(EARLIER | made.get("plan", {}), self._report_plan) if made else ""
+            raise FileExistsError(f"{self.folder} exists already{skipped}; remove it or choose another folder{differ}")
+
+    def _made(self) -> dict:
+        """Return the report of the dataset that exists already, or {}."""
+        report = self.folder / "report.json"
+        return json.loads(report.read_text()) if report.is_file() else {}
 
     def write(
         self, number: int, stored: np.ndarray, labels: np.ndarray, pictures: np.ndarray | None = None, **facts: object
@@ -110,7 +119,7 @@ class DatasetWriter(ShardStore):
         OSError if shards are missing.
 
         fields  more fields of index.json: `heldout` or `train`, the folder of the other part of the data;
-                `normalize_by`, the mean and std to normalise channels by in place of the measured ones.
+                `normalize_by`, the mean and std that normalise channels in place of the measured ones.
         """
         self.check_complete()
         notes = list(self.notes())

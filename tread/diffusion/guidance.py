@@ -13,8 +13,9 @@ guides the velocity). With ω = 1 only the strong branch runs.
     path_drop        class                no class, without g    SPRINT, arXiv 2510.21986; g is its sparse part
     path_drop_class  class                class, without g       SPRINT
 
-A ratio is the fraction of tokens that skip the routes which the network was trained with. The weak branch of sparse and
-sparse_cfg may be another network. If a network takes texts, "class" means the caption, "no class" the empty caption.
+A ratio is the fraction of tokens that skip the blocks of each route that the network was trained with. The weak branch
+of sparse and sparse_cfg may be another network. For a network that takes texts, "class" means the caption, "no class"
+the empty caption.
 """
 
 import itertools
@@ -60,8 +61,8 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """A number that goes from `start` at the first noise level (u = 0) to `end` at the last (u = 1): "linear", or
-    "cosine", which is end + (start − end)·(1 + cos πu) / 2."""
+    """A number that goes from `start` at the first noise level (u = 0) to `end` at the last (u = 1). schedule "linear"
+    is linear in u; "cosine" is end + (start − end)·(1 + cos πu) / 2."""
 
     schedule: Shape
     start: float
@@ -92,7 +93,7 @@ def _show(value: float | Schedule) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """Settings of one denoiser call: ω, and each branch's fraction of skipped tokens; weak=None: no weak branch."""
+    """Settings of one denoiser call: ω, and each branch's fraction of skipped tokens; weak=None: it does not run."""
 
     scale: float
     strong: float
@@ -105,8 +106,8 @@ class Guidance:
 
     kind          a key of KINDS, such as "cfg".
     scale         the guidance weight ω in D_weak + ω·(D_strong − D_weak).
-    strong, weak  fraction of tokens that skip the routes in each branch, in [0, 1), for the sparse kinds. Of N tokens
-                  int(N·fraction) skip; routes of rows count rows instead.
+    strong, weak  fraction of tokens, in [0, 1), that skip the routes' blocks in each branch of the sparse kinds. Of N
+                  tokens int(N·fraction) skip; for routes with select="row" N counts rows.
     interval      (lowest, highest) noise level, both included, EDM's σ or rectified flow's t; outside of it only the
                   strong branch runs (Kynkäänniemi et al. 2024, arXiv 2404.07724).
     checkpoint    path of the weak branch's network; None: the strong branch's network.
@@ -210,7 +211,7 @@ class Branch:
 
     denoise  function (x, level, y, routes) → D, the predicted data.
     y        conditions: (B,) int64 labels, which may be the null class, or texts.
-    routes   function from the call's number to pairs (Route, ids_keep), or to () for all tokens.
+    routes   function from the number of a denoiser call to pairs (Route, ids_keep), or to () for all tokens.
     """
 
     denoise: Callable[[Tensor, Tensor, Condition, Routes], Tensor]
@@ -219,9 +220,9 @@ class Branch:
 
 
 def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the guided denoiser (x, level) → D for one batch. `scale` maps the call's number, from 0, to ω; if ω is 1
-    or weak is None, only the strong branch runs. Branches with the same `denoise` and routes of equal shape run as one
-    batch, others one after the other."""
+    """Return the guided denoiser (x, level) → D for one batch. `scale` maps the number of its call (0, 1, …) to ω; if ω
+    is 1 or weak is None, only the strong branch runs. Branches with the same `denoise` and routes of equal shape run as
+    one batch, others one after the other."""
     calls = itertools.count()
 
     def denoiser(x: Tensor, level: Tensor) -> Tensor:
@@ -244,8 +245,8 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """Return what must be equal for two branches' routes to run as one batch: shapes, blocks, fp32 and rejoin, or for a
-    rule that scores tokens the whole route."""
+    """Return for each route what must be equal in both branches so that they can run as one batch: shape of ids_keep,
+    blocks, fp32 and rejoin; if the route's rule scores tokens, the whole route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

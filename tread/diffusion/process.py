@@ -27,7 +27,8 @@ class Process(Protocol):
     variance_exploding             True if x_l = x + l·noise, so that a sampler may add noise between steps.
     data_std                       standard deviation to which dataset.normalize scales latents.
     conventions                    names of the settings that decide what a trained network's input and output mean.
-    evaluation                     key of the mean evaluation_loss in metrics.jsonl, different for incomparable losses.
+    evaluation                     key of the mean evaluation_loss in metrics.jsonl; losses that can't be compared have
+                                   different keys.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text.
     """
@@ -50,8 +51,8 @@ class Process(Protocol):
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Return noise levels that lie `step` (in [0, 1), as a difference of quantiles) below noise_level(normal),
-        elementwise. They stop at the quantile 0.001; levels that are below it already stay as they are."""
+        """Return noise levels whose quantile lies `step`, in [0, 1), below that of noise_level(normal), elementwise,
+        but not below 0.001. A level whose quantile is below 0.001 already stays as it is."""
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 

@@ -1,4 +1,4 @@
-"""Sampling: from seeds and labels to a stream of latents or pictures.
+"""Sampling: draw latents or pictures, batch by batch, from seeds and labels.
 
 A sample depends only on its label and its seed, from which its noise and its routes' ids_keep are drawn.
 
@@ -57,7 +57,7 @@ class Sampler:
     steps       number N of the solver's steps.
     batch_size  samples per batch. The last batch is padded to this size, so that all have one shape.
     solver      "heun" calls the denoiser 2N−1 times, "euler" N times.
-    churn       fresh noise in each step, for EDM with "heun" only.
+    churn       how much fresh noise each step adds, for EDM with "heun" only.
     """
 
     steps: int = 40
@@ -78,7 +78,7 @@ class Sampler:
         guidance: Guidance = NO_GUIDANCE,
         churn: Churn | None = None,
     ) -> "Sampler":
-        """Create a Sampler; None means the process's default steps and solver, and no churn."""
+        """Create a Sampler. None means the process's default for `steps` and `solver`, and no churn for `churn`."""
         steps = process.default_steps if steps is None else steps
         return cls(steps, batch_size, precision, guidance, solver or process.default_solver, churn or Churn())
 
@@ -93,11 +93,11 @@ class Sampler:
         return self.guidance.plan([levels[i] for i in order], [i / max(1, order[-1]) for i in order])
 
     def nfe(self, process: Process) -> int:
-        """Return the network function evaluations per sample; each branch of a guidance counts."""
+        """Return the number of network calls per sample (NFE); each branch of guidance counts."""
         return sum(1 + (call.weak is not None) for call in self.plan(process))
 
     def flops(self, model: Model, weak: Model | None = None, attention: bool = True) -> int:
-        """Return the FLOPs per sample (see Backbone.forward_flops); `weak` is the guidance's second network, if any."""
+        """Return the FLOPs per sample (see Backbone.forward_flops); `weak` is guidance's second network, if any."""
 
         def cost(model: Model, ratio: float, **more: bool) -> int:
             routes = [with_ratio(route, ratio) for route in model.routes]
@@ -130,7 +130,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """Return the FLOPs per sample, relative to the same steps without guidance and with all tokens."""
+    """Return the FLOPs per sample divided by those of the same steps without guidance and with all tokens."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 
@@ -141,7 +141,7 @@ def draw(
 
     seeds   one for each sample; its noise and its routes' ids_keep are drawn from it.
     labels  (n,) int64 classes, or indices of the model's prompts, on the CPU.
-    weak    the guidance's second network; None: the weak branch uses `model` too.
+    weak    guidance's second network; None: the weak branch uses `model` too.
 
     A sample does not depend on the others of its batch; another batch size changes it by rounding only.
     """
@@ -192,8 +192,8 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Return a function from the call's number to the model's routes with that call's ratio and ids_keep. Each call and
-    route draws from the samples' seeds, also for routes that shared their tokens over the batch in training."""
+    """Return a function from the number of a denoiser call to the model's routes with that call's ratio and ids_keep.
+    Tokens are drawn from each sample's own seed, even if all samples of a batch shared them in training."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     uniform = [

@@ -21,7 +21,8 @@ Solver = Literal["heun", "euler"]
 
 @dataclass(frozen=True)
 class Churn:
-    """EDM's stochastic sampling (Algorithm 2): S_churn (amount), S_min and S_max (sigma_…), S_noise (noise)."""
+    """EDM's stochastic sampling (Algorithm 2). amount is S_churn; at noise levels from sigma_min (S_min) to sigma_max
+    (S_max) each step adds noise, scaled by `noise` (S_noise)."""
 
     amount: float = 0.0
     sigma_min: float = 0.0
@@ -37,7 +38,7 @@ class Churn:
 
 
 def call_order(solver: str, steps: int) -> list[int]:
-    """Return the index of each call's noise level: 0..N−1 for euler's N calls, 0, 1, 1, 2, 2, … for heun's 2N−1."""
+    """Return the index of each denoiser call's noise level: euler 0..N−1 (N calls), heun 0, 1, 1, 2, 2, … (2N−1)."""
     check("solver", solver, Solver)
     return list(range(steps)) if solver == "euler" else [(call + 1) // 2 for call in range(2 * steps - 1)]
 
@@ -95,6 +96,6 @@ def heun(
 
 
 def solve(solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object) -> Tensor:
-    """Run the solver of that name; `churning` are heun's arguments churn and churn_noise."""
+    """Run the solver named `solver`; `churning` is heun's arguments churn and churn_noise, which euler ignores."""
     check("solver", solver, Solver)
     return heun(denoiser, noise, levels, *churning) if solver == "heun" else euler(denoiser, noise, levels)

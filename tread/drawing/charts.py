@@ -1,4 +1,4 @@
-"""Curves and heat maps by matplotlib: panels side by side, one colour for each name, readable ticks."""
+"""Curves and heat maps drawn with matplotlib: panels side by side, one colour for each name, readable ticks."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class Panel:
 
 
 def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
-    """Draw panels into an image file, in rows of `columns`, with one legend below. Raises OSError if writing fails."""
+    """Draw panels into an image file, `columns` in a row, with one legend below. Raises OSError if writing fails."""
     from matplotlib import ticker  # imported here because it takes a second and only the main process draws
     from matplotlib.figure import Figure
 
@@ -92,7 +92,7 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
 
 
 def make_logarithmic(axis: object, letter: str) -> None:
-    """Give the x or y axis of matplotlib axes a logarithmic scale with plain numbers as ticks, even within a decade."""
+    """Give axis `letter` ("x" or "y") of matplotlib's `axis` a logarithmic scale with plain numbers as ticks."""
     from matplotlib import ticker
 
     getattr(axis, f"set_{letter}scale")("log")

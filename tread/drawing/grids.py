@@ -64,7 +64,7 @@ def name_rows(grid: Image.Image, names: Sequence[str]) -> Image.Image:
 
 
 def save_png(path: Path, picture: Image.Image, facts: Mapping | None = None) -> None:
-    """Write a PNG file atomically, with `facts` as JSON in its text, which Image.open(path).text[FACTS] reads."""
+    """Write a PNG file atomically; Image.open(path).text[FACTS] then gives `facts` as JSON."""
     info = PngInfo()
     if facts is not None:
         info.add_text(FACTS, json.dumps(facts))

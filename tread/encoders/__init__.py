@@ -1,1 +1,1 @@
-"""Frozen networks by others: autoencoders, text encoders, picture encoders, CLIP and Inception."""
+"""Frozen networks trained by others: autoencoders, text encoders, picture encoders, CLIP and Inception."""

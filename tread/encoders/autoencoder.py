@@ -1,7 +1,8 @@
 """Convert pixels to stored latents, and network latents to pixels, with a diffusers autoencoder.
 
-The autoencoder "pixels" (autoencoder=none) is the identity: a latent is the picture itself, with 0..255 mapped to
-−1..1. "unknown" is the autoencoder of imported latents whose source does not name one.
+Stored and network latents are defined in tread/data/latents.py. The autoencoder "pixels" (autoencoder=none) is the
+identity: a latent is the picture itself, with 0..255 mapped to −1..1. The name "unknown" is that of imported latents'
+autoencoder if their source does not tell it.
 """
 
 import hashlib
@@ -48,17 +49,17 @@ SD_CONFIG = {
 
 
 def preview(x: Tensor) -> Tensor:
-    """Show the first 3 channels of network latents (if fewer, the first) as uint8 pictures: −3..3 → 0..255."""
+    """Show the first 3 channels of network latents, or 1 if there are fewer, as uint8 pictures: −3..3 → 0..255."""
     return to_uint8(x[:, : 3 if x.shape[1] >= 3 else 1] / 3)
 
 
 def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module:
     """Load a frozen diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
 
-    `name` is a hub id, a folder with config.json and weights, or a weight file. A file has no config: it must be an
-    AutoencoderKL in LDM's parameter names (Stable Diffusion's, VA-VAE's), whose tensors tell its sizes, or Stable
-    Diffusion 1's or TAESD's in diffusers' names. A hub id is taken from the local cache if it is there, without asking
-    the hub. Raises ValueError for anything else, and, after some seconds, if the hub can't be reached.
+    `name` is a hub id, a folder with config.json and weights, or a weight file. A weight file has no config: it must
+    be an AutoencoderKL in LDM's parameter names (Stable Diffusion, VA-VAE), whose sizes are read from its tensors, or
+    the autoencoder of Stable Diffusion 1 or TAESD in diffusers' names. A hub id is taken from the local cache if it is
+    there, without asking the hub. Raises ValueError for anything else, or if the hub can't be reached.
     """
     try:
         local = Path(name).exists() or is_cached(name, HUB_FILES)
@@ -112,7 +113,7 @@ def _from_file(path: Path) -> nn.Module:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return the hex sha256 of a module's parameter names and their values in fp32, whatever file they are from."""
+    """Return the hex sha256 of a module's parameter names and fp32 values; the format of its file does not matter."""
     digest = hashlib.sha256()
     for key, value in sorted(model.state_dict().items()):
         digest.update(key.encode() + b"\0")
@@ -142,11 +143,11 @@ def encoded(
 ) -> LatentSpec:
     """Describe the latents that `encoder` will make from pictures of size `resolution`: shape, content and scale.
 
-    store  "moments" of an AutoencoderKL's posterior; "latents", its mean or an AutoencoderTiny's latents; "auto":
-           moments if there is a posterior.
-    kept   the dataset's dtype and views, for LatentSpec.
+    store  "moments": mean and log-variance of an AutoencoderKL's posterior; "latents": that mean, or an
+           AutoencoderTiny's latents; "auto": moments if there is a posterior.
+    kept   further fields of LatentSpec: dtype, views, orientation and alpha.
 
-    Raises ValueError for a `store` that the autoencoder can't give, or if it decodes its latents to another size.
+    Raises ValueError for a `store` that the autoencoder can't give, or if it decodes latents to another resolution.
     """
     posterior = type(model).__name__ == "AutoencoderKL"
     if store == "moments" and not posterior:
@@ -175,7 +176,7 @@ def encoded(
 
 
 def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept) -> LatentSpec:
-    """Like `encoded`, for pictures stored without an autoencoder, (3, R, R) in −1..1. Raises ValueError for R > 128."""
+    """Like `encoded`, for pictures (3, R, R) in −1..1 that are stored as they are. Raises ValueError for R > 128."""
     if store == "moments":
         raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
     if resolution > PIXELS_UP_TO:
@@ -193,7 +194,7 @@ def patch_for(side: int, tokens: int = 256) -> int:
 
 def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> LatentEncoder:
     """Return a function from pictures (B, 3, R, R) uint8 to the arrays to store, (B, views, C or 2C, S, S) float32.
-    model=None stores pixels; precision is "fp32", or "bf16" for autocast. A second view (latents.views) is flipped."""
+    model=None stores pixels; precision is "fp32", or "bf16" for autocast. The second of 2 latents.views is mirrored."""
     device = torch.device("cpu") if model is None else next(model.parameters()).device
 
     def encode_view(pixels: Tensor) -> Tensor:

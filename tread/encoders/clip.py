@@ -1,6 +1,6 @@
 """The CLIP score, how well pictures fit their captions: 100·max(cos, 0) of CLIP's two embeddings (arXiv 2104.08718).
 
-That paper multiplies by 2.5; text-to-image papers report the score with 100. ViT-L/14 and ViT-B/32 give different
+That paper multiplies by 2.5; text-to-image papers multiply by 100. ViT-L/14 and ViT-B/32 give different
 scores, so fid.json records the hash of the weights.
 """
 
@@ -18,8 +18,8 @@ AT_ONCE = 64  # pictures per batch
 
 
 class ClipScore:
-    """CLIP with both towers, in fp32. `name` is a hub id, or a folder saved by transformers; `sha256` is the hash of
-    weights and vocabulary. Raises ValueError if the model can't be loaded."""
+    """CLIP's picture and text encoders, in fp32. `name` is a hub id, or a folder saved by transformers; `sha256` is the
+    hash of weights and vocabulary. Raises ValueError if the model can't be loaded."""
 
     def __init__(self, name: str, device: torch.device | str) -> None:
         known = (
@@ -35,7 +35,7 @@ class ClipScore:
 
     @torch.no_grad()
     def score(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
-        """Return the scores (n,) float32 of pictures (n, 1 or 3, H, W) uint8 and their captions, cut off if long."""
+        """Return the scores (n,) float32 of pictures (n, 1 or 3, H, W) uint8 with captions (cut off if long)."""
         length, scores = self._model.config.text_config.max_position_embeddings, []
         cut = {"truncation": True, "max_length": length, "padding": "max_length"}
         for start in range(0, len(pictures), AT_ONCE):

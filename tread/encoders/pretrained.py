@@ -1,4 +1,4 @@
-"""Load frozen transformers models from the hub, its cache or a folder, and refuse missing or misfit weights."""
+"""Load frozen transformers models from the hub, its cache or a folder, and refuse incomplete or unfitting weights."""
 
 import hashlib
 import json
@@ -29,13 +29,13 @@ def load_pretrained(
 ) -> tuple[nn.Module, list[Any]]:
     """Load a frozen model in fp32 and eval mode, and further parts such as its tokenizer.
 
-    what, known   for error messages: the thing to load, and a sentence on the possible choices.
+    what, known   for error messages: what is loaded, and a sentence on the possible choices.
     place         a hub id or a folder.
     kinds         model type in config.json → name of the transformers class.
     requirements  the requirements file that names transformers, for messages.
-    others        class for other model types, if they have a single tower and a hidden size; None: they are refused.
-    parts         for each part its possible class names; the first one that the installed transformers has is loaded.
-    unused        prefix of the names of weights that may be missing.
+    others        class for other model types with a single tower and a hidden size; None: other types are refused.
+    parts         for each further part its possible class names; the first that the installed transformers has is used.
+    unused        weights whose names start with this prefix may be missing.
 
     Raises ValueError if the model can't be loaded, lacks weights or has weights of other shapes.
     """

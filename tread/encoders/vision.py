@@ -1,7 +1,7 @@
-"""Picture encoders, with whose patch features a network can be aligned in training.
+"""Picture encoders, to whose patch features a network's features can be aligned in training.
 
-    inception        the FID Inception's map of 17×17×768 (inception.py): no further package, no download of its own
-    dinov2-s|b|l|g   DINOv2 from the hub, or a hub id or a folder of such a model, by transformers
+    inception        the 17×17×768 map of FID's Inception (inception.py); needs nothing beyond FID's weights
+    dinov2-s|b|l|g   DINOv2 from the hub; also a hub id or a folder of such a model; loaded with transformers
     module:function  a function or torch module: pictures (B, 3, H, W) uint8 → (B, T, z), T = side², row by row
 
 All are frozen and run in fp32, whatever the precision of training.
@@ -46,10 +46,10 @@ class Cost(NamedTuple):
 class Encoder:
     """A frozen encoder from pictures (B, 3, H, W) uint8 to features (B, T, z) float32 of T = side² tokens, row by row.
 
-    name         the recorded name; encoders of one name are taken to be the same.
-    run          the network, without the averaging to `grid`.
-    fingerprint  hash of the weights, and for module:function of the module's source.
-    grid         tokens along a side, to which finer features are averaged; None: as many as the encoder gives.
+    name         the recorded name; encoders with the same name are taken to be the same.
+    run          the network: pictures → features, before they are averaged to `grid`.
+    fingerprint  hash of the weights; for module:function also of the module's source.
+    grid         tokens along a side, to which larger feature maps are averaged; None: as many as the network gives.
     """
 
     name: str
@@ -60,7 +60,8 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
-        """Return features (B, T, z) on the encoder's device. Raises ValueError for other shapes and for T < grid²."""
+        """Return the features (B, T, z) of pictures (B, 3, H, W) uint8, on the encoder's device. Raises ValueError for
+        pictures or features of other shapes, and if the network makes fewer than grid² tokens."""
         check_pictures(pictures)
         with exact():
             features = self.run(pictures.to(self.device)).float()
@@ -82,8 +83,8 @@ class Encoder:
             return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2)
 
     def cost(self, height: int) -> Cost:
-        """Return the cost of one square picture: matrix products and convolutions only, 2 FLOPs per multiply-add.
-        Raises ValueError as `encode` does, and for features that are not finite."""
+        """Return the cost of encoding one picture of `height` × `height` pixels: matrix products and convolutions only,
+        2 FLOPs per multiply-add. Raises ValueError as `encode` does, and for features that are not finite."""
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             features = self.encode(torch.zeros(1, 3, height, height, dtype=torch.uint8))
         if not features.isfinite().all():
@@ -102,7 +103,7 @@ def encoder_name(name: str) -> str:
 def open_encoder(
     name: str, device: torch.device | str, *, grid: int | None = None, inception: str | None = None
 ) -> Encoder:
-    """Return the encoder of a name (see the top of this file). Raises ValueError or OSError if it can't be loaded.
+    """Return the encoder named `name` (see the top of this file). Raises ValueError or OSError if it can't be loaded.
     `grid`: tokens along a side (see Encoder); `inception`: the Inception's weight file (None: see find_weights)."""
     device, recorded = torch.device(device), encoder_name(name)
     if name == "inception":
@@ -128,10 +129,11 @@ def open_encoder(
 
 
 def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor:
-    """Return the Inception's map at the tokens' centres, (B, T, 768) with T = max(grid, 16)² (averaged later to grid²).
+    """Return the Inception's 17×17 map interpolated at the tokens' centres: (B, T, 768) with T = max(grid, 16)².
 
-    The map is interpolated linearly between its 17×17 cells and is constant beyond the outer ones. Cell i looks at
-    pixel 21 + 16·i of 299, and pixel p of 299 is taken at p·(size / 299), see `resize`.
+    Interpolation is linear between the centres of cells and constant beyond the outer ones. Along a side, cell i is
+    centred on input pixel 21 + 16·i of 299, and input pixel p is the picture's p·(size / 299), see `resize`. If grid
+    is below 16, Encoder.encode averages the tokens.
     """
     maps = network.feature_map(as_input(pictures))
     rows, columns = (_between(max(grid, INCEPTION_GRID), size, maps.device) for size in pictures.shape[2:])
@@ -139,7 +141,8 @@ def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor
 
 
 def _between(grid: int, size: int, device: torch.device) -> Tensor:
-    """Return the weights (grid, 17) of a map's 17 cells along a side of `size` pixels in each token; rows sum to 1."""
+    """Return weights (grid, 17) for a side of `size` pixels: row i interpolates the map's 17 cells at the centre of
+    token i of `grid`. Rows sum to 1."""
     centres = (torch.arange(grid, device=device) + 0.5) * size / grid - 0.5  # in the picture's pixels
     at = ((centres * SIZE / size - 21) / 16).clamp(0, 16)
     return (1 - (at[:, None] - torch.arange(17, device=device)).abs()).clamp(min=0)
@@ -151,8 +154,8 @@ def _between(grid: int, size: int, device: torch.device) -> Tensor:
 def _dinov2_tokens(model: nn.Module, pictures: Tensor) -> Tensor:
     """Return the patch tokens (B, T, z) after the last norm, without the class token.
 
-    Pictures are normalised and then resized to 7/8 of their size: 256² become 224², 16×16 patches of 14. Other sizes go
-    to the nearest whole number of patches, at least one. The model resamples its positions to them bicubically.
+    Pictures are normalised and then resized to 7/8 of their size, rounded to a whole number of patches, at least one:
+    256×256 becomes 224×224, 16×16 patches of 14×14. The model resamples its position embeddings to them bicubically.
     """
     mean, std = torch.tensor(IMAGENET, device=pictures.device)[..., None, None]
     patch = model.config.patch_size
@@ -176,7 +179,7 @@ def _load_function(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _own_fingerprint(name: str, run: Callable[[Tensor], Tensor]) -> str:
-    """Return the hex sha256 of a module's source and of a torch module's weights, not of files that the code loads."""
+    """Return the hex sha256 of a module's source and of a torch module's weights; files it loads are left out."""
     source = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
     digest = hashlib.sha256(Path(source).read_bytes() if source else b"")
     if isinstance(run, nn.Module):

@@ -1,7 +1,7 @@
 """How well generated emoji show what was asked for: the nearest real emoji should carry the caption. It is no FID.
 
-The real emoji nearest to a drawn one are looked up among all of them, training and held out: by their pixels at 16×16,
-and by the FID Inception's features where its weights are at hand.
+The real emoji nearest to a generated one are looked up among all, training and held out: by their pixels at 16×16, and
+by the FID Inception's features if its weights are on this machine.
 """
 
 import itertools
@@ -19,8 +19,9 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import stored_pictures
 from tread.encoders.inception import Inception, extract
-from tread.models.conditions import Text, join, rows, to
-from tread.preparing import emoji
+from tread.evaluation.prompts import ScoredPrompts, open_prompts
+from tread.models.conditions import Text, join, to
+from tread.preparing.emoji import prepare_emoji
 
 SIDE = 16  # of the pictures that are compared pixel by pixel
 RANKS = (1, 5)
@@ -29,63 +30,48 @@ COMPARED = ("", "_real", "_shifted")  # what was drawn; the emoji asked for itse
 
 
 class EmojiSet(NamedTuple):
-    """All real emoji, training first: pictures (m, 3, S, S) uint8, and the captions of each."""
+    """All real emoji, training before held-out ones: pictures (m, 3, S, S) uint8, and the captions of each."""
 
     pictures: Tensor
     captions: list[list[str]]
 
 
 class Asked(NamedTuple):
-    """The emoji (n,) whose first captions are asked for: their numbers, their parts, and the captions' texts."""
+    """The n emoji whose first captions serve as prompts.
+
+    numbers  (n,) places in EmojiSet.
+    parts    (n,) "seen" for training emoji, "held" for held-out compositions.
+    texts    the encoded captions.
+    """
 
     numbers: np.ndarray
     parts: np.ndarray
     texts: Text
 
-    def repeated(self, times: int) -> "Asked":
-        """Each so many times, one behind the other."""
-        each = np.repeat(np.arange(len(self.numbers)), times)
-        return Asked(self.numbers[each], self.parts[each], rows(self.texts, torch.from_numpy(each)))
 
-
-def open_emoji(saved: SavedNetwork, folder: str | None = None) -> tuple[LatentDataset, LatentDataset]:
-    """Both parts of dataset=emoji, training and held out, with the text that a network was trained on.
-
-    folder  where train/ and heldout/ lie; None: where the checkpoint says, and they are written if they are not there.
-
-    Raises FileNotFoundError, or ValueError for a network of other data, or of classes.
-    """
-    dataset, text = saved.cfg.dataset, saved.cfg.text
-    if dataset.embedded != "emoji" or not saved.cfg.model.takes_text:
-        raise ValueError(
-            f"{saved.found.folder} was trained with model={saved.cfg.model.name} dataset={dataset.name}, but only "
-            "a network of texts trained on dataset=emoji can be judged by the emoji's captions"
-        )
-    train = Path(folder).expanduser() / "train" if folder else Path(dataset.path)
-    heldout = train.with_name("heldout") if folder or not dataset.heldout else Path(dataset.heldout)
-    if folder is None:
-        emoji.prepare_emoji(train, "train", text.encoder)
-        emoji.prepare_emoji(heldout, "heldout", text.encoder)
-    parts = LatentDataset(train, text=text.encoder), LatentDataset(heldout, text=text.encoder)
-    for data in parts:
-        if data.text_spec.fingerprint != text.fingerprint or data.latents.shape != saved.latents.shape:
-            raise ValueError(
-                f"{data.folder} holds other emoji than {saved.found.folder} was trained on: {data.latents.shape}, "
-                f"{data.text_spec.describe()}; data=<folder> names those"
-            )
+def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
+    """Open the training and the held-out part of a text network's dataset=emoji; they are written if they are missing.
+    Raises FileNotFoundError or ValueError if that fails, or if size or text differ from those of its training."""
+    dataset, parts = saved.cfg.dataset, []
+    train = Path(dataset.path)
+    for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):
+        prepare_emoji(folder, part, saved.cfg.text.encoder)
+        parts.append(open_prompts(saved, str(folder), with_words=False))
+        if parts[-1].data.latents.shape != saved.latents.shape:
+            raise ValueError(f"{folder} holds emoji of another size than {saved.found.folder} was trained on")
     return parts
 
 
 def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
-    """The pictures and captions of both parts of dataset=emoji."""
+    """Return the pictures and captions of both parts of dataset=emoji."""
     parts = [data for data in (train, heldout) if data]
     pictures = [stored_pictures(data.read(np.arange(len(data))).stored, data.latents).cpu() for data in parts]
     return EmojiSet(torch.cat(pictures), [texts for data in parts for texts in data.captions])
 
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
-    """So many first captions: half of training emoji, spread over all, and half of held-out compositions, one after
-    the other and again from the first; without held-out data all of the former."""
+    """Choose `count` emoji to ask for: half are training emoji, evenly spread; half are held-out compositions, in order
+    and repeated if there are too few. Without held-out data, all are training emoji."""
     compositions = read_index(heldout.folder).get("compositions", 0) if heldout else 0
     held = np.arange(count // 2) % compositions if compositions else np.arange(0)
     seen = np.linspace(0, len(train) - 1, count - len(held)).round().astype(np.int64)
@@ -97,14 +83,14 @@ def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Aske
 
 
 def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Inception | None = None) -> dict[str, float]:
-    """Score generated emoji: pictures (n, 3, S, S) uint8, drawn for the texts that were asked.
+    """Score generated emoji: pictures (n, 3, S, S) uint8, sampled with the captions in `asked`.
 
-    seen_top1, seen_top5    share of the captions of training emoji that the nearest real emoji carries, or one of the
-                            five nearest.
-    held_top1, held_top5    the same of held-out compositions.
-    …_real                  the same of the emoji asked for themselves: below 1 where others look alike to the features.
-    …_shifted               the same of these, shifted by one pixel: what a right but inexact picture reaches.
-    …_inception…            the same by Inception's features in the place of pixels.
+    seen_top1, seen_top5    for captions of training emoji: share of pictures whose nearest real emoji (or one of the
+                            five nearest) has the caption.
+    held_top1, held_top5    the same for held-out compositions.
+    …_real                  the same share for the real pictures asked for; below 1 if other emoji look like them.
+    …_shifted               the same for the real pictures shifted by one pixel: what an inexact but right one reaches.
+    …_inception…            the same by distances of Inception features instead of pixels.
     """
     shown = real.pictures[torch.from_numpy(asked.numbers)]
     compared = dict(zip(COMPARED, (pictures, shown, shown.roll(1, dims=3))))
@@ -122,13 +108,13 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
 
 
 def small_pixels(pictures: Tensor) -> Tensor:
-    """(n, 3, S, S) uint8 → (n, 3·16·16), the means of areas."""
+    """Average pictures (n, 3, S, S) uint8 down to 16×16 pixels, (n, 3·16·16) in 0..1."""
     return F.adaptive_avg_pool2d(pictures.double() / 255, SIDE).flatten(1)
 
 
 def retrieved(features: Tensor, known: Tensor, asked: Asked, real: EmojiSet) -> np.ndarray:
-    """Features of drawings (n, F) and of real emoji (m, F) → (n, 5) bool: whether the nearest real emoji, the next, …
-    carries the caption asked for."""
+    """Return (n, 5) bool: whether the nearest, second nearest, … real emoji has the caption asked for. Features are
+    those of generated emoji (n, F); `known` are those of all real ones (m, F)."""
     nearest = torch.cdist(features, known).topk(min(max(RANKS), len(known)), largest=False).indices
     carried = [{caption.lower() for caption in captions} for captions in real.captions]
     wanted = [real.captions[number][0].lower() for number in asked.numbers]

@@ -1,8 +1,8 @@
 """Loss on held-out data with all tokens and with noise that is the same for all runs.
 
-Compare runs by this number: a routed network's training loss is higher than a dense one's, and does not tell how it
-does with all tokens. EDM's loss is weighted as in training, at its noise levels; rectified flow's is the velocity error
-at uniform times.
+Compare runs by this number: a routed network's training loss is higher than a dense one's, and does not say how good
+it is with all tokens. EDM's loss is weighted as in training, at its noise levels; rectified flow's is the error of the
+velocity at uniform times.
 """
 
 import torch
@@ -37,8 +37,8 @@ def read_points(
 ) -> tuple[Tensor, Condition, Tensor, Tensor]:
     """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S).
 
-    Other arguments are those of `heldout_loss`; noise depends on `stream` and the points' numbers alone. Stored moments
-    give their mean, and of several captions the first is taken.
+    Other arguments are those of `heldout_loss`; noise depends on `stream` and the points' numbers alone. Of stored
+    moments the mean is read, and of several captions the first.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())

@@ -45,7 +45,7 @@ class Pictures:
 
     where       their file or folder, for messages.
     resolution  (H, W)
-    sha256      of the file, or of a folder's names and contents.
+    sha256      hash of the file, or of a folder's file names and contents.
     read        (start, stop) → (n, 3, H, W) uint8, fastest in ascending order; raises ValueError for damaged files.
                 With a third argument, a list, it leaves them out and appends (name, reason) to the list.
     skip        whether damaged files are left out instead of refused.
@@ -241,7 +241,7 @@ def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
 
 
 def part_size(count: int, batch_size: int) -> int:
-    """Return the number of pictures in a part: whole batches, whatever the number of processes."""
+    """Return the number of pictures to process at a time: whole batches, equal for any number of processes."""
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 

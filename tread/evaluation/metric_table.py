@@ -5,7 +5,7 @@ records, figures and tables look metrics up here when they run; the order of MET
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,12 +21,12 @@ class Metric:
     better    direction of better values; None: neither.
     unit      unit of the values, for axes.
     long      name where there is room; "": the same as display.
-    of        who measures it. "samples": fid.py, and maybe a training too; "demo": a training, at its end; "heldout":
-              a training, as a loss on held-out data by which runs are compared; "training": each log line.
+    of        who measures it. "samples": fid.py, and maybe a training too; "demo": likewise, of dataset=emoji;
+              "heldout": a training, as a loss on held-out data by which runs are compared; "training": each log line.
     compared  whether tables that compare runs have a column for it.
     curve     whether a training measures it repeatedly.
     log       whether its axis is logarithmic.
-    alike     settings that runs must share for its values to be comparable, besides those that all metrics need.
+    alike     settings that must be equal for runs' values to be comparable, besides those that all metrics need.
     count     key under which a training records its number of samples; "": none.
     real      suffixes of the keys that hold the same number for real pictures.
     compute   computes it from features of samples and reference; None: another scorer gives it.
@@ -95,8 +95,9 @@ METRICS: dict[str, Metric] = {
     "clip_score": Metric("CLIP score", "higher"),
     **{
         f"{part}_top{rank}{features}": _judged(
-            f"{called}, top {rank}{by}",
+            f"{part}_top{rank}{features}",
             "higher",
+            long=f"{called}, top {rank}{by}",
             of="demo",
             compared=rank == 1 and not features,
             real=("_real", "_shifted"),
@@ -122,8 +123,13 @@ def names_of(what: str) -> list[str]:
     return [name for name, metric in METRICS.items() if metric.of == what]
 
 
+def scored_names(record: Mapping) -> list[str]:
+    """Return the keys that a table of scores has columns for: all of "samples", and those of "demo" in a score."""
+    return names_of("samples") + [name for name in names_of("demo") if name in record]
+
+
 def heldout_titles() -> dict[str, str]:
-    """Return {key: title} of the losses on held-out data; the keys are those of `Process.evaluation`."""
+    """Return {key: title} of the losses on held-out data; a process names its key in `Process.evaluation`."""
     return {name: METRICS[name].title for name in names_of("heldout")}
 
 

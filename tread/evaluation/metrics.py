@@ -20,7 +20,7 @@ Seen = Callable[[int], object]  # called with a number of rows that are done, fo
 
 
 def nobody(rows: int) -> None:
-    """Ignore the progress of a computation."""
+    """Do nothing; the default of `seen`, for callers that show no progress."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float
 
 
 def kernel_distance(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> float:
-    """Return KID, the unbiased squared MMD under (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401), of all pairs
+    """Return KID, unbiased squared MMD with kernel (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401), of all pairs
     of features (n, D), (m, D) fp32, n and m at least 2; other code averages over random subsets. `seen` is called with
     the number of rows done, n + 2·m in all."""
 

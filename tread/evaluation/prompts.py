@@ -1,5 +1,5 @@
-"""Reads a text network's prompts and encodes them with the text encoder of its training; opens captions of held-out
-pictures, on which text networks are scored. The labels of a text network are the numbers 0..n−1 of its prompts."""
+"""Reads prompts for text-conditional networks and encodes them with the text encoder of the training; opens captions of
+held-out pictures for scoring. Samplers take labels: for a text-conditional network, these number its prompts 0..n−1."""
 
 import hashlib
 import itertools
@@ -40,8 +40,8 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
 
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
-    """Return the labels to draw: the classes (None: ten, spread over all), or the prompts' numbers for a text network.
-    Raises ValueError for classes or prompts that the network does not take, and for a text network without a prompt."""
+    """Return the labels to sample: the classes (None: ten, spread over all) or, for a text-conditional network, the
+    prompts' numbers. Raises ValueError if the network takes no such classes or prompts, or if prompts are missing."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
@@ -58,8 +58,8 @@ def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
     """Encode prompts for the network; also return notes on unknown words and on prompts that are cut off. `place` is
-    the text encoder's hub id or folder; None: the one that the training used. Raises ValueError if it can't be loaded,
-    or is not the training's by its hash."""
+    the text encoder's hub id or folder; None: the one that the training used. Raises ValueError if it can't be loaded
+    or its hash differs from that of the training's encoder."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(
             f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"
@@ -96,14 +96,14 @@ def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
 class ScoredPrompts:
     """Captions by number, in the order of their pictures.
 
-    folder  of the captions' dataset.
+    data    the captions' dataset.
     count   number of captions.
     sha256  of the dataset's latents, its captions and their encoder.
     read    caption numbers (n,) → encoded text.
     words   the captions as text, if they were requested; else ().
     """
 
-    folder: Path
+    data: LatentDataset
     count: int
     sha256: str
     read: Callable[[np.ndarray], Text]
@@ -137,4 +137,4 @@ def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPro
     parts = {"latents": latents_hash(index), "captions": index.get("captions"), "text": asdict(wanted)}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     words = itertools.chain.from_iterable(read_captions(folder, index)) if with_words else ()
-    return ScoredPrompts(folder, count, digest, data.text_of, tuple(words))
+    return ScoredPrompts(data, count, digest, data.text_of, tuple(words))

@@ -36,10 +36,10 @@ KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
 @dataclass(frozen=True)
 class Reference:
-    """An opened reference, with those of its parts that its file holds.
+    """An opened reference: statistics, pictures, or both.
 
-    stated      statistics stored in the file, by "pool" or "spatial" features.
-    pictures    the pictures, whose features replace missing statistics; None: there are none.
+    stated      statistics stored in the file, keyed "pool" or "spatial" by the kind of features.
+    pictures    the pictures, from whose features missing statistics are computed; None: there are none.
     resolution  (H, W); None: unknown.
     count       number of its pictures, or of those behind its statistics; None: unknown.
     """
@@ -60,9 +60,9 @@ class Reference:
 def open_reference(
     path: Path, crop: Crop | None, processes: Processes, sizes: Mapping[str, int], skip: bool = False
 ) -> Reference:
-    """Open a reference without decoding its pictures; its statistics must have the numbers of features in `sizes`, by
-    "pool" and "spatial". The other arguments are those of open_pictures. Raises FileNotFoundError, or ValueError if it
-    is damaged, of another network, or no reference."""
+    """Open a reference without decoding its pictures. `sizes` are the numbers of features that stored statistics must
+    have, keyed "pool" and "spatial"; the other arguments are those of open_pictures. Raises FileNotFoundError, or
+    ValueError if the file is damaged, has statistics of another Inception network, or is no reference."""
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
@@ -113,8 +113,8 @@ class Unavailable(ValueError):
 
 @dataclass(frozen=True)
 class FeatureSets:
-    """Inception features of samples and of a reference's pictures (None: it has none), to compute metrics from. Methods
-    raise Unavailable if what they need is missing."""
+    """Inception features of samples and of a reference's pictures (`features`; None: it has none), for metrics to use.
+    Methods raise Unavailable if something that they need is missing."""
 
     samples: ShardStore
     features: ShardStore | None
@@ -124,7 +124,7 @@ class FeatureSets:
     _compared: dict = field(default_factory=dict)
 
     def gaussians(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return mean (D,) and covariance (D, D) of the samples' features of a kind, then both of the reference's."""
+        """Return mean (D,) and covariance (D, D) of one kind of features: the samples' pair, then the reference's."""
         expected = self.reference.stated.get(kind)
         if expected is None and self.features is None:
             raise Unavailable("the reference has neither pictures (arr_0) nor mu_s, sigma_s")
@@ -153,7 +153,8 @@ class FeatureSets:
         passes: tuple[int, int] = (0, 0),
         more_than: int = 0,
     ) -> T:
-        """Compute measure(reference, samples, seen) of `pools`, once per title; the progress bar shows the title.
+        """Compute measure(reference, samples, seen) on `pools`; the progress bar shows the title. A later call with the
+        same title returns the stored result.
 
         passes     how often `measure` calls `seen` for each row of the reference and of the samples; (0, 0): no bar.
         more_than  number of pictures that each set must exceed.

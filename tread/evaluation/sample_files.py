@@ -1,4 +1,4 @@
-"""Writes sample.py's samples as a grid, single files, a batch in ADM's format, or latents, and records their making."""
+"""Writes samples as a grid, single files, a batch in ADM's format, or latents, and records how they were made."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
 
 
 def check_name(out: str | None, latents: bool) -> None:
-    """Raise ValueError if the suffix of `out` is for other content than will be written, or for no format."""
+    """Raise ValueError if the suffix of `out` does not fit what will be written, or is of no known format."""
     suffix = ".safetensors" if out is None and latents else Path(out or "").suffix.lower()
     if latents != (suffix == ".safetensors"):
         raise ValueError(f"out is {out!r}, but save_latents=true writes a .safetensors file, and nothing else does")
@@ -46,7 +46,7 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """Record all that made the samples, for JSON: the settings, with the sampler's values in place of open ones."""
+    """Return a record for JSON of how samples were made: settings (null ones as the sampler chose), networks, NFE."""
 
     def network(source: SavedNetwork) -> dict:
         return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
@@ -65,7 +65,7 @@ def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: Sav
 
 
 def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> str:
-    """Describe in words how samples are drawn; `cost` is relative to drawing without guidance."""
+    """Describe in words how samples are generated; `cost` is the ratio of FLOPs to sampling without guidance."""
     shift = f" and shift {network.shift:g}" if network.shift not in (None, 1) else ""
     churn = f" and churn {sampler.churn.amount:g}" if sampler.churn.amount else ""
     relative = "" if sampler.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
@@ -80,16 +80,16 @@ def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> st
 class SampleFiles:
     """Writes samples as a grid (x.png), in ADM's format (x.npz), as latents (x.safetensors), or as files in a folder.
 
-    A file of latents holds `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,); its metadata are their `meaning` and
-    all that made them.
+    A file of latents holds `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,); its metadata say
+    what the numbers mean and how they were made.
 
     out        None: samples.png (latents: samples.safetensors), or samples-1.png, … if that exists.
     overwrite  whether existing files are replaced.
     seeds      one for each column of the grid.
-    labels     one for each row.
+    labels     one for each row of the grid.
     classes    the dataset's class names, or the prompts; a label beyond them means no class.
     latents    whether latents are written instead of pictures.
-    prompts    whether labels number prompts.
+    prompts    whether labels are numbers of prompts, not of classes.
     """
 
     out: Path | None

@@ -1,5 +1,5 @@
 """Reads and writes a score's files: fid.json beside the checkpoint or the pictures, and a line in the run's fid.csv.
-fid.json holds the newest score; older ones by other settings are kept as fid-1.json, fid-2.json, …"""
+fid.json holds the newest score; older ones with other settings are kept as fid-1.json, fid-2.json, …"""
 
 import csv
 import itertools
@@ -7,33 +7,33 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from tread.evaluation.metric_table import METRICS, Metric, names_of
+from tread.evaluation.metric_table import METRICS, Metric, scored_names
 from tread.runtime.files import write_whole
 
 NAMES = ("samples.npz", "fid.png", "fid.json")
 
 
 class ScoreFiles:
-    """fid.json, fid.png and samples.npz in a folder; `stem` starts their names in folders with several sets."""
+    """fid.json, fid.png and samples.npz in a folder; their names start with `stem` if it holds several picture sets."""
 
     def __init__(self, folder: Path, stem: str = "") -> None:
         self.folder, self.stem = folder, stem
 
     def path(self, name: str, number: int | None = None) -> Path:
-        """Return the path of a file: "fid.json", or with a number the older fid-1.json."""
+        """Return the path of a file by name: "fid.json" of the newest score or, with number=1, the older fid-1.json."""
         head, _, suffix = name.rpartition(".")
         return self.folder / f"{self.stem}{head}{'' if number is None else f'-{number}'}.{suffix}"
 
     def _there(self, number: int | None = None) -> list[str]:
-        """List the names of the existing files of a number (None: the newest)."""
+        """List the names of the files that exist for the score with this number (None: the newest)."""
         return [name for name in NAMES if self.path(name, number).exists()]
 
     def _free(self) -> int:
-        """Return the first number that no file has."""
+        """Return the lowest number that no stored score has."""
         return next(number for number in itertools.count(1) if not self._there(number))
 
     def _is(self, number: int | None, settings: dict) -> dict | None:
-        """Return the record of the score with this number if it exists and was made by these settings, else None."""
+        """Return the record of the score with this number if it exists and has these settings, else None."""
         try:
             record = json.loads(self.path("fid.json", number).read_text())
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -42,7 +42,7 @@ class ScoreFiles:
         return record if same else None
 
     def find(self, settings: dict, with_samples: bool = False) -> tuple[Path, dict] | None:
-        """Find a score by its settings: fid.json's path and content, or None. with_samples: its samples.npz too."""
+        """Return (path, content) of the fid.json with these settings (and a samples.npz, if with_samples), or None."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
             if record and (not with_samples or "samples.npz" in self._there(number)):
@@ -71,11 +71,12 @@ def table(record: dict) -> str:
     def known(name: str) -> Metric:
         return METRICS.get(name, Metric(name))
 
+    width = max([20, *map(len, record["counts"])]) + 1
     lines = [
-        f"  {known(name).display:<21}{record[name]:<12.5g} {count:,} samples{against.get(known(name).needs, '')}"
+        f"  {known(name).display:<{width}}{record[name]:<12.5g} {count:,} samples{against.get(known(name).needs, '')}"
         for name, count in record["counts"].items()
     ]
-    lines += [f"  {known(name).display:<21}unavailable: {why}" for name, why in record["unavailable"].items()]
+    lines += [f"  {known(name).display:<{width}}unavailable: {why}" for name, why in record["unavailable"].items()]
     for key, what in (("skipped", "samples"), ("reference_skipped", "the reference")):
         lines += [f"  note: {record[key]:,} damaged pictures of {what} were left out"] if key in record else []
     return "\n".join(lines + [f"  note: {text}" for text in record["warnings"]])
@@ -87,21 +88,21 @@ def sampler_told(values: Mapping) -> str | None:
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 
 
-def columns() -> list[str]:
-    """Return the columns of fid.csv, with one for each metric of samples in METRICS."""
-    head = ["time", "step", "count", *names_of("samples"), "reference", "reference_count"]
+def columns(record: Mapping) -> list[str]:
+    """Return the columns of fid.csv for a score, with one for each of `scored_names`."""
+    head = ["time", "step", "count", *scored_names(record), "reference", "reference_count"]
     head += ["sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network"]
     return [*head, "labels", "first_seed", "weights", "dtype", "checkpoint"]
 
 
 def add_line(path: Path, record: dict) -> None:
     """Append a score to a .csv with `columns`; a file with other columns is renamed first."""
-    head = ",".join(columns())
-    if path.exists() and path.read_text().partition("\n")[0].strip() != head:
+    head = columns(record)
+    if path.exists() and path.read_text().partition("\n")[0].strip() != ",".join(head):
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())
         path.replace(path.with_name(f"{path.stem}-{number}.csv"))
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns(), extrasaction="ignore")
+        writer = csv.DictWriter(file, head, extrasaction="ignore")
         if not file.tell():
             writer.writeheader()
         values = record["settings"] | record

@@ -1,7 +1,7 @@
-"""Scores samples of checkpoints by Inception features against a reference, or digits by raw pixels; FID in training."""
+"""Scores samples of checkpoints by Inception features against a reference, or embedded datasets; FID in training."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -9,20 +9,25 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from tread.checkpoints.for_sampling import SavedNetwork
 from tread.data.latents import LatentSpec
 from tread.data.store import ShardStore
 from tread.diffusion.labels import seeded_labels
 from tread.diffusion.sampling import Model, Sampler, draw_pictures
 from tread.encoders.autoencoder import Decoder
-from tread.encoders.inception import Inception, extract, find_weights, load_inception
+from tread.encoders.inception import Inception, extract, find_at_hand, find_weights, load_inception
+from tread.evaluation.emoji_judge import ask, judge_emoji, open_emoji, real_emoji
 from tread.evaluation.image_sets import extract_all
-from tread.evaluation.metric_table import METRICS, feature_metrics
+from tread.evaluation.metric_table import METRICS, feature_metrics, names_of
 from tread.evaluation.metrics import Moments, frechet_distance
+from tread.evaluation.prompts import ScoredPrompts
 from tread.evaluation.reference import FeatureSets, Reference, Unavailable, check_size, open_reference
+from tread.models.conditions import rows
 from tread.preparing.digits import digits_parts
 from tread.preparing.images import Crop
 from tread.runtime.device import use_cores
 from tread.runtime.distributed import Processes
+from tread.runtime.files import sha256
 
 NEIGHBOURS = 3
 REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # scans behind these values
@@ -35,19 +40,23 @@ class Scorer(Protocol):
     metrics    keys of METRICS that it may compute, the most important one first.
     reference  the reference that samples are compared with, if it was named by a path; else None.
     seconds    time that extracting the reference's features took.
+    prompts    the captions to draw, each equally often; None: labels or captions as the options say.
+    hashes     sha256 of the "reference" and "inception" that decide its numbers, as recorded in fid.json.
     """
 
-    metrics: Collection[str]
-    reference: Reference | None
-    seconds: float
+    metrics: Collection[str] = ()
+    reference: Reference | None = None
+    seconds: float = 0.0
+    prompts: ScoredPrompts | None = None
+    hashes: Mapping[str, str | None] = {}
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
         """Return arrays of n rows to store with the pictures (n, C, H, W) uint8, by name."""
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
-        """Score stored parts that hold pictures, labels and the arrays of `prepare`. Returns the values, the reasons
-        for missing metrics, and the counts of values that use fewer samples, by metric."""
+        """Score stored samples, which are pictures, labels and the arrays of `prepare`. Returns {metric: value},
+        {metric: reason why its value is missing}, and {metric: sample count} for values from fewer samples."""
 
     def warnings(self, samples: int) -> list[str]:
         """Return notes for readers of a score of so many samples."""
@@ -55,9 +64,7 @@ class Scorer(Protocol):
 
 
 class Unscored(Scorer):
-    """Scores nothing: for samples that are only drawn."""
-
-    metrics, reference, seconds = (), None, 0.0
+    """Scores nothing: for samples that are only generated and saved."""
 
     def score(self, samples: ShardStore) -> Scores:
         return {}, {"fid": "there is no reference"}, {}
@@ -67,8 +74,8 @@ class Unscored(Scorer):
 class ReferenceScorer:
     """Compares samples with a reference by Inception features.
 
-    features  of the reference's pictures, after `extract_reference`; None: it has no pictures.
-    seconds   time that extracting them took.
+    features  the features of the reference's pictures, once `extract_reference` has run; None: it has no pictures.
+    seconds   time that extracting these features took.
     """
 
     reference: Reference
@@ -76,6 +83,7 @@ class ReferenceScorer:
     processes: Processes
     features: ShardStore | None = None
     seconds: float = 0.0
+    prompts = None
 
     @property
     def metrics(self) -> list[str]:
@@ -163,7 +171,7 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 class DigitsJudge(Scorer):
     """Scores digits by `judge_digits`; these metrics are not FID."""
 
-    metrics, reference, seconds = ("label_agreement", "frechet_pixels"), None, 0.0
+    metrics = ("label_agreement", "frechet_pixels")
 
     def score(self, samples: ShardStore) -> Scores:
         pictures, labels = (np.concatenate(list(samples.arrays(name))) for name in ("pictures", "labels"))
@@ -171,17 +179,47 @@ class DigitsJudge(Scorer):
         return judge_digits(pictures, labels), unavailable, REAL_COUNTS
 
 
-EMBEDDED: dict[str | None, Scorer] = {"digits": DigitsJudge()}  # embedded dataset → its scorer
+class EmojiJudge(Scorer):
+    """Scores `count` samples of captions chosen by `ask`, by `judge_emoji`; these metrics are not FID.
+
+    inception  file of the weights whose features are compared too; None: see `find_at_hand`.
+
+    Raises FileNotFoundError or ValueError if the emoji cannot be opened, or the named file is not there.
+    """
+
+    metrics = names_of("demo")
+
+    def __init__(self, saved: SavedNetwork, count: int, inception: str | None) -> None:
+        train, heldout = open_emoji(saved)
+        self.parts, self.weights = (train.data, heldout.data), find_at_hand(inception)
+        self.asked = ask(*self.parts, count)
+        self.hashes = {"inception": self.weights and sha256(self.weights)}
+        self.prompts = replace(
+            heldout,
+            count=count,
+            sha256=train.sha256 + heldout.sha256,
+            read=lambda numbers: rows(self.asked.texts, torch.from_numpy(numbers)),
+        )
+
+    def score(self, samples: ShardStore) -> Scores:
+        pictures, numbers = (np.concatenate(list(samples.arrays(name))) for name in ("pictures", "labels"))
+        inception = self.weights and load_inception(self.weights, "cuda" if torch.cuda.is_available() else "cpu")
+        asked, in_order = self.asked.parts.tolist(), torch.from_numpy(pictures[numbers.argsort()])
+        values = judge_emoji(in_order, self.asked, real_emoji(*self.parts), inception)
+        counts = {name: asked.count(name.partition("_")[0]) for name in values}
+        return values, {"fid": "emoji are judged by their captions"}, counts
 
 
-def choose_scorer(embedded: str | None, against: ReferenceScorer | None) -> Scorer:
-    """Return `against` if a reference was named, else the scorer of the embedded dataset, else Unscored."""
-    return against or EMBEDDED.get(embedded, Unscored())
+# (embedded dataset, whether the network takes texts) → makes its scorer of a network, sample count and Inception file
+EMBEDDED: dict[tuple, Callable[..., Scorer]] = {
+    ("digits", False): lambda *_: DigitsJudge(),
+    ("emoji", True): EmojiJudge,
+}
 
 
 @dataclass(frozen=True)
 class OnlineFID:
-    """Computes FID of a few samples while a network trains, as a trend, with the functions of fid.py."""
+    """Computes FID of a few samples during training, to show a trend, with the same functions as fid.py."""
 
     scorer: ReferenceScorer
     decoder: Decoder
@@ -202,7 +240,7 @@ class OnlineFID:
         return Moments.of_parts(features())
 
     def fid(self, samples: Moments, cpu_threads: int | None = None) -> float:
-        """Return the FID of samples by their moments, which may be merged from several processes. `cpu_threads` is the
+        """Return the FID of samples from the moments of their features, merged over processes. `cpu_threads` is the
         number of threads for this process, as use_cores takes it, while the other processes wait."""
         threads = torch.get_num_threads()
         use_cores(cpu_threads, processes=1)
@@ -215,8 +253,9 @@ class OnlineFID:
 def open_online_fid(
     reference: Path, samples: int, inception: str | None, latents: LatentSpec, decoder: Decoder, processes: Processes
 ) -> OnlineFID:
-    """Open a reference with mu and sigma, and the Inception (by `find_weights`), for `samples` samples of all processes
-    together. Raises FileNotFoundError, or ValueError, also if decoded pictures and the reference differ in size."""
+    """Open a reference that has mu and sigma, and an Inception (see `find_weights`). `samples` is the number of samples
+    of all processes together. Raises FileNotFoundError, or ValueError, also if decoded pictures have another size
+    than the reference's."""
     if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
     scorer = open_scorer(reference, inception, None, processes)

@@ -35,7 +35,7 @@ from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, ope
 from tread.evaluation.reference import Reference, check_size, save_statistics
 from tread.evaluation.sample_files import describe_drawing
 from tread.evaluation.score_files import ScoreFiles, add_line, table
-from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, choose_scorer, open_scorer
+from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, Unscored, open_scorer
 from tread.preparing.images import Crop
 from tread.runtime import schema
 from tread.runtime.compiling import Compile, compile_blocks, settle_compile
@@ -129,7 +129,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes, skip)
     with processes.main_first():  # one process fetches the weights
         clip = options.clip and ClipScore(options.clip, processes.device)
-    scorings = [CheckpointScoring(plan, choose_scorer(plan.embedded, against), clip, processes) for plan in plans]
+    scorings = [CheckpointScoring(plan, against or plan.judge, clip, processes) for plan in plans]
     records = processes.from_main(lambda: [scoring.find_score() for scoring in scorings])
     left = [scoring for scoring, record in zip(scorings, records) if record is None]
     # checks before long work
@@ -175,12 +175,12 @@ class ScoringPlan:
 
     weak            the guidance's weak network, if it is another checkpoint; else None.
     count           number of samples to draw.
-    compiled        whether the networks' blocks are compiled for drawing.
+    compiled        whether the networks' blocks are compiled for sampling.
     decoder         fingerprint of the decoder of its latents.
-    embedded        the embedded dataset whose scorer is used; None: a reference is, or nothing is scored.
+    judge           scores it where no reference is named: the embedded dataset's scorer, or Unscored.
     prompts         the captions to draw, for a network that takes texts; else None.
-    flops           of the networks, per sample.
-    flops_relative  their ratio to the same steps without guidance.
+    flops           FLOPs of the networks per sample.
+    flops_relative  ratio of these FLOPs to those of the same steps without guidance.
     """
 
     options: ScoringOptions
@@ -190,7 +190,7 @@ class ScoringPlan:
     count: int
     compiled: bool
     decoder: str
-    embedded: str | None
+    judge: Scorer
     prompts: ScoredPrompts | None
     flops: int
     flops_relative: float
@@ -241,7 +241,8 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """Return a process's constants, without newer ones at their defaults, so that older scores are recognised."""
+    """Return a process's constants. Constants younger than some scores are left out at their defaults, so that these
+    scores are recognised."""
     added = {"direction": 0.0, "shift": 1.0}
     return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
 
@@ -253,14 +254,18 @@ def plan_scoring(
     Raises ValueError or FileNotFoundError if the options do not suit the checkpoint."""
     saved = open_network(entry, options.weights, options.shift)
     weak, dataset = open_weak(options.guidance, saved), saved.cfg.dataset
-    prompts = _settle_prompts(options, saved)
-    judged = dataset.embedded in EMBEDDED and prompts is None and options.reference is None
+    kind = (dataset.embedded, saved.cfg.model.takes_text)
+    judged = kind in EMBEDDED and not (options.reference or options.prompts or options.clip)
+    count = options.num_samples or (EMBEDDED_COUNT if judged else TEXT_COUNT if saved.text else COUNT)
+    judge = EMBEDDED[kind](saved, count, options.inception) if judged else Unscored()
+    prompts = judge.prompts or _settle_prompts(options, saved)
+    if judge.prompts:
+        options = replace(options, labels="balanced")
     if not (options.save_samples or options.reference or judged or prompts):
         raise ValueError(
             f"{entry.folder} is of dataset {dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
             "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
         )
-    count = options.num_samples or (EMBEDDED_COUNT if judged else TEXT_COUNT if prompts else COUNT)
     batch_size = min(options.batch_size, count)
     sampler = Sampler.of(saved.process, options.steps, options.solver, batch_size, precision, options.guidance)
     outlines = [network and network.without_weights(options.guidance) for network in (saved, weak)]
@@ -273,7 +278,7 @@ def plan_scoring(
         count,
         compiled=compiled and not options.guidance.scheduled,
         decoder=autoencoder.decoder_hash(saved.latents, options.autoencoder),
-        embedded=dataset.embedded if judged else None,
+        judge=judge,
         prompts=prompts,
         flops=sampler.flops(*outlines),
         flops_relative=relative_cost(sampler, *outlines),
@@ -281,8 +286,8 @@ def plan_scoring(
 
 
 def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPrompts | None:
-    """Open the captions on which a network is scored; return None for a network of classes. Raises ValueError or
-    FileNotFoundError, also for options that a network of classes can't use."""
+    """Open the captions on which a text-conditional network is scored; return None for a class-conditional one. Raises
+    FileNotFoundError, or ValueError, also if a class-conditional network is given prompts or clip."""
     if saved.text is not None:
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
     for key in ("prompts", "clip"):
@@ -292,9 +297,10 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """Replace reference=heldout, or a missing reference if all networks take texts, by the folder of the held-out data.
-    Raises ValueError or FileNotFoundError if the networks have different held-out data, or none."""
-    unnamed = options.reference is None and not options.save_samples and all(plan.prompts for plan in plans)
+    """Replace reference=heldout, or a missing reference if networks take texts that no judge scores, by the folder of
+    the held-out data. Raises ValueError or FileNotFoundError if the networks have different held-out data, or none."""
+    unnamed = options.reference is None and not options.save_samples
+    unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
         return options
     folders = {str(heldout_folder(plan.saved)) for plan in plans}
@@ -306,8 +312,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """Return how photos are read: by the options, else as the checkpoints' training photos, else "exif" and "white".
-    Raises ValueError if the checkpoints' photos were read in different ways; returns None without options.crop."""
+    """Return how photos are read: as the options say, else as the checkpoints' training photos, else with "exif" and
+    "white"; None if options.crop is null. Raises ValueError if the checkpoints' photos were read in different ways."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}
@@ -323,8 +329,7 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
-    """Return the files for the score of samples=…: in options.out, or beside the samples (or their tar) and named after
-    them."""
+    """Return the score files of samples=…: in options.out, or beside the samples (or tar) and named after them."""
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
@@ -354,8 +359,7 @@ class CheckpointScoring:
         self.plan, self.scorer, self.clip, self.processes = plan, scorer, clip, processes
         out = plan.options.out and Path(plan.options.out)
         self.files, self.lines = ScoreFiles(out or plan.folder), (out or plan.folder.parent) / "fid.csv"
-        against = scorer.hashes if isinstance(scorer, ReferenceScorer) else {}
-        self.settings = plan.fingerprint(**against, clip=clip and clip.sha256)
+        self.settings = plan.fingerprint(**scorer.hashes, clip=clip and clip.sha256)
         drawn = {key: value for key, value in self.settings.items() if key != "reference"}
         name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
         size = part_size(plan.count, plan.sampler.batch_size)
@@ -370,8 +374,8 @@ class CheckpointScoring:
         return before and before[1]
 
     def check(self, decoder: autoencoder.Decoder) -> None:
-        """Raise ValueError if samples can't be compared with the reference, OSError if the disk has no room for samples
-        that are left to draw, their features, and the score."""
+        """Raise ValueError if samples can't be compared with the reference, OSError if the disk has no room for the
+        samples still to be drawn, their features, and the score."""
         plan, shape = self.plan, self.plan.saved.latents.shape
         picture = decoder(torch.zeros(1, *shape, device=self.processes.device)).cpu()
         if self.scorer.reference is not None:
@@ -433,7 +437,7 @@ class CheckpointScoring:
             self.seconds.update(seconds)
 
     def _record(self) -> dict:
-        """Score the drawn samples and return the content of fid.json."""
+        """Score the generated samples and return the content of fid.json."""
         plan, parts, began, total = self.plan, self.parts, time.perf_counter(), Counter()
         parts.check_complete(self.processes)
         for note in parts.notes():
@@ -443,7 +447,7 @@ class CheckpointScoring:
             record[CLIP] = float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))
             record["counts"][CLIP] = plan.count
         if plan.prompts is not None:
-            record["prompts"] = str(plan.prompts.folder)
+            record["prompts"] = str(plan.prompts.data.folder)
         return record | {
             "checkpoint": str(plan.folder),
             "step": plan.saved.found.step,
@@ -481,8 +485,8 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """Return the part common to all fid.json files: each value with its count, and how it was made. `pictures` are
-    samples opened as files, whose damaged ones are counted; None: they were drawn."""
+    """Return the part common to all fid.json files: the values, the number of samples behind each, and how they were
+    made. `pictures` are the samples if they were read from files, to count damaged files; None: they were generated."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {

@@ -30,13 +30,13 @@ CROSS = f"{BLOCK}cross_attn.q.weight"
 
 @dataclass(frozen=True)
 class TextSettings:
-    """The text encoder of a network that takes captions. All but `encoder` comes from the dataset.
+    """The text encoder of a network that takes captions. All fields but `encoder` come from the dataset.
 
     fingerprint    hash of the encoder or of the vocabulary; None: unknown.
     tokens         T, the number of text tokens.
-    width, pooled  channels C of a token and P of the pooled text; None: the encoder has no such output.
-    vocabulary     the words of encoder "words", in the order of their numbers.
-    padding        True: the encoder's output for padding tokens counts like words.
+    width, pooled  channels C of each token and P of the pooled text; None: the encoder has no such output.
+    vocabulary     the words that the encoder "words" knows, in the order of their numbers.
+    padding        True: padding tokens count as words, and none is masked.
     """
 
     encoder: str | None = None
@@ -49,7 +49,7 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """The settings that decide what weights compute, by dotted name. The fingerprint stands for the vocabulary."""
+        """The settings that change what given weights compute, keyed text.<name>; fingerprint replaces vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
@@ -60,12 +60,12 @@ class NetworkOptions:
     network     the class that is built.
     takes_text  True: the network takes texts instead of labels.
     has_path    True: it has a sparse path that train.path_drop can drop.
-    masks       True: after a route only mask tokens replace the skipped tokens, so sampling never skips any.
+    masks       True: after a route, only a mask token is left of each skipped token, so sampling never skips any.
     along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
-    constants   attributes that are options in other architectures and decide what weights compute.
-    undecisive  options that do not decide what weights compute.
-    marks       tensor names; a state dict with one of them has this architecture.
+    constants   names of attributes that change what given weights compute, and are options in other architectures.
+    undecisive  names of options that do not change what given weights compute.
+    marks       tensor names; a state dict that has one of them is of this architecture.
     """
 
     name: str
@@ -111,12 +111,12 @@ class NetworkOptions:
 
     @property
     def resolved_routes(self) -> tuple[Route, ...]:
-        """The routes, resolved for the network's depth, in the given order."""
+        """The network's routes, resolved for its depth, in the given order."""
         return tuple(route.resolve(self.depth) for route in self.routes)
 
     @property
     def usual_route(self) -> Route:
-        """The architecture's default route: r(2→depth−4) unless overridden, with ValueError for a depth below 6."""
+        """The architecture's default route, r(2→depth−4) unless overridden. Raises ValueError for a depth below 6."""
         return Route.for_depth(self.depth, select=self.selects[0])
 
     @property
@@ -126,19 +126,20 @@ class NetworkOptions:
 
     @property
     def anywhere(self) -> "NetworkOptions":
-        """These options, with those replaced that work only on some machines."""
+        """These options with values that work on any machine, such as kernel="torch" for Mamba."""
         return self
 
     @classmethod
     def deciding(cls) -> list[str]:
-        """Return the names of the options that decide what weights compute: all but name, routes and initialisation."""
+        """Return the names of the options that change what given weights compute: all options and `constants` except
+        name, routes, init and those in `undecisive`."""
         left_out = ("name", "routes", "init", *cls.undecisive)
         names = dict.fromkeys((*(item.name for item in fields(cls)), *cls.constants))
         return [name for name in names if name not in left_out]
 
     @property
     def decisive(self) -> dict[str, object]:
-        """The options that decide what weights compute, by dotted name."""
+        """The options that change what given weights compute, keyed "model.<name>"."""
         return {f"model.{name}": getattr(self, name) for name in self.deciding()}
 
     def build(self, size: int, channels: int, num_classes: int, text: TextSettings) -> Backbone:
@@ -147,18 +148,18 @@ class NetworkOptions:
         return self.network(input_size=size, in_channels=channels, num_classes=num_classes, **self.arguments())
 
     def arguments(self) -> dict[str, object]:
-        """Return the arguments of the network's constructor that these options give, by name."""
+        """Return the arguments that these options give the network's constructor, keyed by name."""
         names = [item.name for item in fields(self) if item.name not in ("name", "architecture", "routes")]
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        """Return whether a state dict is of this architecture. If several match, the last in ARCHITECTURES counts."""
+        """Return whether a state dict is of this architecture; of several matches, the last in ARCHITECTURES counts."""
         return any(name in shapes for name in cls.marks)
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """Return the options that can be read from a state dict's shapes, beyond those of all architectures."""
+        """Return mlp_ratio and this architecture's own options, as far as a state dict's shapes show them."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": width[0] / hidden_size} if width else {}
 
@@ -185,7 +186,7 @@ class DiTOptions(NetworkOptions):
 
 
 def _swiglu_ratio(width: int, hidden_size: int) -> float:
-    """Return an mlp_ratio that gives a SwiGLU of this width, a multiple of ¼ if there is one."""
+    """Return an mlp_ratio that gives a SwiGLU `width` hidden channels; a multiple of ¼ if there is one."""
     exact = 1.5 * width / hidden_size
     likely = (round(4 * exact) / 4, exact, exact + 1 / hidden_size)
     return next((ratio for ratio in likely if int(2 / 3 * int(hidden_size * ratio)) == width), exact)
@@ -283,7 +284,7 @@ class MambaOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class MaskDiTOptions(DiTOptions):
-    """Options of MaskDiT. None for a decoder_… size: the published one, or a smaller one if hidden_size < 384."""
+    """Options of MaskDiT. A decoder_… size of None becomes the published one, or a smaller one if hidden_size < 384."""
 
     decoder_hidden_size: Count | None = 512
     decoder_depth: Count | None = 8
@@ -326,7 +327,7 @@ class SprintOptions(LightningOptions):
 
     @property
     def usual_route(self) -> Route:
-        """SPRINT's route over its sparse part."""
+        """SPRINT's default route, over all blocks of its sparse part."""
         return Route(2, -3, 0.75, "off")
 
 
@@ -345,5 +346,5 @@ AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of a section `model`
 
 
 def recognize(shapes: Shapes) -> str:
-    """Return the name of a state dict's architecture, by its tensors' shapes; "dit" if no other entry matches."""
+    """Return the architecture of a state dict, recognised by its tensors' names; "dit" if no other one matches."""
     return next((name for name, kind in reversed(ARCHITECTURES.items()) if kind.knows(shapes)), "dit")

@@ -54,7 +54,7 @@ class PatchEmbed(nn.Module):
 
 
 class TimestepEmbedder(nn.Module):
-    """Embed the scalar noise input by cosines and sines and a two-layer MLP: (B,) → (B, D)."""
+    """Embed the scalar noise input as cosines and sines, followed by a two-layer MLP: (B,) → (B, D)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class LabelEmbedder(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Modulated norm and linear layer: tokens (B, N, dim), conditioning (B, conditioning) → (B, N, values)."""
+    """Modulated norm and linear layer: (B, N, dim), conditioning vector (B, conditioning) → (B, N, values)."""
 
     def __init__(self, dim: int, values: int, conditioning: int) -> None:
         super().__init__()
@@ -99,24 +99,24 @@ class FinalLayer(nn.Module):
 
 
 def linear_products(block: nn.Module, tokens: int) -> int:
-    """Return the multiply-adds of a block's linear layers for one sample; its modulation counts once, not per token."""
+    """Return the multiply-adds of a block's linear layers for one sample; the modulation runs once per sample."""
     modulation = block.adaLN_modulation[1].weight.numel()
     layers = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
     return tokens * (layers - modulation) + modulation
 
 
 class Backbone(nn.Module):
-    """The network F(x; t, y) around blocks of one kind. Arguments are named as in public DiT.
+    """The network F(x; t, y): embedders, `depth` blocks and a last layer. Arguments are named as in public DiT.
 
-    make_block   creates a block, called depth times. A block maps (tokens (B, N, D), *along(B), conditioning (B, D)) to
-                 tokens, with grid=(rows, columns) if the class sets needs_grid. Its modulation ends in
-                 adaLN_modulation[1], and multiply_adds(tokens, attention) returns its cost.
+    make_block   function that creates a block, called depth times. A block maps tokens (B, N, D), the tensors of
+                 along(B) and conditioning (B, D) to tokens, with grid=(rows, columns) if needs_grid is set. Its
+                 modulation's last layer is adaLN_modulation[1]; multiply_adds(tokens, attention) returns its cost.
     input_size   height and width S of the latents; a multiple of patch_size.
-    num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: see embedder.
+    num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given.
     learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.
     init         "adaln_zero" (the paper's): modulations and last layer start at zero, so an untrained network outputs
-                 0. "xavier": all linear layers are Xavier-uniform; the released TREAD code overwrites the zeros so.
-    embedder     function of hidden_size that creates the embedder of texts or other conditions; None: labels.
+                 0. "xavier": linear layers are Xavier-uniform, since the released TREAD code overwrites the zeros.
+    embedder     function of hidden_size that creates the embedder of texts or other conditions; None: LabelEmbedder.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -179,11 +179,11 @@ class Backbone(nn.Module):
         return list(self.blocks)
 
     def along(self, batch: int) -> Sequence[Tensor]:
-        """Return the blocks' inputs with one row per token, (B, N, …) each, such as rotary tables; by default none."""
+        """Return the blocks' inputs that have one row per token, each (B, N, …), e.g. rotary tables; here none."""
         return ()
 
     def unpatchify(self, x: Tensor) -> Tensor:
-        """Put tokens together to latents: (B, N, p·p·C) → (B, C, S, S)."""
+        """Assemble the tokens' patches into latents: (B, N, p·p·C) → (B, C, S, S)."""
         (rows, columns), p = self.grid, self.patch_size
         x = x.view(-1, rows, columns, p, p, self.out_channels)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, rows * p, columns * p)
@@ -211,7 +211,7 @@ class Backbone(nn.Module):
         """Return the FLOPs of one sample's forward pass: two per multiply-add of matrix products and token mixing.
 
         attention  False: linear layers only, without token mixing (in DiT the products of queries, keys and values).
-        upto       index of the last block that counts, as for output_of; None: all blocks and the last layer.
+        upto       index of the last block to count (see output_of); None: count all blocks and the last layer.
         """
         D, depth = self.hidden_size, len(self.blocks)
         tokens = [self.num_tokens] * depth
@@ -237,7 +237,7 @@ class Backbone(nn.Module):
         return self.unpatchify(self.final_layer(x, c))
 
     def called(self, blocks: Iterable[nn.Module]) -> list[Callable[..., Tensor]]:
-        """Return the blocks, wrapped in activation checkpointing if that is on."""
+        """Return the blocks, wrapped in activation checkpointing if activation_checkpointing is on."""
         if not self.activation_checkpointing:
             return list(blocks)
         # nothing in the blocks is random, so no generator is kept
@@ -250,7 +250,7 @@ class Backbone(nn.Module):
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Return tokens (B, N, D), conditioning (B, D), and further inputs of the blocks, which routes leave whole.
+        """Return tokens (B, N, D), conditioning (B, D), and further inputs of the blocks, which routes pass on whole.
         Raises ValueError for inputs that do not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + self.y_embedder(y)

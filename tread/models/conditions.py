@@ -1,4 +1,4 @@
-"""A network's conditions: labels (B,) int64, or texts for the network in text_dit.py, and functions for either kind.
+"""A network's conditions: labels (B,) int64, or texts for the network in text_dit.py. Functions here take either kind.
 
 Shapes: B samples, T text tokens, C and P channels of an encoder's tokens and of its pooled text.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 class Text(NamedTuple):
     """Encoded captions of B samples.
 
-    tokens  (B, T, C) of a frozen encoder, or (B, T) int64 word numbers, which the network embeds.
-    mask    (B, T) bool, False for padding. No row is all False: the empty caption is one begin token.
-    pooled  (B, P) of the encoder; None: the network takes the mean of the tokens.
+    tokens  (B, T, C) output of a frozen encoder, or (B, T) int64 word numbers, which the network embeds.
+    mask    (B, T) bool, False for padding. No row is all False: even the empty caption has a begin token.
+    pooled  (B, P) pooled output of the encoder; None: the network uses the mean of the tokens.
     """
 
     tokens: Tensor
@@ -27,7 +27,7 @@ Condition = Tensor | Text
 
 
 def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
-    """Apply a function of tensors to labels, or to each part of texts that is not None."""
+    """Apply a function of tensors to labels, or to the tokens, mask and pooled of texts in turn (None stays None)."""
     if not isinstance(given[0], Text):
         return function(*given)
     return Text(*(None if parts[0] is None else function(*parts) for parts in zip(*given)))
@@ -39,7 +39,7 @@ def count(y: Condition) -> int:
 
 
 def rows(y: Condition, chosen: slice | Tensor) -> Condition:
-    """Return some samples' conditions, chosen by a slice or by indices (n,) int64."""
+    """Return the conditions of the samples chosen by a slice or by indices (n,) int64."""
     return each(lambda part: part[chosen], y)
 
 

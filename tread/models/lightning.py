@@ -35,7 +35,7 @@ class RotaryAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
-        """Map x (B, N, D) to (B, N, D); table (B, N, d) holds rotary positions (see `rotate`), None: without them."""
+        """Map x (B, N, D) to (B, N, D); table (B, N, d) holds rotary positions, see `rotate` (None: no rotation)."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
         return attend(self, q, k, v, table)
 
@@ -81,7 +81,7 @@ class LightningBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """Map tokens x (B, N, D) to (B, N, D); `given` is [rotary table (B, N, d),] conditioning c (B, D)."""
+        """Map tokens x (B, N, D) to (B, N, D). `given`: rotary table (B, N, d), if any, and conditioning c (B, D)."""
         *table, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
@@ -92,7 +92,7 @@ class LightningBlock(nn.Module):
 
 
 def make_norm(norm: Norm, dim: int) -> nn.Module:
-    """Return RMSNorm with a weight per channel for "rms", LayerNorm without weights for "layer", over the last axis."""
+    """Return a norm over the last axis: "rms" is RMSNorm with a weight per channel, "layer" LayerNorm with none."""
     return nn.RMSNorm(dim, eps=1e-6) if norm == "rms" else nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
 
 
@@ -146,7 +146,7 @@ class LightningDiT(Backbone):
 
 
 def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Remove a file's rotary tables from its state dict. Raises ValueError if they differ from the network's."""
+    """Remove a public file's rotary tables from state_dict. Raises ValueError if they differ from the network's."""
     tables = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
     check_tables(tables, network.num_tokens, "the state dict")
     for name, table in tables.items():

@@ -32,7 +32,8 @@ A_LOG_LIMIT = 40.0  # beyond, each token wipes the state anyway, and e^89 is mor
 
 
 def in_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
-    """Reorder tokens (B, N, …) from raster order for a scan: direction 0 by rows, 2 by columns, 1 and 3 backward."""
+    """Reorder tokens (B, N, …) from raster order for a scan. Direction 0: by rows, 1: by rows backward, 2: by columns,
+    3: by columns backward."""
     if direction >= 2:
         x = x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
     return x.flip(1) if direction % 2 else x
@@ -48,8 +49,9 @@ class Mamba2Mixer(nn.Module):
     """Mamba-2's token mixing in several scan directions: (B, N, D) → (B, N, D).
 
     One projection gives the gate z and x (E channels each), B and C (`state` channels each), all shared by the
-    directions, and Δ for each head of each direction. Each direction has its own causal convolution of x, B and C, bias
-    of Δ, A and D. The directions' outputs are put back in raster order, summed, gated, normalised and projected.
+    directions, and Δ for each head of each direction. Each direction has its own causal convolution of x, B and C, and
+    its own A, D and bias of Δ. The directions' outputs are put back in raster order, summed, gated, normalised and
+    projected.
     Parameters are those of Mamba-2 with one group, with the same names and the directions concatenated.
     """
 
@@ -119,7 +121,7 @@ class MambaBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Return the multiply-adds for one sample of `tokens` tokens; attention=False: of linear layers only."""
+        """Return the multiply-adds for one sample of `tokens` tokens; attention=False counts the linear layers only."""
         return linear_products(self, tokens) + (self.mixer.mixing(tokens) if attention else 0)
 
 
@@ -133,10 +135,10 @@ class AttentionBlock(DiTBlock):
 class Mamba(Backbone):
     """The network F(x; t, y) of Mamba-2 blocks. Other arguments are those of Backbone (backbone.py).
 
-    mlp_ratio           width of the MLP over hidden_size; 0: no MLP.
-    state               size of the state of each channel.
+    mlp_ratio           width of the MLP divided by hidden_size; 0: no MLP.
+    state               numbers in the state of each channel.
     head_dim            channels of a head; expand·hidden_size is a multiple of it.
-    expand              width of the mixer over hidden_size.
+    expand              width of the mixer divided by hidden_size.
     conv                length of the causal convolution in tokens.
     directions          1: raster order; 2: also backward; 4: also both ways along columns.
     attention_every     k: each k-th block is DiT's, with num_heads attention heads; 0: none.

@@ -2,9 +2,9 @@
 
 In training half of the tokens skip the encoder; after it a learned mask token takes their places, and a decoder of
 fixed size runs on all tokens. Parameter names are those of public MaskDiT checkpoints without their prefix `model.`;
-only the label table is DiT's, with a null row of zeros.
+only the label table is DiT's, with a row of zeros for the null class.
 
-Shapes: B samples, N tokens, D hidden size, W the decoder's.
+Shapes: B samples, N tokens, D hidden size, W the decoder's hidden size.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ class MaskDiT(DiT):
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
         """Run the network as Backbone does. `routes` is () or one pair whose route spans the encoder. After the encoder
-        mask tokens replace the skipped tokens, and the decoder runs on all. `record` names blocks of the encoder."""
+        mask tokens replace the skipped tokens, and the decoder runs on all. `record` covers the encoder only."""
         x, c = self.embed(x, t, y)
         (batch, tokens), ids_keep = x.shape[:2], None
         check_spans([route for route, _ in routes], len(self.blocks))
@@ -99,7 +99,7 @@ class MaskDiT(DiT):
 
 
 def check_spans(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless there is no route, or one over all blocks with fp32 "off" and no earlier `rejoin`."""
+    """Raise ValueError unless `routes` is () or a single route over all blocks with fp32="off" and rejoin=None."""
     for route in routes:
         resolved = route.resolve(depth)
         spans = (resolved.start, resolved.end, resolved.fp32, resolved.rejoin) == (0, depth - 1, "off", 0)

@@ -2,7 +2,7 @@
 
 A block mixes tokens (spatial mix: gated WKV, wkv.py) and then channels, each after a shift that gives every token some
 channels of its four neighbours, as in Vision-RWKV (Duan et al. 2024, arXiv 2403.02308). Conditioning, gates and last
-layer are DiT's adaLN-Zero (backbone.py), one of that paper's choices; its long skips between shallow and deep blocks
+layer are DiT's adaLN-Zero (backbone.py), an option in Diffusion-RWKV; its long skips between shallow and deep blocks
 are left out, as in TREAD. Costs are linear in the number of tokens.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
@@ -22,7 +22,7 @@ DECAY_RANGE = 8.0  # channels start with decays w = 0 .. 8 over the whole sequen
 
 
 def quad_shift(x: Tensor, grid: Grid) -> Tensor:
-    """Shift each quarter of the channels of x (B, H·W, D) by one token, down, up, right or left; zeros enter."""
+    """Shift each quarter of the channels of x (B, H·W, D) by one token (down, up, right, left), padding with zeros."""
     height, width = grid
     down, up, right, left = x.unflatten(1, (height, width)).chunk(4, dim=3)
     moved = [
@@ -88,12 +88,12 @@ class RWKVBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Return the multiply-adds for one sample of `tokens` tokens; attention=False: of linear layers only."""
+        """Return the multiply-adds for one sample of `tokens` tokens; attention=False counts the linear layers only."""
         return linear_products(self, tokens) + (products(tokens, len(self.spatial_mix.decay)) if attention else 0)
 
 
 class RWKV(Backbone):
-    """The network F(x; t, y) of RWKV blocks; mlp_ratio is the width of the channel mix over hidden_size. Other
+    """The network F(x; t, y) of RWKV blocks; mlp_ratio is the width of the channel mix divided by hidden_size. Other
     arguments are Backbone's. Blocks use neighbouring tokens, so routes take whole rows: Route(…, select="row")."""
 
     needs_grid = True

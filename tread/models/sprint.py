@@ -1,8 +1,9 @@
 """SPRINT (arXiv 2510.21986): a dense part f, a sparse part g on a quarter of the tokens, and a dense part h.
 
-f is the first two blocks, h the last two, and g the blocks between. Learned mask tokens fill up the output of g, which
-is concatenated with the output of f and projected back to D channels for h. In samples whose path is dropped, mask
-tokens replace all of g's output. Blocks are lightning.py's, by default DiT's; tokens keep their positions on a route.
+f is the first two blocks, h the last two, and g the blocks between. Learned mask tokens take the places of
+the tokens that skipped g. Then the outputs of f and g are concatenated and projected back to D channels for h. In
+samples with path_drop, mask tokens replace all of g's output. Blocks are lightning.py's, by default with DiT's parts;
+tokens keep their positions on a route.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 """
@@ -78,7 +79,7 @@ class Sprint(LightningDiT):
         return self.unpatchify(self.final_layer(x, c))
 
     def from_g(self, x: Tensor, path_drop: Tensor | bool | None = None) -> Tensor:
-        """Return a mask (B, N, 1) bool for tokens x (B, N, D): False where a mask token replaces the output of g."""
+        """Return a mask (B, N, 1) bool for tokens x (B, N, D): False where path_drop replaces the output of g."""
         if path_drop is None or isinstance(path_drop, bool):
             return torch.full((*x.shape[:2], 1), not path_drop, device=x.device)
         if path_drop.shape != x.shape[:1] or path_drop.dtype != torch.bool:
@@ -90,10 +91,10 @@ class Sprint(LightningDiT):
     def fusing(
         self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
     ) -> list[Callable[..., Tensor]]:
-        """Return the blocks with the outputs of f and g fused before the first block of h.
+        """Return the blocks, changed so that the outputs of f and g are fused before the first block of h.
 
-        run_blocks leaves f's output in the places of tokens that skipped g. Before the fusion mask tokens replace these
-        (tokens that are not in record.ids), and those where from_g (B, N, 1) bool is False.
+        run_blocks leaves f's output in the places of tokens that skipped g. Before the fusion, mask tokens replace
+        these tokens, which are not in record.ids, and those of samples without g, where from_g (B, N, 1) is False.
         """
         behind_f = []
 

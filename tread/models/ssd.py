@@ -7,10 +7,10 @@ Each head holds a state h of P × N numbers. Every token shrinks it, adds to it 
 
 Within a chunk of tokens this is a product masked by decays, y = (C Bᵀ ∘ decay)(Δ ∘ x). Another product gives what a
 chunk adds to the state. The states between chunks follow the same recurrence, again computed in chunks: each level has
-LEVEL times fewer steps than the one below, so time and memory are linear in the number of tokens.
+fewer steps than the one below by a factor LEVEL, so time and memory are linear in the number of tokens.
 
-Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P channels a head, N numbers of B and C. In
-the convolution: C channels, K taps.
+Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P channels per head, N numbers in B and in C
+per token. In the convolution: C channels, K taps.
 """
 
 import contextlib
@@ -62,13 +62,14 @@ def _chunks(x: Tensor, most: int = CHUNK) -> Tensor:
 
 
 def _decay(a: Tensor) -> Tensor:
-    """Return the decay from token j to token i, exp(Σ_{j<k≤i} a_k), and 0 for i < j: (…, L) → (…, L (j), L (i))."""
+    """Return exp(Σ_{j<k≤i} a_k), the decay from token j to token i, and 0 for i < j: (…, L) → (…, L, L), axes j, i."""
     spans = a.unsqueeze(-2).expand(*a.shape, a.shape[-1]).triu(1)
     return spans.cumsum(dim=-1).exp().triu()
 
 
 def _entering(added: Tensor, a: Tensor) -> Tensor:
-    """Return the state before each step of h_i = exp(a_i)·h_{i−1} + added_i: (K, c, F), (K, c) → (K, c, F)."""
+    """Return the state before each step of h_i = exp(a_i)·h_{i−1} + added_i, for K states of F numbers and c steps:
+    added (K, c, F), a (K, c) → (K, c, F)."""
     steps = added.shape[1]
     added, a = _chunks(added, LEVEL), _chunks(a, LEVEL)  # (K, m, L, F), (K, m, L)
     decay = F.pad(_decay(a), (1, 0))  # before each step, and behind the last
@@ -118,9 +119,9 @@ def fused_ssd() -> Callable[..., Tensor]:
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return y_t = bias + Σ_k weight_k·x_{t−K+1+k}, with x = 0 before the first token: (S, T, C), in x's dtype.
 
-    This equals nn.Conv1d(C, C, K, groups=C) with weight (C, 1, K) and bias (C,), which needs the tokens last and takes
-    about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Sums use the wider of both dtypes. Under
-    torch.compile a plain sum is used, which gets fused: torch 2.11 traces `_Shifted` to wrong gradients.
+    This equals nn.Conv1d(C, C, K, groups=C) with weight (C, 1, K) and bias (C,), but that layer needs the tokens in the
+    last axis and takes about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Sums use the wider
+    dtype of x and weight. Under torch.compile this is a plain sum: torch 2.11 compiles `_Shifted` to wrong gradients.
     """
     if torch.compiler.is_compiling():
         taps, tokens = weight.shape[2], x.shape[1]
@@ -130,7 +131,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Shifted(torch.autograd.Function):
-    """causal_conv for weight (C, K) with explicit gradients; autograd's need a full-size tensor for each tap."""
+    """causal_conv for weight (C, K) with gradients written out; autograd would keep a full-size tensor for each tap."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -153,5 +154,5 @@ class _Shifted(torch.autograd.Function):
 
 
 def _shifts(x: Tensor, weight: Tensor) -> range:
-    """Return how many tokens back each tap reaches, without the last tap, which reads the token itself."""
+    """Return how many tokens back each tap reads, for all taps but the last, which reads the token itself."""
     return range(1, min(weight.shape[1], x.shape[1]))

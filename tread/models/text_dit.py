@@ -2,9 +2,9 @@
 
 Between attention and MLP, picture tokens give the queries and the text gives keys and values (as in PixArt-α, Chen et
 al. 2023, arXiv 2310.00426). The text is normalised and projected once to the tokens' width; its pooled vector is added
-to the timestep's conditioning. Both last projections start at zero, so an untrained network computes what it computes
-without text. Routes gather picture tokens only: every block sees the whole text. With norm="layer", mlp="gelu" and
-positions="sincos" the shared parts are those of dit.py's DiT and have their names.
+to the timestep's conditioning. The last projections of cross-attention and of the pooled vector start at zero, so the
+text has no effect on an untrained network. Routes gather picture tokens only: every block sees the whole text. With
+norm="layer", mlp="gelu" and positions="sincos" all parts but those for text are dit.py's DiT's, with the same names.
 
 Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of text tokens and pooled text.
 """
@@ -20,7 +20,7 @@ from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, 
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of picture tokens to a text, with output 0 at first: (B, N, D), (B, T, D) → (B, N, D)."""
+    """Multi-head attention of picture tokens to a text, 0 before training: (B, N, D), (B, T, D) → (B, N, D)."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class TextBlock(LightningBlock):
         self.cross_attn = CrossAttention(dim, num_heads, qk_norm)
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """Map tokens x (B, N, D) to (B, N, D). `given`: LightningBlock's, then text (B, T, D) and mask (B, T) bool."""
+        """Map tokens x (B, N, D) to (B, N, D). `given`: LightningBlock.forward's, text (B, T, D), mask (B, T) bool."""
         *table, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
@@ -63,7 +63,7 @@ class TextBlock(LightningBlock):
 
 
 class TextEmbedder(nn.Module):
-    """Embed a text as its part of the conditioning (B, D) and as the tokens (B, T, D) that blocks attend to.
+    """Embed a text as a vector (B, D), added to the conditioning, and as tokens (B, T, D) that blocks attend to.
 
     width       channels C of the encoder's tokens; None: word numbers, embedded here with learned positions.
     pooled      channels P of the encoder's pooled text; None: the mean of the tokens is used instead.
@@ -107,7 +107,7 @@ class TextEmbedder(nn.Module):
         return self.text_tokens * self.proj.weight.numel() + self.pooled_proj.weight.numel()
 
     def check(self, y: Text, batch: int) -> None:
-        """Raise ValueError unless y is a Text for `batch` samples from this encoder (mask values only on a CPU)."""
+        """Raise ValueError unless y is a Text for `batch` samples from this encoder (mask values: on a CPU only)."""
         if not isinstance(y, Text):
             raise ValueError(f"y is {type(y).__name__}, but this network takes Text(tokens, mask, pooled)")
         T = self.text_tokens
@@ -188,7 +188,7 @@ class TextDiT(LightningDiT):
         self.y_embedder.check(y, batch)
 
     def forward_flops(self, *given: object, **more: object) -> int:
-        """Return the FLOPs as Backbone does, with the text's projections."""
+        """Return Backbone.forward_flops, which takes the same arguments, plus the FLOPs of the text's projections."""
         return super().forward_flops(*given, **more) + 2 * self.y_embedder.multiply_adds()
 
     def embed(self, x: Tensor, t: Tensor, y: Text) -> tuple[Tensor, ...]:

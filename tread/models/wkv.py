@@ -7,7 +7,7 @@ with the distance along the sequence:
 
 The decay is relative to the number of tokens T, so it spans the same fraction of any sequence. Sums over the tokens
 before and after a token are computed in chunks: small matrix products within a chunk, and the same again over the
-chunks' sums. Each level has CHUNK times fewer sums than the one below, so time and memory are linear in T.
+chunks' sums. Each level has fewer sums than the one below by a factor CHUNK, so time and memory are linear in T.
 
 Shapes: B samples, T tokens, D channels.
 """
@@ -24,7 +24,7 @@ DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # of exponents; their sum stays within fp
 
 
 def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
-    """Return weighted means of the values: keys and values (B, T, D), decay w and bonus u (D,) → (B, T, D) fp32.
+    """Return weighted means of the values: keys k and values v (B, T, D), decay w and bonus u (D,) → (B, T, D) fp32.
 
     Computed in fp32 for any input precision (products in TF32 where that is allowed), relative to the largest key of
     each sample and channel, so keys may have any size. To stay within fp32's range, w, the decay over the whole
@@ -53,7 +53,7 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
 
 def _sums(x: Tensor, decay: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y
-    (None: x) and both sums are (D, 2, B, C, L), with L tokens in each of C chunks; decay is (D, 1, 1, 1)."""
+    (None: y = x) and both sums are (D, 2, B, C, L), with L tokens in each of C chunks; decay is (D, 1, 1, 1)."""
     y = x if y is None else y
     D, _, _, C, L = x.shape
     place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)

@@ -1,1 +1,1 @@
-"""Turns sources into datasets: photos, captions, latents of other projects, embedded datasets."""
+"""Turns sources into datasets: photos, captions, latents of other projects, and the built-in digits and emoji."""

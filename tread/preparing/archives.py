@@ -1,7 +1,7 @@
-"""Stores of files that are read in any order, by several processes, without unpacking: folder, zip, tar, several tars.
+"""Stores of files: a folder, zip, tar or several tars, read in any order by several processes, without unpacking.
 
-A store has `names` (the sorted names of its files), `folders` (names of the folders that it knows) and `read`, which
-returns a file's content, or its first `most` bytes, and raises OSError.
+A store has `names` (the sorted names of its files), `folders` (names of the folders that it knows) and
+`read(name, most)`, which returns the first `most` bytes of a file, by default all of it, or raises OSError.
 """
 
 import functools
@@ -63,7 +63,7 @@ class Zip:
 
 @functools.lru_cache(maxsize=4)
 def _opened_zip(path: Path, process: int) -> zipfile.ZipFile:
-    """Open a zip once for each process id, as a forked handle would share its parent's position in the file."""
+    """Open a zip once in each process: a handle inherited by fork would share the file position with its parent."""
     return zipfile.ZipFile(path)
 
 
@@ -112,7 +112,7 @@ class Tar:
 
 
 class Tars:
-    """The files of several tars; x.jpg in a/0.tar below the tars' common folder is named a/0/x.jpg."""
+    """The files of several tars: x.jpg in a/0.tar is named a/0/x.jpg, from the folder downwards that all tars share."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         above = os.path.commonpath([path.parent for path in paths])
@@ -129,7 +129,8 @@ Store = Folder | Zip | Tar | Tars
 
 
 def tar_paths(source: Path) -> list[Path]:
-    """List the tars of a pattern ({00..99}.tar, *.tar), or of a folder of nothing but tars and BESIDE_TARS; else []."""
+    """List the tars that a pattern ({00..99}.tar, *.tar) names, or those in a folder of tars, beside which only tables
+    and texts (BESIDE_TARS) may lie. Returns [] for other sources."""
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
         only = all(name.lower().endswith((".tar", *BESIDE_TARS)) for name in names)

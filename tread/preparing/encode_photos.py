@@ -43,7 +43,7 @@ MUCH = 4  # the report names pictures that are enlarged more times than this
 
 @dataclass
 class Crops(Dataset):
-    """Cropped photos: index → (pixels (3, size, size) uint8 or None, "" or why it can't be read, its size (W, H))."""
+    """Cropped photos; items are (pixels (3, size, size) uint8 or None, "" or why they are None, photo size (W, H))."""
 
     photos: Photos
     crop: Crop
@@ -61,7 +61,7 @@ class Crops(Dataset):
 
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
-    """Collate items of `Crops`: the readable pixels as one tensor (None without any), and every item's [why, size]."""
+    """Collate items of `Crops` to one tensor of the readable pixels (None if none are) and (why, size) of each item."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None  # one tensor, as each takes a file descriptor
     if good and get_worker_info() is not None:
@@ -70,7 +70,8 @@ def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
 
 
 def end_with(process: int, worker: int) -> None:
-    """End this worker when `process`, for which it reads, ends; PyTorch only watches its parent, a fork server."""
+    """End this worker when the process with id `process`, for which it reads, ends. PyTorch ends a worker only when its
+    parent ends, which is a fork server."""
 
     def watch() -> None:
         while True:
@@ -86,7 +87,7 @@ def end_with(process: int, worker: int) -> None:
 def read_crops(
     photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
-    """Read each batch of photo indices in worker processes, in `collate`'s form. Raises OSError if a worker dies."""
+    """Read batches of photo indices in worker processes; yield results of `collate`. Raises OSError if one dies."""
     options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": partial(end_with, os.getpid())}
     try:
         yield from DataLoader(Crops(photos, crop), batch_sampler=[rows.tolist() for rows in batches], **options)
@@ -105,8 +106,8 @@ def source_hash(photos: Photos) -> str:
 
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
-    """Return the photos, with the damaged pictures put back that were removed since the unfinished work began. The
-    notes of the writers' shards name them; with them every picture stays in the shard that it was planned for."""
+    """Return the photos as they were when unfinished work began: damaged pictures that have been removed since then get
+    their places back, so that every other picture stays in its shard. The notes of the writers' shards name them."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
     there, captions = set(photos.names) if damaged else (), list(photos.captions or ())
@@ -127,7 +128,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError that names the pictures that could not be read and were not removed since."""
+    """Raise ValueError that names the pictures that could not be read and have not been removed since then."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -153,8 +154,8 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 def make_shards(
     writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: "PhotoOptions", processes: Processes
 ) -> None:
-    """Make the missing shards of a dataset together with the other processes. A shard's note lists the damaged pictures
-    that it omits, how many it enlarged, and those enlarged over MUCH times."""
+    """Make the missing shards of a dataset together with the other processes. Each shard's note lists the damaged
+    pictures that it leaves out and those enlarged more than MUCH times, and counts all enlarged ones."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
@@ -360,7 +361,8 @@ def finish(
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Assemble the datasets in `work`, write their reports, move them to their final names, and print a summary."""
+    """Assemble the datasets in `work`, the unfinished ones of `writers`; write their reports, move them to their final
+    names, and print a summary."""
     unfinished = [part for part, writer in writers.items() if writer in work]
     made = {part: look_at(part, photos, writers, options, processes.device) for part in unfinished}
     for part in sorted(made):  # heldout first: unfinished work on train still knows the damaged pictures
@@ -420,7 +422,7 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Return the counts by class, and each channel's mean and standard deviation of the network latents."""
+    """Return the counts by class, and each channel's mean and standard deviation on the scale that networks see."""
     mean, std = data.statistics
     counts = np.bincount(data.labels, minlength=len(data.latents.classes)).tolist()
     by_class = dict(zip(data.latents.classes, counts))
@@ -433,7 +435,7 @@ def spread_indices(count: int, pictures: int) -> np.ndarray:
 
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
-    """Decode stored samples (moments by their mean) to (n, 1 or 3, H, W) uint8. Raises what load_decoder raises."""
+    """Decode stored samples (of moments, the mean) to (n, 1 or 3, H, W) uint8. Raises the errors of load_decoder."""
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()

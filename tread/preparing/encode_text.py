@@ -43,7 +43,7 @@ class TextOptions:
 
 
 def prepare_text(options: TextOptions, processes: Processes) -> None:
-    """Encode the captions of a dataset, then those of the dataset held out from it, if that has captions."""
+    """Encode the captions of a dataset, then those of its held-out dataset, if there are any."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:
@@ -127,6 +127,6 @@ def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
 
 
 def encoding(encoder: TextEncoder, captions: Iterable[str]) -> Encode:
-    """Return a function for TextWriter that encodes batches of a dataset's captions; the last caption is empty."""
+    """Return a function that encodes ranges of caption numbers for TextWriter; the last number is the empty caption."""
     captions = [*captions, ""]
     return lambda batches: (encoder.encode(captions[rows.start : rows.stop]) for rows in batches)

@@ -38,7 +38,7 @@ class Crop:
 def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha = "drop") -> Image.Image:
     """Decode the content of a JPEG, PNG, WebP or TIFF file (its first frame) to 8-bit RGB.
 
-    orientation  "exif": apply the EXIF orientation; "stored": ignore it, as ADM does. Pillow always applies a TIFF's.
+    orientation  "exif": apply the EXIF orientation; "stored": ignore it, as ADM does (a TIFF's is always applied).
     alpha        "white": lay transparent pixels on white; "drop": drop the alpha channel, as ADM does.
 
     Grey and palette pictures are expanded, CMYK is converted. 16-bit grey is divided by 257 and rounded; 16-bit
@@ -62,7 +62,7 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
 
 @contextlib.contextmanager
 def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
-    """Open a picture's content with Pillow; without `decode` only its size and mode are read. Raises as read_rgb."""
+    """Open a picture's content with Pillow; decode=False reads only size and mode. Raises the errors of read_rgb."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about damaged EXIF data and palettes that lose transparency
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the refused number of pixels
@@ -98,7 +98,7 @@ def _orientation(image: Image.Image) -> int | None:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Convert 16-bit grey, which Pillow may hold in 32 bits, to 8-bit grey; a transparent value becomes alpha."""
+    """Convert 16-bit grey, which Pillow may hold in 32 bits, to 8-bit grey; transparency becomes an alpha channel."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise ValueError(
@@ -114,8 +114,9 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 def centre_crop(image: Image.Image, size: int) -> np.ndarray:
     """Return ADM's centre crop, (size, size, 3) uint8.
 
-    The picture is halved by averaging 2×2 boxes while its shorter side is at least 2·size, resized bicubically until
-    that side equals `size`, and cropped at the centre. Takes memory for a few copies of the picture and of STRIP crops.
+    While its shorter side is at least 2·size, the picture is halved by averaging 2×2 boxes; then it is resized
+    bicubically until that side equals `size`, and cropped at the centre. A picture over STRIP times as
+    long as wide is not enlarged as a whole, but only in the part that is kept: the same result in less memory.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -135,7 +136,7 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
 
 def _bicubic(length: int, enlarged: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return Pillow's bicubic weights for pixels first..first+count−1 of a side enlarged from `length` to `enlarged`.
-    Two arrays (count, 4) int64: the source pixels to sum, and their weights in units of 2⁻²² (0 beyond the edge)."""
+    Two arrays (count, 4) int64: indices of source pixels, and their weights in units of 2⁻²² (0 beyond the edge)."""
     centres = (np.arange(first, first + count)[:, None] + 0.5) * (length / enlarged)
     taken = np.floor(centres - 1.5).astype(np.int64) + np.arange(4)
     x = np.abs(taken - centres + 0.5)
@@ -146,6 +147,6 @@ def _bicubic(length: int, enlarged: int, first: int, count: int) -> tuple[np.nda
 
 
 def _weighted(pixels: np.ndarray, taken: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Sum pixels[taken] (uint8) with `weights` along the first axis, rounded as Pillow rounds: (count, …) uint8."""
+    """Sum pixels[taken] (uint8), weighted, along the first axis, and round as Pillow does. Returns (count, …) uint8."""
     sums = (pixels[taken] * weights[:, :, None, None]).sum(axis=1)
     return ((sums + 2**21) >> 22).clip(0, 255).astype(np.uint8)

@@ -7,17 +7,17 @@
                   The files do not show whether samples are scaled, so the options must say it.
     repa_npy      REPA's folders. .npy files: float32 (8, S, S), mean and standard deviation, unscaled; dataset.json:
                   {"labels": [[file, label], …]}.
-    lightningdit  LightningDiT's folders. latents_rank00_shard000.safetensors, …, a series per process: latents, and
+    lightningdit  LightningDiT's folders. latents_rank00_shard000.safetensors, …, numbered per process: latents, and
                   latents_flip for the mirrored pictures, float32 (n, C, S, S), samples of the posterior, unscaled;
                   labels (n,). latents_stats.pt (optional): mean and std (1, C, 1, 1) by channel, which
                   dataset.normalize uses. The files do not name their autoencoder.
     uvit_coco     U-ViT's folders of MS-COCO, which SiT and REPA train on too. <i>.npy: float32 (8, S, S), mean and
                   log-variance, unscaled; <i>_<k>.npy: float32 (77, 768), CLIP ViT-L/14's text of the picture's caption
-                  k; empty_context.npy, here or in the parent folder: that of the empty caption. Pictures are in the
+                  k; empty_context.npy, here or in the parent folder: the empty caption's text. Pictures are in the
                   order of their MS-COCO ids. Padding is not marked, so all tokens count as words.
 
-Each reader states what its numbers mean, for the dataset's index; nothing is guessed from their values. Names, headers
-and sizes of files are checked before the work.
+Each reader states what its numbers mean, and the dataset's index records it; nothing is guessed from their values.
+Names, headers and sizes of all files are checked before the first latent is read.
 """
 
 import functools
@@ -81,11 +81,11 @@ class ForeignSamples:
     labels              (n,) int64.
     read                index → (views, C or 2C, S, S), as stored in the source.
     name                index → the sample's name in messages.
-    spread              how moments (2C channels) hold their spread, as in LatentSpec; None: samples (C channels).
+    spread              the second half of moments (2C channels), as in LatentSpec; None: samples (C channels).
     scaled              whether the stored numbers are scaled already.
-    scale, autoencoder  defaults, which the options override.
+    scale, autoencoder  latent scale and hub id, used unless the options name others.
     normalize           whether the latents are meant for dataset.normalize=true.
-    statistics          the source's {"mean", "std"} of unscaled latents by channel, to normalise by; None: it has none.
+    statistics          the source's {"mean", "std"} of unscaled latents by channel, to normalise by; None: not stated.
     text                the encoded captions; None: there are none.
     """
 
@@ -264,7 +264,7 @@ def _opened(path: Path):
 
 
 def _check_series(source: Path, paths: list[Path]) -> None:
-    """Raise ValueError if the numbers of processes or shards have gaps; a missing last file can't be noticed."""
+    """Raise ValueError if process or shard numbers in file names have gaps; a missing last file can't be noticed."""
     matches = [re.fullmatch(r"latents_rank(\d+)_shard(\d+)", path.stem) for path in paths]
     there = {(int(match[1]), int(match[2])) for match in matches if match}
     before = {(rank, shard - 1) if shard else (rank - 1, 0) for rank, shard in there} - {(-1, 0)}
@@ -273,7 +273,8 @@ def _check_series(source: Path, paths: list[Path]) -> None:
 
 
 def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[int, ...]:
-    """Return the shape (C, S, S) of an opened file's samples. Raises ValueError if tensors are missing or disagree."""
+    """Return the shape (C, S, S) of an opened file's samples. Raises ValueError if tensors are missing or their shapes
+    disagree."""
     there = sorted(file.keys())
     if missing := [name for name in (*views, "labels") if name not in there]:
         raise ValueError(f"{path} holds {listed(there)}, but no {listed(missing)} (flipped=false needs no flipped)")

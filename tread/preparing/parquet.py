@@ -20,7 +20,7 @@ def _rows(path: Path, group: int, column: str) -> list:
 
 
 def _read(place: tuple[Path, int, str, int]) -> bytes:
-    """Return the picture at a place: (file, row group, column, row). Raises OSError if there is none."""
+    """Return the picture at a place (file, row group, column, row). Raises OSError if no picture is there."""
     *rows, row = place
     content = _rows(*rows)[row]
     if not isinstance(content, dict) or not content.get("bytes"):
@@ -41,7 +41,7 @@ def _open(path: Path):
 
 
 def parquet_files(source: Path) -> list[Path]:
-    """Return the source if it is a parquet file, else the parquet files in the folder or its data/; [] without any."""
+    """List the source if it is a parquet file, else the parquet files in the folder and its subfolder data/."""
     if source.is_file():
         return [source] if source.suffix == ".parquet" else []
     return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
@@ -51,7 +51,7 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
     """Open the pictures in parquet files, with their classes or captions.
 
     split     the split to take, if there are several (train-00000-of-…, validation-…).
-    captions  the column of captions; None: the one of CAPTIONS that is there, if any; "none": captions are ignored.
+    captions  the column of captions; None: a column with a usual name (CAPTIONS), if any; "none": ignore captions.
 
     Raises ValueError if the split or the columns are missing or ambiguous.
     """
@@ -91,7 +91,8 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
 
 
 def _captions(source: Path, schema, wanted: str | None) -> str | None:
-    """Return the name of the column of captions: `wanted`, or one of CAPTIONS; None without any, or for "none"."""
+    """Return the column of captions: `wanted`, or one with a usual name (CAPTIONS). Returns None if there is no such
+    column or `wanted` is "none"."""
     texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
     if wanted not in (None, "none", *texts):
         raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
@@ -110,13 +111,13 @@ def _captions_of(row: str | list[str | None] | None) -> list[str] | str:
 
 
 def _features(schema) -> dict:
-    """Return the columns' features (types, class names) that `datasets` recorded; {} in files of another origin."""
+    """Return the columns' features (types, class names) that `datasets` recorded; {} if it did not write the file."""
     noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     return noted.get("info", {}).get("features", {})
 
 
 def _split(path: Path) -> str:
-    """Return a file's split: "train" for train-00000-of-00002, "" for a bare number, as in the Hub's conversions."""
+    """Return a file's split: "train" for train-00000-of-00002; "" for a name that is a mere number, as on the Hub."""
     return re.sub(r"^\d+$|-\d+-of-\d+$", "", path.stem)
 
 

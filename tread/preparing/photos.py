@@ -29,11 +29,10 @@ class Photos:
     """Pictures in a fixed order.
 
     where     the source, for messages.
-    names     of the pictures, for messages and for the plan of the work.
+    names     the pictures' names, for messages and to recognise the same pictures in a later run.
     labels    (n,) int64, indices into classes.
-    files     (read, place) per picture: read(place) returns the file's content or raises OSError. None: it was removed.
-    faults    (name, reason) of files that are no pictures, pictures without captions, captions without a picture; none
-              of them is among the pictures.
+    files     (read, place) per picture: read(place) returns the file's content or raises OSError. None: a removed file.
+    faults    (name, reason) of files left out: no pictures, pictures without captions, captions without a picture.
     captions  at least one text per picture; None: the source has no captions.
     heldout   prefix of the names of pictures that the source itself holds out; None: it holds out none.
     heads     whether the first bytes of a picture's file can be read alone.
@@ -65,7 +64,7 @@ class Photos:
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
     def no_pictures(self) -> Faults:
-        """List (name, reason) of files whose first bytes are unreadable or no picture's; [] for over LOOKED files."""
+        """List (name, reason) of files that by their first bytes are no pictures; [] for more files than LOOKED."""
 
         def look(first: int) -> Faults:
             found = []
@@ -103,7 +102,7 @@ class Photos:
             raise ValueError(f"{self.where}: " + "\n".join(texts))
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
-        """Return the pictures that have captions, and count the others among the faults.
+        """Return the photos with captions; pictures without a caption are dropped and added to the faults.
 
         captions  the captions of each picture, or the reason why it has none.
         faults    (name, reason) of captions without a picture.
@@ -121,19 +120,19 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Count and list faults in a text under the title `what`, each formatted by `line`: [text], or [] without any."""
+    """Return [text], a list of faults under the title `what`, or [] if there are none; `line` formats each reason."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 
 def named(files: Faults, line: str) -> str:
-    """List the first NAMED files with their reasons, each formatted by `line`, and count the rest."""
+    """List the first NAMED files with their reasons, which `line` formats, and count the rest."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
     text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
     return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8
 
 
 def is_picture(name: str) -> bool:
-    """Return whether a file's name ends as a picture's."""
+    """Return whether a file's name has the suffix of a picture."""
     return name.lower().endswith(SUFFIXES)
 
 
@@ -154,7 +153,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
     """Choose the pictures to hold out: (n,) bool.
 
     wanted  float: a fraction of all pictures (at least one), divided over the classes by their sizes. int: a count,
-            divided over the classes evenly. With both, each class keeps a picture for training. str: the prefix of the
+            divided over the classes evenly. Either way, each class keeps a picture for training. str: the prefix of the
             names of the pictures that the source itself holds out. None: no picture.
 
     The choice within a class depends on the names alone. Raises ValueError if there are too few pictures.
@@ -176,7 +175,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
 
 
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
-    """Round shares to integers of sum `total`, each at most `most`: all down, then the largest shortfalls up."""
+    """Round shares to integers that sum to `total`, each at most `most`, by the largest-remainder method."""
     if total > most.sum():
         raise ValueError(
             f"heldout takes {total:,} pictures, but {most.sum():,} can be held out: each class keeps one for training"
@@ -190,8 +189,8 @@ def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
 
 
 def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the names without texts and other files that only share a picture's name, and {name without suffix: text
-    file}. If no text file has a picture's name, all names and {} are returned."""
+    """Separate names into all but text files, and {name without suffix: text file}. Other files named like a picture
+    (a.json beside a.jpg) are dropped. If no text file is named like a picture, all names and {} are returned."""
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
     if not pictures & texts.keys():
@@ -201,7 +200,7 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
-    """Return each picture's captions, or the reason why it has none, and (file, reason) of texts without a picture."""
+    """Return each picture's captions, or why it has none, and (file, reason) of text files without a picture."""
     stems = [_stem(name) for name in pictures]
     captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]
     alone = texts.keys() - set(stems)

@@ -37,8 +37,8 @@ def find_photos(
 ) -> Photos:
     """Find the pictures of a folder, a zip, tars, a parquet file or a folder of parquet files.
 
-    root      folder inside the source that holds the pictures (parquet, MS-COCO: the split); None: the outermost with
-              pictures.
+    root      folder inside the source that holds the pictures, or the split of parquet files and MS-COCO; None: the
+              innermost folder that holds all of them.
     labels    labels file beside or inside the source; None: one of LABEL_FILES beside the pictures, else class folders.
     captions  column of captions in parquet files; "none": captions are ignored; None: they are read if there are any.
 
@@ -106,7 +106,8 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the prefix of names in the folder `root`; None: in the outermost that holds more than a single folder."""
+    """Return the prefix of names in the folder `root`; None: in the innermost folder that holds all files, or in its
+    parent if it is a class folder."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
@@ -137,10 +138,13 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
                 f"with a labels file: {LABEL_FORMATS} ({', '.join(LABEL_FILES)} are found by themselves)"
             )
         if "/" in folder:
-            tops = ", ".join(f"root={top}" for top in classes[:4])
-            raise ValueError(
-                f"{where}: {name} lies deeper than <class>/<picture>; choose the folder of classes: {tops}"
-            )
+            depths: dict[str, set[int]] = {}  # of the pictures in each folder
+            for picture in filter(is_picture, names):
+                for depth, parent in enumerate(PurePosixPath(picture).parents):
+                    depths.setdefault(str(parent), set()).add(depth)
+            roots = [f"root={folder}" for folder, found in depths.items() if found == {1}]
+            how = f"choose the folder of classes: {', '.join(roots[:4])}" if roots else "move it there"
+            raise ValueError(f"{where}: {name} lies deeper than <class>/<picture>; {how}")
         if file in LABEL_FILES:
             raise ValueError(f"{where}: {name} is a labels file in a folder of its own; choose it by root={folder}")
         if is_picture(name):
@@ -149,7 +153,7 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
 
 
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
-    """Return {picture: index of its class} and the class names, by the table of a labels file."""
+    """Return {picture: index of its class} and the class names, from the table of `label_table`."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
     classes = sorted(set(table.values()))
     if not any(isinstance(label, str) for label in classes):
@@ -167,8 +171,8 @@ def check_table(where: str, table: dict[str, int | str], files: set[str]) -> Non
 
 
 def label_table(name: str, content: bytes) -> dict[str, int | str]:
-    """Parse a labels file, a CSV or EDM's JSON: {picture: number or name of its class}. A CSV has the columns file or
-    (as Hugging Face) file_name, and label. Raises ValueError for other content."""
+    """Parse a labels file, a CSV or EDM's JSON: {picture: number or name of its class}. A CSV has the columns label
+    and file (or file_name, as Hugging Face has it). Raises ValueError for other content."""
     try:
         text = content.decode("utf-8-sig")
         if name.endswith(".csv"):
@@ -187,5 +191,8 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
         if twice := [picture for picture, count in Counter(pictures).items() if count > 1]:
             raise ValueError(f"{listed(twice)} comes twice")
         return table
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"labels file {name}: line {line} is not UTF-8, in which it must be saved") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"labels file {name} can't be read: {error}. It must be {LABEL_FORMATS}") from error

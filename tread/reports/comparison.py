@@ -69,7 +69,8 @@ def _mean(records: list[dict], key: str) -> float | None:
 
 
 def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
-    """Open and group runs by folders or glob patterns. Raises FileNotFoundError for a run that can't be compared."""
+    """Open runs, named by folders or glob patterns, and group them. Raises FileNotFoundError for a run that can't be
+    compared."""
     runs = [find_run(folder) for folder in folders_of(patterns)]
     for run in runs:
         if not run.config or not run.records:
@@ -87,7 +88,8 @@ def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
 
 
 def _names(groups: list[list[Found]]) -> list[str]:
-    """Name groups by model and the settings that differ among groups of that model, else by the first folder."""
+    """Name groups by model and the settings that differ among its groups; if that is too long or not unique, by the
+    folder of their first run."""
     configs, folders = [runs[0].config for runs in groups], [runs[0].folder for runs in groups]
     keys = [key for key in unlike(configs) if key not in APART and key.partition(".")[0] not in UNSAID]
     names = []
@@ -101,7 +103,8 @@ def _names(groups: list[list[Found]]) -> list[str]:
 
 
 def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[object]]:
-    """Return the settings that differ: {dotted key: its value in each config}; only `keys` or sections, if given."""
+    """Return the settings that differ: {dotted key: its value in each config}; if `keys` are given, only these keys or
+    sections."""
     differing = {key: None for config in configs for key in differences(configs[0], config)}
     chosen = [key for key in differing if not keys or any(f"{key}.".startswith(f"{name}.") for name in keys)]
     return {key: [value_at(config, key) for config in configs] for key in chosen}
@@ -180,7 +183,8 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
-    """Say when runs reach other runs' results, in sentences by metric; with over four groups, only with the first."""
+    """Say in sentences, metric by metric, when each group of runs reaches another's result. With more than four groups,
+    only pairs with the first one are compared."""
     first = groups if len(groups) <= 4 else groups[:1]
     pairs = [(a, b) for a in groups for b in groups if a is not b and (a in first or b in first)]
     return [
@@ -223,7 +227,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """Format a mean to four digits or, with a standard deviation, to the two leading digits of that."""
+    """Format the mean of values to four digits or, if there are several, with ± and two digits of their deviation."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
@@ -234,14 +238,14 @@ def number(values: Sequence[float]) -> str:
 
 
 def charts(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[dict[str, Panel]]:
-    """Return a chart per metric: {x-axis: panel}. Records of older code have steps as the only axis."""
+    """Return a chart per metric: {x-axis: panel}. If older code wrote the records, steps are the only axis."""
     points = [point for group in groups for metric in metrics for point in group.curve(metric)]
     axes = {name: axis for axis, name in AXES.items() if any(getattr(point, axis) for point in points)}
     return [{name: panel(groups, metric, axis) for name, axis in axes.items()} for metric in metrics]
 
 
 def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
-    """Draw a metric's curves against "step", "flops" or "seconds"; dashed where routes make values not comparable."""
+    """Draw a metric's curves against "step", "flops" or "seconds"; curves that routes make incomparable are dashed."""
     known, title, size, lines = METRICS[metric], AXES[axis], 1.0, []
     drawn = [group for group in groups if group.curve(metric)]
     curves = [[point for point in group.curve(metric) if getattr(point, axis)] for group in drawn]

@@ -11,8 +11,8 @@ DEPTH = ("", "*/", "*/*/")  # folders below a run's folder that are searched for
 
 
 class Score(NamedTuple):
-    """A score: values by fid.csv's columns, sample counts that differ from the score's by metric, and fid.json's
-    notes."""
+    """A score: its settings and values, keyed as in fid.csv; {metric: sample count} where that is not the score's own
+    count; and notes for readers."""
 
     values: dict
     counts: dict[str, int]
@@ -20,7 +20,7 @@ class Score(NamedTuple):
 
 
 def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
-    """Return a run's scores, sorted by time and without those of its sweeps, and texts on unreadable files."""
+    """Return a run's scores, sorted by time and without those of its sweeps, and messages about unreadable files."""
     scores, problems = {}, []
     swept = {path.parent for path in _below(folder, "sweep.csv")}
     for path in [*_below(folder, "*fid*.json"), *_below(folder, "fid*.csv")]:
@@ -45,7 +45,8 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 
 
 def _read(path: Path, problems: list[str]) -> list[dict]:
-    """Return a .json's object in a list, or a .csv's rows without empty cells; if unreadable, [] and a new problem."""
+    """Return a .json's object in a list, or a .csv's rows without empty cells. If the file is unreadable, return [] and
+    append a message to `problems`."""
     try:
         with path.open(newline="", errors="replace") as file:
             if path.suffix == ".csv":

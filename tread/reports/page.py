@@ -70,12 +70,12 @@ class Page:
         self.add(f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>")
 
     def curves(self, charts: Sequence[Mapping[str, Panel]]) -> None:
-        """Append charts, each {x-axis: panel} ("" for a single axis), with one switch of axes and a button per line."""
+        """Append charts, each {x-axis: panel} ("" for a single axis), with a switch for axes and a button per line."""
         self.charts.append([{axis: _plain(panel) for axis, panel in chart.items()} for chart in charts])
         self.add('<div class="charts"></div>')
 
     def slider(self, rows: Mapping[str, Mapping[int, str]]) -> None:
-        """Append pictures, name → step → data URI, with one slider: it shows each name's newest up to a step."""
+        """Append pictures, {name: {step: data URI}}, with a slider: it shows each name's last one up to a step."""
         steps = sorted({step for pictures in rows.values() for step in pictures})
         figures = []
         for name, pictures in rows.items():
@@ -92,7 +92,7 @@ class Page:
         self.add(f'<div class="samples">{control}<div class="pictures">{"".join(figures)}</div></div>')
 
     def write(self, path: Path) -> None:
-        """Write the page. Raises OSError if that fails, ImportError without plotly."""
+        """Write the page. Raises OSError if that fails, ImportError if plotly is missing."""
         try:
             from plotly.offline import get_plotlyjs  # imported here because only the main process draws, at the end
         except ImportError as error:

@@ -63,7 +63,7 @@ class Subject:
 def write_report(folders: Sequence[Path | str]) -> Path:
     """Write a page on runs into the first folder, as report.html, or comparison.html for several runs; return its path.
     The page names damaged files. Raises FileNotFoundError for a folder without a run, OSError if the page can't be
-    written, ImportError without plotly."""
+    written, ImportError if plotly is missing."""
     first, *others = dict.fromkeys(map(Path, folders))
     runs = [find_run(folder) for folder in (first, *others)]
     check_place(first, 0)
@@ -79,7 +79,7 @@ def write_report(folders: Sequence[Path | str]) -> Path:
 
 
 def subject_of(runs: Sequence[Found]) -> Subject:
-    """Group runs by seed (those of unknown settings stay alone) and name them."""
+    """Group runs that differ only in their seed (a run of unknown settings stays alone), and name them."""
     alone = [run for run in runs if len(runs) == 1 or not run.config]
     groups = group_runs([run for run in runs if run not in alone])
     groups += [SeedGroup(run.folder.resolve().name, [run]) for run in alone]

@@ -20,12 +20,12 @@ NEEDED = {"model.name": str, "train.steps": int, "train.batch_size": int, "datas
 class Found:
     """A run, and what can be read of it.
 
-    config    of its last start, or else of its newest checkpoint; {}: neither can be read.
+    config    settings of its last start, else of its newest checkpoint; {}: neither can be read.
     records   finite numbers of each readable line of metrics.jsonl: "step", "seconds" and "flops" since the training's
               start, and metrics.
-    starts    of run.json, each with "step", "config", "versions" and "warnings".
-    status    of status.json; {}: there is none.
-    problems  texts on what could not be read.
+    starts    entries of run.json, one per start: "step", "config", "versions" and "warnings".
+    status    content of status.json; {}: there is none.
+    problems  messages about what could not be read.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ def told_time(stated: object) -> str | None:
 
 def folders_of(patterns: Sequence[str]) -> list[Path]:
     """Return the folders that names or glob patterns match, each once; a pattern matches only runs.
-    Raises FileNotFoundError for a pattern without a run, and without patterns."""
+    Raises FileNotFoundError for a pattern that matches no run, or if there are no patterns."""
     folders: dict[Path, None] = {}
     for pattern in patterns:
         matching = [Path(pattern)]
@@ -123,13 +123,13 @@ def _numbers(record: object) -> dict:
 
 
 def _typed(start: dict) -> dict:
-    """Return a start of run.json with empty values for keys that are missing or of a wrong type."""
+    """Return an entry of run.json; values that are missing or of a wrong type are replaced by empty ones."""
     kinds = {"step": int, "config": dict, "versions": dict, "warnings": list}
     return start | {key: start[key] if isinstance(start.get(key), kind) else kind() for key, kind in kinds.items()}
 
 
 def _config_of(config: object) -> dict:
-    """Return a config with today's keys; {} if it lacks one of NEEDED."""
+    """Return a config, of older code too, with today's keys; {} if it lacks one of NEEDED."""
     try:
         config = migrate(config)
     except (TypeError, AttributeError):

@@ -22,8 +22,8 @@ raises ValueError; the caller can pass two functions instead:
 With `tokens`, both functions find the tokens first in args, however the model called the block. With `output`, join
 gets and returns the tokens alone.
 
-At the first call of each class of blocks on a route, two more forwards check that the order of its tokens does not
-matter (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
+At the first call of one or two blocks of each class on a route, two more forwards check that the order of its tokens
+does not matter (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -41,8 +41,9 @@ from torch import Tensor, nn
 from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids, with_ratio
-from .positions import order_matters, refusal
+from .positions import blocks_to_check, order_matters, refusal, tensors_in
 
+_ON: list["Routing"] = []  # those whose context is entered
 Inputs = tuple[tuple, dict]
 Select = Callable[[tuple, dict, Tensor], Inputs]
 Join = Callable[[Any, Inputs, Tensor], Any]
@@ -60,11 +61,11 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
 
 def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     """Like select_first, but raise ValueError if another tensor among the inputs, in lists and dicts too, has an axis
-    of length N, which may be a token axis. If N = B, first axes are ignored. This is attach_routes' default."""
+    of length N, which may be a token axis (if N = B, first axes are batches). This is attach_routes' default."""
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
     others = {f"input {place}": given for place, given in enumerate(args[1:], 1)} | kwargs
-    for name, tensor in _tensors(others):
+    for name, tensor in tensors_in(others):
         if count in tensor.shape[samples == count :]:
             raise ValueError(
                 f"the block also gets {name} of shape {tuple(tensor.shape)}, with an axis of {count} like the tokens "
@@ -74,18 +75,9 @@ def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     return selected
 
 
-def _tensors(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each tensor in nested lists, tuples and dicts."""
-    if isinstance(given, Tensor):
-        yield name, given
-    elif isinstance(given, (dict, list, tuple)):
-        for key, value in given.items() if isinstance(given, dict) else enumerate(given):
-            yield from _tensors(value, f"{name}[{key!r}]" if name else str(key))
-
-
 def _written(*inputs: Any) -> list[int]:
     """Return how often each tensor among a block's inputs was changed in place."""
-    return [times_written(tensor) for _, tensor in _tensors(inputs)]
+    return [times_written(tensor) for _, tensor in tensors_in(inputs)]
 
 
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
@@ -112,8 +104,9 @@ class Routing:
         verify: bool,
     ) -> None:
         self.routes = routes
-        on_routes = {index for route in routes for index in range(route.start, route.end + 1)}
-        self._unverified = {type(blocks[index]) for index in on_routes} if verify else set()
+        on_routes = {index: blocks[index] for route in routes for index in range(route.start, route.end + 1)}
+        self._blocks = set(on_routes.values())
+        self._unverified = set(blocks_to_check(on_routes)) if verify else set()
         self._select, self._join, self._keyword, self._place = select, join, keyword, place
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: int | None = None
@@ -133,14 +126,18 @@ class Routing:
                 ]
 
     def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
-        """Return a block's inputs with the tokens in args[0] instead of by keyword. With a default `select`, raises
-        ValueError if their number is not the N that the ids were chosen for."""
+        """Return a block's inputs with the tokens moved to args[0] if they came by keyword. Raises ValueError if their
+        number, or with a custom `select` that of any input, is not the N that the ids were chosen for."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
-        if self._select in (select_first, select_only) and args and self._tokens not in (None, args[0].shape[1]):
+        first = self._keyword or self._select in (select_first, select_only)
+        shapes = [tuple(tensor.shape) for _, tensor in tensors_in(args[:1] if first else (args, kwargs))]
+        axes = slice(len(self._ids[0]) == self._tokens, 2)  # as many samples as tokens say nothing
+        if self._tokens is not None and shapes and all(self._tokens not in shape[axes] for shape in shapes):
             raise ValueError(
-                f"the noise (and prefix) is for {self._tokens} tokens, but block {index} gets {args[0].shape[1]}"
+                f"the noise (and prefix) is for {self._tokens} tokens, but block {index} gets {shapes[0]}: give noise "
+                "for each, or, if text, class or register tokens stand before them, how many these are as prefix="
             )
         return args, kwargs
 
@@ -150,8 +147,9 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved)
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """Return the inputs saved before block `rejoin` of route `number`, and forget them. `args` are those of block
-        `index`, the route's last. Raises RuntimeError if nothing was saved or if the model changed these inputs."""
+        """Return, once, the inputs that were saved for route `number`: those of its first block, or of block `rejoin`.
+        `args` are the inputs of block `index`, its last. Raises RuntimeError if nothing was saved, or the saved inputs
+        were changed in place."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
@@ -173,7 +171,7 @@ class Routing:
             return None
         args, kwargs = self._tokens_first(index, args, kwargs)
         ids_keep, route = self._ids[number], self.routes[number]
-        if type(module) in self._unverified and not torch.compiler.is_compiling():
+        if index in self._unverified and not torch.compiler.is_compiling():
             self._verify(number, index, module, args, kwargs)
         rejoins = index == route.end and route.rejoin < route.start
         saved = self._saved(number, index, args) if rejoins else (args, kwargs)
@@ -196,7 +194,7 @@ class Routing:
         return tuple(parts)
 
     def _verify(self, number: int, index: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Raise ValueError if a block's output depends on the order of its tokens (if N is unknown, the kept ones)."""
+        """Raise ValueError if a block's output depends on the order of its tokens (the kept ones if N is unknown)."""
         ids, self._ids = self._ids, None  # the block's own hooks do nothing meanwhile
         every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens
         if count is not None:
@@ -208,25 +206,30 @@ class Routing:
             self._ids = ids
         if difference:
             raise ValueError(refusal(index, block, difference, "select=", "pass verify=False to attach_routes"))
-        self._unverified.discard(type(block))
+        self._unverified.discard(index)
 
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
         """Return a context in which the model runs with the given ids_keep (B, K) int64, one tensor for each route.
-        `tokens` is N, compared with the blocks' inputs unless attach_routes got a custom `select` (None: not compared).
+        `tokens` is N, compared with the tokens, or with a custom `select` with all inputs (None: not compared).
         Raises ValueError for ids_keep that check_ids refuses."""
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         for ids in ids_keep:
             check_ids(ids, len(ids) if ids.ndim else 0, tokens)
-        if self._ids is not None:
-            raise RuntimeError("the routes are on already: leave the first context before entering another")
+        if any(self._blocks & other._blocks for other in _ON):
+            raise RuntimeError(
+                "routes of these blocks are on already: leave that context before entering another (routes that run "
+                "together go into one attach_routes)"
+            )
         if not self._handles:
             raise RuntimeError("the routes were removed from the model: attach them anew")
         self._ids, self._tokens = ids_keep, tokens
+        _ON.append(self)
         try:
             yield
         finally:
+            _ON.remove(self)
             self._ids = self._tokens = None
             self._running.clear()  # a failed call would keep its tensors alive
             self._rejoins.clear()
@@ -272,8 +275,9 @@ def attach_routes(
                   tokens need neither. select=select_first allows further inputs with an axis of length N.
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
-    verify        True: the first call of each class of blocks on a route, outside compiled graphs, raises ValueError if
-                  the order of tokens matters (two more forwards). False: for blocks that need an order, such as scans.
+    verify        True: the first call on a route, outside compiled graphs, of each class's first block and of the one
+                  whose settings differ most from its raises ValueError if the order of tokens matters (two more
+                  forwards each). False: for blocks that need an order, such as scans.
 
     Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
     default `select`, for blocks that contain a module with batch_first=False.

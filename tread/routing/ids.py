@@ -2,10 +2,10 @@
 
 Each function returns ids_keep (B, K) int64, the indices of the kept tokens in raster order, for run_blocks or
 attach_routes. No function draws random numbers: the caller draws `torch.rand(B, N, generator=…)` for the global batch
-from a generator seeded by (seed, step), and passes each process its rows, so any number of processes gives equal ids.
+from a generator seeded by (seed, step), and passes each process its rows: any number of processes gets equal ids.
 
-A rule is an object in RULES, under the name that Route.select and `model.routes.<n>.select` take. For a new rule,
-subclass Token and override what differs. If a rule has `scores`, a function of the tokens' values, run_blocks calls it.
+RULES maps names, which Route.select and the setting `model.routes.<n>.select` take, to rules. For a new rule, subclass
+Token and override what differs. If a rule has `scores`, a function of the tokens' values, run_blocks calls it.
 
 This file needs only torch and routing_module.py.
 
@@ -26,7 +26,7 @@ Some = Tensor | None
 
 def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
     """Return noise (B, N) that makes draw_ids keep all tokens where `keep` (B, N) bool is true; K does not change.
-    Raises ValueError if a sample has more than K such tokens, a check for which a GPU synchronises."""
+    Raises ValueError if a sample has more than K such tokens; this check synchronises a GPU."""
     _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
@@ -40,9 +40,9 @@ def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
 def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
     """Keep H − int(H·ratio) whole rows of the grid, for blocks that use neighbouring tokens: ids_keep (B, K).
 
-    noise       (B, N) uniform numbers; the first number of each row decides.
+    noise       (B, N) uniform numbers; the rows of the grid whose first numbers are smallest are kept.
     grid        (H, W); the kept rows form a grid (K / W, W).
-    force_keep  (B, N) bool; a row is kept if one of its values is true.
+    force_keep  (B, N) bool; a row is kept if it is true for one of the row's tokens.
     """
     height, width = _check_grid(noise, grid)
     chances = noise.view(-1, height, width)[:, :, 0]
@@ -58,7 +58,7 @@ def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Te
 
     noise       (B, N) uniform numbers, so the four tokens of a group are equally likely.
     grid        (H, W), both even.
-    force_keep  (B, N) bool, tokens that are kept; at most one of a group.
+    force_keep  (B, N) bool, true for tokens that must be kept; at most one per group.
     """
     height, width = _check_grid(noise, grid)
     check_groups(grid)
@@ -90,8 +90,8 @@ def _by_groups(values: Tensor, grid: Grid) -> Tensor:
 
 
 def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None = None) -> Tensor:
-    """Keep the same tokens in all samples, chosen by the first sample's noise: ids_keep (B, K). force_keep (B, N) bool:
-    tokens that are true in any sample are kept.
+    """Keep the same tokens in all samples, chosen by the first sample's noise: ids_keep (B, K). Tokens for which
+    force_keep (B, N) bool is true in any sample are kept.
 
     This is for models whose positions or masks have no batch axis. If a batch is split over processes or accumulation
     steps, give each part the same first row of noise and the same forced tokens, or the parts choose differently.
@@ -113,7 +113,7 @@ class Token:
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         """Return ids_keep (B, K): the tokens with the smallest uniform draws (B, N), or with the largest scores (B, N)
-        if given. `keep` (B, N) bool or None: tokens that must be kept."""
+        if scores are given. `keep` (B, N) bool is true for tokens that must be kept (None: no such tokens)."""
         if scores is not None and scores.shape != draws.shape:
             raise ValueError(
                 f"scores of select={route.select} are {tuple(scores.shape)}, but must be {tuple(draws.shape)}, (B, N)"
@@ -136,8 +136,8 @@ class Token:
             )
 
     def check_grid(self, grid: Grid) -> tuple[str, int]:
-        """Return the name and number of units that the rule selects in a grid (H, W), such as ("row", H), for messages.
-        Raises ValueError if the grid does not suit the rule."""
+        """Return the unit that the rule selects and the number of such units in a grid (H, W), e.g. ("row", H), for
+        messages. Raises ValueError if the grid does not suit the rule."""
         return "token", math.prod(grid)
 
     def with_ratio(self, route: Route, ratio: float) -> Route:
@@ -145,7 +145,7 @@ class Token:
         return replace(route, selection_ratio=ratio)
 
     def for_sampling(self, route: Route) -> Route:
-        """Return the route to sample with, whose ids_keep must depend on each sample's own draws only."""
+        """Return the route for sampling, whose rule must choose a sample's ids_keep from its own draws only."""
         return route
 
 
@@ -223,8 +223,8 @@ def choose_ids(
 
     noise       (B, N) uniform numbers for the tokens that may be skipped.
     grid        (H, W) of these tokens, required by select="row" and "group".
-    force_keep  (B, N) bool, tokens that are kept; K does not change.
-    prefix      number of tokens before the N (class, register or text tokens), which are always kept.
+    force_keep  (B, N) bool, true for tokens that must be kept; K does not change.
+    prefix      number of further tokens before these N (class, register or text tokens), which are always kept.
 
     Raises ValueError for a grid or force_keep that does not fit, and for rules that score tokens (use run_blocks).
     """
@@ -239,7 +239,7 @@ def choose_ids(
 
 
 def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
-    """Return the pair that networks take: (route, ids_keep (B, K)), or (route, draws) if the rule scores tokens."""
+    """Return the pair that a network takes: (route, ids_keep (B, K)), or (route, draws) if its rule scores tokens."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
 
 
@@ -250,7 +250,7 @@ def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
 
 
 def with_ratio(route: Route, ratio: float) -> Route:
-    """Return the route with another selection_ratio; select="group", whose ratio is fixed, becomes "token"."""
+    """Return the route with another selection_ratio; select="group" becomes "token" unless the ratio is 0.75."""
     return RULES[route.select].with_ratio(route, ratio)
 
 
@@ -271,8 +271,8 @@ def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
 
 
 def check_ratio(route: Route, grid: Grid, key: str) -> None:
-    """Raise ValueError, naming the setting `key`, if the route's selection_ratio is above 0 but skips no token, or
-    keeps a single one, which attends to nothing else. In settings either is a mistake; Route itself allows both."""
+    """Raise ValueError, naming the setting `key`, if the route's selection_ratio is above 0 but skips no token, or if a
+    single token is left, which can attend only to itself. In settings both are mistakes; Route itself allows them."""
     ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
     unit, units = RULES[route.select].check_grid(grid)
     if ratio and kept == tokens:
@@ -304,9 +304,9 @@ def _check_mask(noise: Tensor, keep: Tensor) -> None:
 
 @dataclass(frozen=True)
 class RatioSchedule:
-    """A selection_ratio for all routes that changes over the training steps in a few levels.
+    """A selection_ratio, the same for all routes, that moves through a few levels during training.
 
-    start, end  the ratio up to step `first` and from step `last` on, in [0, 1).
+    start, end  the ratio until step `first`, and the ratio from step `last` on; both in [0, 1).
     shape       "linear", or "cosine" (flat at both ends).
     levels      the number of different ratios, 2 to 16; compiled blocks have one graph for each.
     """

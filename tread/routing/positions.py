@@ -27,7 +27,7 @@ def check_positions(
     """Raise ValueError if a block's output depends on the order of its tokens (B, N, D), N > 1. Blocks are called as
     run_blocks(blocks, tokens, *shared, along=along) calls them; each tensor of `along` is (B, N, …).
 
-    One block of each class runs twice, in eval mode and without gradient, on random parameters, since a fresh
+    Those of blocks_to_check run twice, in eval mode and without gradient, on random parameters, since a fresh
     adaLN-Zero block adds nothing. Parameters, buffers, mode and global random generators stay as they were.
     """
 
@@ -38,16 +38,40 @@ def check_positions(
     def join(output: Tensor, saved: tuple[tuple, dict], ids: Tensor) -> Tensor:
         return scatter_tokens(saved[0][0], output, ids)
 
-    firsts = {type(block): (index, block) for index, block in reversed(list(enumerate(blocks)))}
     ids = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
-    for index, block in firsts.values():
+    for index in blocks_to_check(dict(enumerate(blocks))):
+        block = blocks[index]
         difference = order_matters(block, (tokens, *along, *shared), {}, ids, False, select, join)
         if difference:
             raise ValueError(refusal(index, block, difference, "along=", "leave this check out"))
 
 
+def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
+    """The first block of each class and the one that differs most from it in its settings, if any does."""
+    alike: dict[type, dict[int, dict]] = {}
+    for index, block in blocks.items():
+        alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}
+    chosen = []
+    for settings in alike.values():
+        first = next(iter(settings))
+        changes = {index: len(settings[first].items() ^ found.items()) for index, found in settings.items()}
+        chosen += dict.fromkeys([first, max(changes, key=changes.get)])
+    return chosen
+
+
+def _settings(block: nn.Module) -> dict[str, Any]:
+    """A block's plain attributes, the classes of its parts and the shapes of its tensors, by name."""
+    found = {name: given.shape for name, given in [*block.named_parameters(), *block.named_buffers()]}
+    for name, module in block.named_modules():
+        for key, value in vars(module).items():
+            found[f"{name}.{key}"] = value if isinstance(value, (bool, int, float, str)) else type(value)
+        found[f"{name}."] = type(module)
+    return found
+
+
 def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:
-    """Return the error text for a block whose output changes by the fraction `difference`, with two texts of advice."""
+    """Return the error text for a block whose output changes by the fraction `difference`, followed by advice: how to
+    mend the block, and `otherwise`, if its order is meant."""
     return (
         f"block {index} ({type(block).__name__}) depends on the order of its tokens: when they are permuted, what it "
         f"adds to them changes by {difference:.0%}. If it makes positions by itself, such as rotary angles from "
@@ -86,7 +110,7 @@ def order_matters(
             chosen, named = select(args, kwargs, order)
             outputs.append(join(call(*chosen, **named), (args, kwargs), order))
     worst = 0.0
-    for first, second in zip(*map(_tensors, outputs)):
+    for (_, first), (_, second) in zip(*map(tensors_in, outputs)):
         before = args[0].float() if args and first.shape == args[0].shape else 0.0
         added, again = first.float() - before, second.float() - before
         finite = added.isfinite() & again.isfinite()
@@ -123,10 +147,10 @@ def _sandbox(block: Callable) -> Iterator[Callable]:
                 module.training = True
 
 
-def _tensors(given: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output, which may be nested tuples or lists."""
+def tensors_in(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) for each tensor in nested lists, tuples and dicts."""
     if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for value in given:
-            yield from _tensors(value)
+        yield name, given
+    elif isinstance(given, (dict, list, tuple)):
+        for key, value in given.items() if isinstance(given, dict) else enumerate(given):
+            yield from tensors_in(value, f"{name}[{key!r}]" if name else str(key))

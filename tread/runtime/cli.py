@@ -39,6 +39,8 @@ def open_door(
         import_plugins(named_plugins(sys.argv[1:], config))
         sys.argv[1:] = spell(take_literally(sys.argv[1:], literal))
         check_overrides(sys.argv[1:], list(known() if callable(known) else known))
+        if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:
+            sys.stderr.write("--cfg prints values as they are put together; a run also checks them\n")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors
         try:
             main()
@@ -61,8 +63,8 @@ def named_plugins(words: Iterable[str], config: Path) -> list[str]:
 
 @contextlib.contextmanager
 def explained(stopped: str = "stopped") -> Iterator[None]:
-    """Context that ends the process with one line and no traceback at ValueError, OSError, a full GPU and Ctrl-C, which
-    prints `stopped` and exits with 130. A closed output pipe, as after `| head -1`, ends it silently, with 141."""
+    """Context that turns some exceptions into an exit with one line and no traceback: ValueError, OSError, a full GPU,
+    and Ctrl-C (prints `stopped`, exit code 130). A closed output pipe, as after `| head -1`, exits silently (141)."""
     try:
         yield
         sys.stdout.flush()
@@ -84,7 +86,7 @@ def explained(stopped: str = "stopped") -> Iterator[None]:
 
 
 def spell_folder(words: Iterable[str]) -> list[str]:
-    """Rewrite dataset=<folder> to dataset.path=<folder>: Hydra takes `dataset` for a file of configs/dataset/."""
+    """Rewrite dataset=<folder> to dataset.path=<folder>; for Hydra, `dataset` names a file in configs/dataset/."""
     return [re.sub("^dataset=", "dataset.path=", word) for word in words]
 
 

@@ -16,7 +16,7 @@ LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launc
 def use_precision(name: Precision, device: torch.device) -> str:
     """Return the precision, "auto" resolved to "bf16" on a GPU that has it in hardware, else to "fp32"; set TF32.
 
-    With bf16, TF32 is allowed, since a route's fp32 block is as large as the others; with fp32 it is off.
+    With bf16, TF32 is allowed, as the block that a route may run in fp32 would be slow without it; else it is off.
     """
     check("precision", name, Precision)
     if name == "auto":
@@ -47,10 +47,10 @@ def exact() -> Iterator[None]:
 
 
 def use_cores(threads: int | None, processes: int) -> int:
-    """Set and return torch's number of CPU threads in one of `processes` processes on this machine. With threads=None
-    it is OMP_NUM_THREADS, else an equal share of the cores.
+    """Set the number of CPU threads that torch uses in this process, and return it. `processes` is the number of
+    processes on this machine. With threads=None torch uses OMP_NUM_THREADS threads, else an equal share of the cores.
 
-    Since accelerate and torchrun set OMP_NUM_THREADS=1 in processes that they launch, 1 counts as unset there.
+    accelerate and torchrun set OMP_NUM_THREADS=1 in processes that they launch, so 1 counts as unset there.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # may be a list, a number per nesting level

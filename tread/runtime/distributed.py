@@ -1,4 +1,4 @@
-"""The processes of a launch, by accelerate: they train one network together, or share independent work."""
+"""The processes of a launch, set up by accelerate: they train one network together, or share independent work."""
 
 import contextlib
 import datetime
@@ -52,10 +52,10 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
 
 
 def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes":
-    """Set up the processes that share independent work: those that accelerate or torchrun launched, or this one alone.
-    They communicate by gloo on any device, and may wait for days, as they only report when they are done. device=None
-    is the GPU that belongs to this process, else the CPU. Raises ValueError for a device that can't be used.
-    """
+    """Set up the processes that share independent work: those that accelerate or torchrun launched, else this one
+    alone. They communicate by gloo on any device, and may wait for days, since they only report when they are done.
+    With device=None each uses its own GPU, or the CPU if there is none. Raises ValueError for a device that can't be
+    used."""
     state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
     if device is None:
         device = f"cuda:{state.local_process_index}" if torch.cuda.is_available() else "cpu"
@@ -121,8 +121,8 @@ class Processes:
             raise OSError("another process stopped; see its message") from error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` in every process and return this process's result. If it fails in one, all raise its error, in the
-        others as RuntimeError unless it is a ValueError or OSError. Raises OSError if another process has ended."""
+        """Run `work` in every process and return this process's result. If it fails in one, all raise its error (the
+        others RuntimeError unless it is a ValueError or OSError). Raises OSError if another process has ended."""
         done, error, told = None, None, None
         try:
             done = work()
@@ -160,7 +160,8 @@ class Processes:
 
     @contextlib.contextmanager
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
-        """Context holding a file lock in the main process. If taken, raise FileExistsError(busy); busy=None waits."""
+        """Context in which the main process holds a file lock. If another launch holds it, raises FileExistsError with
+        the message `busy`; with busy=None, waits for it."""
         held = None
         if self.main:
             try:
@@ -178,7 +179,8 @@ class Processes:
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
-    """Return a process's rows of the global batch in slices of micro_batch_size (None: one); ValueError if uneven."""
+    """Return the rows of the global batch that belong to process `rank`, as one slice for each of its micro-batches.
+    micro_batch_size=None makes one slice. Raises ValueError if the batch or this share does not divide evenly."""
     share, rest = divmod(batch_size, ranks)
     if rest:
         raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")

@@ -105,7 +105,7 @@ def point_to(link: Path, target: str) -> None:
 
 
 def check_place(folder: Path, needed: int) -> None:
-    """Make a folder if it is missing. Raises OSError unless it can take files of `needed` bytes."""
+    """Make a folder if it is missing. Raises OSError unless files of `needed` bytes can be written into it."""
     if files := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
         raise Unwritable(f"{folder} could not be written ({files[0]} is a file, but must be a folder)")
     with explain_failure(folder):
@@ -118,7 +118,7 @@ def check_place(folder: Path, needed: int) -> None:
 
 
 def check_file(name: str) -> Path:
-    """Return the path of a file to be written. Raises OSError unless its folder, made if missing, can take files."""
+    """Return `name` as a path. Raises OSError unless files can be written into its folder, which is made if missing."""
     if name.endswith("/") or Path(name).is_dir():
         raise Unwritable(f"{name} could not be written: it names a folder, but must name a file")
     check_place(Path(name).parent, 0)
@@ -135,7 +135,7 @@ def size_text(count: float) -> str:
 
 
 def plain_name(name: object, where: object) -> str:
-    """Return `name`, which the file `where` states. Raises ValueError unless it is a file name without any folder."""
+    """Return `name`, a file name stated in the file `where`. Raises ValueError if it is none or has a folder in it."""
     if not isinstance(name, str) or name in ("", "..") or PureWindowsPath(name).name != name:
         raise ValueError(f"{where} names the file {name!r}, but must name files beside it, without any folder")
     return name
@@ -150,7 +150,7 @@ _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _forget_inherited_locks() -> None:
-    """Close a forked child's copies of locks, which would otherwise be held after the parent's end."""
+    """In a forked child, close the inherited copies of locks, which would keep them held after the parent's end."""
     for lock in _locks:
         lock.release()
 

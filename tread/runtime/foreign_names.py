@@ -27,10 +27,8 @@ model.num_heads | heads n_heads n_head num_attention_heads
 model.routes.*.selection_ratio | mask_ratio drop_ratio route_ratio keep_ratio
 model | arch architecture backbone model_name model_type | a file of configs/model/
 alignment.encoder | enc_type repa_encoder | with alignment=repa
-alignment.weight | proj_coeff repa_weight
 train.precision precision | precision mixed_precision amp bf16 fp16 fp32 dtype tf32 | auto, bf16 or fp32
 train.activation_checkpointing | gradient_checkpointing grad_checkpointing use_checkpoint
-train.processes | num_gpus gpus devices num_processes nproc_per_node world_size | a check alone: a launcher starts them
 ema.decay | ema_decay ema_rate ema_halflife_kimg
 every.log | log_every log_interval log_steps logging_steps print_freq
 every.save | save_every save_interval save_steps ckpt_every checkpoint_every checkpointing_steps snap
@@ -40,14 +38,12 @@ resume | resume_from resume_from_checkpoint resume_path auto_resume | the same c
 checkpoint weights init_from run | ckpt ckpt_path checkpoint checkpoint_path pretrained load_from model_path network
 dataset.path source samples data | data data_path data_dir data_root dataset_path train_data_dir feature_path images
 resolution dataset.size crop | image_size img_size input_size resolution latent_size
-dataset.num_classes num_classes | num_classes n_classes label_dim
 train.label_drop | class_dropout_prob label_dropout cfg_dropout cond_drop_prob
 autoencoder sampling.autoencoder | vae vae_path vae_model
 out results | out output outdir output_dir out_dir save_dir sample_dir
 results out | results_dir logdir log_dir work_dir default_root_dir
 tracker | use_wandb report_to logger log_with
 guidance.scale | cfg_scale cfg guidance_scale omega | with guidance=cfg
-guidance.interval | guidance_interval guidance_low guidance_high
 sampling.solver solver | solver sampler sampling_method ode_solver
 num_samples eval.fid_samples seeds | num_fid_samples num_samples n_samples num_images
 reference eval.fid_reference | ref ref_path ref_batch fid_stats

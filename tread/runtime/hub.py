@@ -1,5 +1,5 @@
-"""Checks before fetching from the Hugging Face hub: is a model cached, and does the server answer within seconds? By
-themselves, libraries would retry a silent server for minutes."""
+"""Checks before fetching from the Hugging Face hub: is a model cached, and does the server answer within seconds?
+Without them, the libraries would retry a silent server for minutes."""
 
 import re
 import threading
@@ -11,8 +11,8 @@ WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 
 
 def is_cached(name: str, weights: Sequence[str]) -> bool:
-    """Return whether the cache holds config.json and one of the files `weights` of hub id `name`. Raises ValueError if
-    it is no hub id, OSError if the cache lacks them and the hub does not answer."""
+    """Return whether the cache holds a model of the hub: its config.json and at least one of the files `weights`.
+    Raises ValueError if `name` is no hub id, OSError if the model is not cached and the hub does not answer."""
     from huggingface_hub import constants, try_to_load_from_cache  # imported here because it takes long
     from huggingface_hub.utils import get_session
 
@@ -27,7 +27,7 @@ def is_cached(name: str, weights: Sequence[str]) -> bool:
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
     """Raise OSError unless a server answers within `seconds`, including the DNS look-up. `ask(url, seconds)` sends a
-    request by the client, with its proxies, that will fetch from there later; it raises an error if there is no answer.
+    request, and raises an error if there is no answer. It should use the client that will fetch later, and its proxies.
     """
     failure: list[object] = [f"no answer in {seconds} s"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def guard_imports(script: Mapping) -> None:
-    """Let Ctrl-C (exit code 130) and a missing package (1) end the process with one line until `script`, the globals()
-    of a script that is importing, holds `main`. From then on both raise as usual. An ignored Ctrl-C stays ignored."""
+    """While a script imports, let Ctrl-C (exit code 130) and a missing package (1) end the process with one line.
+    `script` is the script's globals(): once they hold `main`, both raise as usual. An ignored Ctrl-C stays ignored."""
 
     def interrupted(number: int, frame: object) -> None:
         if "main" in script:

@@ -14,9 +14,9 @@ _imported: set[str] = set()  # names of files
 
 
 def import_plugins(names: Sequence[str]) -> None:
-    """Import modules by dotted names or paths of .py files, each once per process. A file that is missing is skipped if
-    one of the same name was imported before. Raises ValueError, with the reason, for a module that can't be imported.
-    """
+    """Import modules by dotted names or paths of .py files, each once per process. A missing file is skipped if a
+    plugin of the same name was imported before. Raises ValueError, with the reason, for a module that can't be
+    imported."""
     for name in names:
         place, module = absolute(name), Path(name).name
         if place in sys.modules or (module in _imported and not Path(place).is_file()):
@@ -38,5 +38,5 @@ def import_plugins(names: Sequence[str]) -> None:
 
 
 def absolute(name: str) -> str:
-    """Return a plugin's name as runs record it: a module's name, or the absolute path of a .py file."""
+    """Return a plugin's name in the form that runs record: a module's name, or the absolute path of a .py file."""
     return str(Path(name).expanduser().resolve()) if name.endswith(".py") else name

@@ -1,6 +1,6 @@
 """Reads nested dicts into dataclasses by their annotations; unknown keys and wrong types raise ValueError.
 
-Choices are Literals. Annotated[…] adds a Range that a number must lie in; a note, which the error shows in brackets; or
+Choices are Literals. Annotated[…] adds a Range, in which a number must lie; a text, which errors show in brackets; or
 Chosen, for a section whose dataclass is picked from a table. Numbers without a Range must be finite.
 """
 
@@ -37,13 +37,13 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 class Chosen(NamedTuple):
     """Marks a section of the settings whose dataclass is picked from `table` by the section's key `key`. Keys that only
-    other dataclasses of the table have are dropped, unless their values differ from those dataclasses' defaults."""
+    other dataclasses of the table have are dropped if they have their default values, and refused if not."""
 
     key: str
     table: Mapping[str, type]
 
     def settle(self, section: object, where: str) -> tuple[type, dict]:
-        """Return the picked dataclass, and the section at dotted key `where` with that class's keys and defaults alone.
+        """Return the picked dataclass, and the section (dotted key `where`) with only its keys, defaults included.
 
         Raises ValueError if the section picks no entry of the table, or sets a key that only other entries have.
         """
@@ -86,7 +86,8 @@ def _choices(hint: Any) -> list[Chosen]:
 
 
 def add_unstated(words: Iterable[str], kind: type) -> list[str]:
-    """Return overrides with ++ before optional keys of `Chosen` sections, which config files need not state."""
+    """Return Hydra overrides, with ++ ("add this key") before those that set an optional key of a `Chosen` section,
+    since config files need not state such keys."""
     keys = set()
     for name, hint in _hints(kind).items():
         entries = [entry for choice in _choices(hint) for entry in choice.table.values()]
@@ -99,7 +100,7 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """Return the error for an unknown key, with our name for another codebase's, else with the nearest known key."""
+    """Return the error for an unknown key: it names ours if the key is another codebase's, else the nearest one."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
@@ -109,12 +110,21 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
         alike = difflib.SequenceMatcher(None, section, other_section).ratio()  # a key's last part counts most
         return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
 
-    return ValueError(f"unknown setting {key!r}; the nearest known one is {max(known, key=likeness)!r}")
+    nearest = max(known, key=likeness)
+    names = (other.rpartition(".")[2] for other in (key, nearest))
+    alike = difflib.SequenceMatcher(None, *names).ratio() >= 0.5
+    more = f"the nearest known one is {nearest!r}" if alike else "--help all prints all"
+    return ValueError(f"unknown setting {key!r}; {more}")
 
 
 def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first Hydra override (key=value) whose key is not known."""
-    for override in overrides:
+    """Raise ValueError for the first word that is no Hydra override (key=value), or whose key is not known."""
+    overrides = list(overrides)
+    for before, override in zip(["", *overrides], overrides):
+        if not re.search("^[-~]|=", override) and not before.startswith("-"):  # behind an option it is its value
+            raise ValueError(f"{override!r} is no setting, which is written key=value")
+        if override.startswith("--") and override[2:].partition("=")[0] in known:
+            raise ValueError(f"{override!r} is written {override[2:]!r}, without dashes")
         match = re.match(r"[+~]*([^-+~=\s][^=\s]*)=", override)
         if match and _with_stars(match[1]) not in known and not match[1].startswith("hydra"):
             raise _unknown(match[1], known)
@@ -150,23 +160,21 @@ def written(value: object) -> str:
 
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
     """Build dataclass `kind` from a nested dict, after importing the plugins that it names. Raises ValueError for
-    unknown, missing or mistyped keys, which it names with `prefix` before them."""
+    unknown, missing or mistyped keys; the message puts `prefix` before the key."""
     if "plugins" in _hints(kind) and isinstance(tree, dict):
         import_plugins(_convert(tuple[str, ...], tree.get("plugins", ()), "plugins", []))
     return _build(kind, tree, prefix, known_keys(kind, prefix))
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return a tree with ints where `built`, the dataclass read from it, took a float such as 1e3 as a count."""
+    """Return `tree` with ints for null and floats such as 1e3 where `built`, the dataclass read from it, has ints."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)) and isinstance(built, (list, tuple)):
-        return [as_read(*pair) for pair in zip(tree, built)]
-    return built if type(tree) is float and type(built) is int else tree
+    return built if type(built) is int else tree
 
 
 def check(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless a value fits the annotation `kind`; for functions that people may call directly."""
+    """Raise ValueError unless a value fits the annotation `kind`; for arguments that users may pass directly."""
     _convert(kind, value, name, [])
 
 

@@ -18,7 +18,7 @@ SAME = 0.5  # seconds in which a repeated signal counts once: torchrun forwards 
 
 
 def leave_at_once(code: int, last_words: str = "") -> None:
-    """End this process without clean-up if it has process groups, after printing `last_words`; otherwise do nothing.
+    """Print `last_words` and end this process without clean-up, if it has process groups; otherwise do nothing.
 
     Deleting a gloo group waits for its threads while holding the GIL. If a thread needs the GIL to free a tensor, the
     process would never end.
@@ -70,11 +70,12 @@ class Stop:
         os.close(descriptor)
 
     def connect(self, processes: int) -> None:
-        """Create the gloo group by which several processes agree to stop, without waiting for any device."""
+        """Create the gloo group, by which several processes can agree to stop without waiting for any device."""
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if processes > 1 else None
 
     def poll(self) -> bool:
-        """Return whether to stop: the same in all processes, which all call this once a step, with a step's delay."""
+        """Return whether to stop. All processes must call this once a step, and all get the same answer; if there are
+        several, it comes one step late."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self.reason = self.reason or "the launcher has ended"
         if self._group is None:

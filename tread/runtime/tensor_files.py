@@ -34,7 +34,7 @@ COUNTERS = {"initted", "step", "n_averaged"}  # scalars of ema_pytorch and torch
 
 
 def read_state_dict(path: Path, weights: str = "ema") -> dict[str, Tensor]:
-    """Read one kind of weights from a .safetensors, .pt or .pth file, by the network's own names.
+    """Read one kind of weights from a .safetensors, .pt or .pth file; names are those of the bare network's parameters.
 
     weights  "ema" (averaged), "model" (raw), or "any": averaged ones if there are any. A file of weights alone does not
              say which kind it holds, and serves as either.
@@ -115,7 +115,7 @@ def _tensors(content: object, where: str) -> dict[str, Tensor]:
 
 
 def _flat(content: object) -> dict[str, dict]:
-    """Split an ema_pytorch state dict by kind; {} for anything else."""
+    """Return the weights in an ema_pytorch state dict by kind, "ema" and "model"; {} for anything else."""
     names = [name for name in content if isinstance(name, str)] if isinstance(content, dict) else []
     parts = {
         kind: {name.removeprefix(prefix): content[name] for name in names if name.startswith(prefix)}
@@ -128,9 +128,9 @@ def _flat(content: object) -> dict[str, dict]:
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a DiT's tensors to its own names, without the prefixes and counters of wrappers; others keep their names.
+    """Rename a DiT's tensors to the bare network's names, without wrappers' prefixes, and drop wrappers' counters.
 
-    A state dict that is not a DiT's loses only "_orig_mod.". Raises ValueError if two entries get the same name.
+    Other state dicts lose only "_orig_mod." in their names. Raises ValueError if two entries get the same name.
     """
     names = {name: name.replace("_orig_mod.", "") for name in state}
     heads = [name.removesuffix(FIRST) for name in names.values() if name.endswith(FIRST)]

@@ -1,11 +1,13 @@
-"""Alignment losses between a block's output, token by token, and targets of the clean picture, also inside routes.
+"""Alignment losses: a block's output is compared, token by token, with targets computed from the clean picture.
 
-repa  (Yu et al. 2025, arXiv 2410.06940): −cosine between the projected output and patch features of a frozen encoder.
-self  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the projected output and the output of a deeper
-      block of the averaged network, which sees all tokens of the same latents, noise and labels at a lower noise level.
+mode "repa"  (Yu et al. 2025, arXiv 2410.06940): −cosine between the projected output and patch features of a frozen
+             encoder.
+mode "self"  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the projected output and the output of a
+             deeper block of the averaged network, the teacher, which sees all tokens of the same latents, noise and
+             labels at a lower noise level.
 
-The output is taken as the block leaves it. Inside a route it holds the kept tokens, and targets are gathered by the
-same ids. Sampling needs neither projector nor targets.
+The aligned block may lie inside a route: its output then holds the kept tokens, and their targets are gathered by the
+same ids. The output is taken as the block leaves it. Sampling needs neither projector nor targets.
 
 Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
 """
@@ -44,7 +46,7 @@ class Alignment:
     gap: Share = 0.2
 
     def blocks(self, depth: int) -> tuple[int, int]:
-        """Return the indices of the aligned and the teacher's block. Raises ValueError if `depth` is too small."""
+        """Return the indices of the aligned and the teacher's block. Raises ValueError if the network lacks them."""
         blocks = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
         for name, value in (("block", self.block), ("teacher", self.teacher)):
             if value is not None and not -depth <= value < depth:
@@ -54,16 +56,16 @@ class Alignment:
 
 
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """Compute REPA's loss of each sample, −cosine averaged over the tokens: (B,) fp32.
+    """Compute the loss of mode "repa" for each sample, −cosine averaged over the tokens: (B,) fp32.
 
-    projected  (B, K, z), the tokens ids_keep (B, K), or all tokens, K = N, if ids_keep is None.
+    projected  (B, K, z), the tokens ids_keep (B, K); all N tokens if ids_keep is None.
     targets    (B, N, z).
     """
     return -F.cosine_similarity(projected.float(), _kept(targets, ids_keep), dim=2).mean(dim=1)
 
 
 def self_distance(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """Compute SRA's loss of each sample, smooth L1 over tokens and channels: (B,). Arguments: see alignment_loss."""
+    """Compute the loss of mode "self" for each sample, smooth L1: (B,). Arguments are those of alignment_loss."""
     distance = F.smooth_l1_loss(projected.float(), _kept(targets, ids_keep), beta=BETA, reduction="none")
     return distance.mean(dim=(1, 2))
 
@@ -75,7 +77,7 @@ def _kept(targets: Tensor, ids_keep: Tensor | None) -> Tensor:
 def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Sequential:
     """Build the MLP between the aligned block and the targets, (B, K, D) → (B, K, z), with Xavier weights and biases 0.
 
-    width  z. repa has three layers, two of them alignment.width wide; self has two, the first 2D wide.
+    width  z, the channels of the targets. Mode "repa" has two hidden layers alignment.width wide, "self" one 2D wide.
     """
     inner = [alignment.width] * 2 if alignment.kind == "repa" else [2 * hidden_size]
     sizes, layers = [hidden_size, *inner, width], []
@@ -102,7 +104,7 @@ class Aligned(nn.Module):
         record: Record | None = None,
         path_drop: Tensor | None = None,
     ) -> Tensor:
-        """Return the network's output; `record` then holds the aligned block's projected tokens (B, K, z)."""
+        """Return the network's output; `record` then holds the projected tokens (B, K, z) of the aligned block."""
         record = record or Record()
         record.blocks = (self.block,)
         dropped = {} if path_drop is None else {"path_drop": path_drop}  # SPRINT alone takes it
@@ -127,10 +129,11 @@ class Aligner:
     def targets(
         self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor, back: Tensor
     ) -> Tensor:
-        """Return the targets (B, N, z) for clean latents x with conditions y.
+        """Return the targets (B, N, z): in mode "repa" the pictures' features, in mode "self" the teacher's output.
 
-        The teacher sees the training's noise at a lower level. `normal` (B,), standard normal, gave the training's
-        level; `back` (B,), uniform in [0, 1), is the fraction of alignment.gap by which the teacher's is lower.
+        The teacher sees clean latents x, conditions y and the training's noise at a lower level. `normal` (B,),
+        standard normal, gave the training's level; the teacher's is lower by alignment.gap times `back` (B,), uniform
+        in [0, 1).
         """
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features

@@ -1,7 +1,8 @@
-"""Averages of the weights over training: exponential, and by power functions of time.
+"""Averages of the weights over training: an exponential one, and EDM2's power-function EMAs.
 
-σ_rel is the width of a power function's average relative to the training so far (Karras et al. 2024, arXiv 2312.02696,
-"EDM2", Section 3.1). posthoc_ema.py makes averages of other widths from stored ones.
+A power-function EMA gives the weights at time τ the factor τ^γ. σ_rel is the width of this profile, relative to the
+training so far (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.1). posthoc_ema.py makes averages of other
+widths from stored ones.
 """
 
 import copy
@@ -19,16 +20,16 @@ Width = Annotated[float, Range("lie between 0 and 0.288, the uniform average's",
 
 
 def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], float]:
-    """Return the paper's profile: the decay as a function of the number n of earlier updates, here a constant.
+    """Return the TREAD paper's profile: the decay, there a constant, as a function of the number n of earlier updates.
 
-    warmup  use min(decay, (1+n)/(10+n)), so that the initial weights do not dominate short runs; the paper does not.
+    warmup  use min(decay, (1+n)/(10+n)), so that the initial weights do not dominate short runs; the paper has none.
     """
     return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
 def exponent(sigma_rel: float) -> float:
-    """Return γ of the profile t^γ whose standard deviation is sigma_rel of the training time (EDM2, Eq. 4 and 123).
-    Raises ValueError outside (0, 0.288); 0.288 is the width of a uniform average."""
+    """Return the exponent γ for which the profile t^γ has standard deviation sigma_rel, as a fraction of the training
+    time (EDM2, Eq. 4 and 123). Raises ValueError outside (0, 0.288); 0.288 is the width of a uniform average."""
     check("sigma_rel", sigma_rel, Width)
     inverse = sigma_rel**-2  # σ_rel² = (γ+1)/((γ+2)²(γ+3)), a cubic equation in γ
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
@@ -44,7 +45,7 @@ class EMA:
     """Keeps an averaged copy of a network: e ← d·e + (1−d)·w after each step.
 
     profile  d as a function of the number of earlier steps, from `exponential` or `power`.
-    network  as an attribute, the averaged copy, in eval mode: sample and evaluate with it.
+    network  the network to copy; the attribute is the averaged copy, in eval mode: sample and evaluate with it.
     """
 
     def __init__(self, network: nn.Module, profile: Callable[[int], float]) -> None:

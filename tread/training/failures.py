@@ -49,7 +49,7 @@ class Launch:
 
 def guarded_step(run: Run) -> None:
     """Run a training step; after a failure of torch.compile, blocks run uncompiled. Raises Failure if the device's
-    memory does not suffice, with a micro-batch that would fit."""
+    memory does not suffice; its message names a micro-batch that would fit."""
     full = None
     try:
         training_step(run)

@@ -1,4 +1,4 @@
-"""FLOPs of training steps, by the routes of each step, with what alignment adds."""
+"""FLOPs of training steps, which depend on the routes of each step; those of alignment are included."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from tread.training.step import active_routes
 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
-    """Return the FLOPs of the given training steps over whole batches, by each step's routes."""
+    """Return the FLOPs of the given training steps on whole batches, with the routes that each step has."""
     alike = itertools.groupby(active_routes(cfg, step) for step in steps)
     each = sum(sample_flops(network, routes, aligner) * sum(1 for _ in group) for routes, group in alike)
     return each * cfg.train.batch_size

@@ -15,10 +15,10 @@ from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer for optim.name to choose. Only its `state` and `param_groups` are saved, and kept in skipped steps.
+    """An optimizer for optim.name. Only its `state` and `param_groups` are saved, and restored after a skipped step.
 
-    make  its class, or a function that returns one of its objects; takes the parameters and, by name, lr, the settings
-          in `shared` and those in optim.options.
+    make  the class, or a function that returns an instance; takes the parameters and, by name, lr, the settings in
+          `shared` and those in optim.options.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -85,7 +85,7 @@ class Optim:
 
     @property
     def copies(self) -> float:
-        """The number of values in the optimizer's state for each value of the parameters."""
+        """The size of the optimizer's state, in numbers per number in the parameters (AdamW: 2)."""
         return OPTIMIZERS[self.name].copies(self.options or {})
 
 
@@ -117,13 +117,13 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
 
 
 def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
-    """Return the owners of state; all values of state and groups except parameters; and their structure as a pytree."""
+    """Return the keys of optimizer.state; all values of state and groups but parameters; and their pytree structure."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
 
 
 def _decidable(old: object, new: object, device: torch.device) -> bool:
-    """Return whether a flag on this device can choose between two values: tensors there, or values that are equal."""
+    """Return whether a flag on `device` can choose between two values: both are tensors on it, or they are equal."""
     if torch.is_tensor(old) and torch.is_tensor(new):
         return (old.device, old.shape, old.dtype) == (device, new.shape, new.dtype) and new.device == device
     return type(old) is type(new) and old == new

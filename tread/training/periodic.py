@@ -19,7 +19,7 @@ from tread.diffusion.labels import spread_classes
 from tread.diffusion.sampling import Sampler, draw_pictures
 from tread.drawing.charts import save_curve
 from tread.drawing.grids import save_grid
-from tread.encoders.inception import at_hand, find_weights, load_inception
+from tread.encoders.inception import find_at_hand, load_inception
 from tread.evaluation.emoji_judge import ask, judge_emoji, real_emoji
 from tread.evaluation.heldout_loss import heldout_loss, point
 from tread.evaluation.metric_table import METRICS, heldout_titles
@@ -37,8 +37,8 @@ from tread.training.summary import forecast
 
 
 class Clock:
-    """Measures training without pauses: the run's seconds and FLOPs in total, and the time since the last log for the
-    speed. The latter leaves out the first step, which compiles, unless a log is due right after it."""
+    """Measures training without pauses: the run's total seconds and FLOPs and, for the speed, the time since the last
+    log. That time leaves out the first step, which compiles, unless a log is due right after it."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
@@ -131,12 +131,13 @@ def read_statistics(run: Run) -> dict:
 
 
 def mostly_bad(sums: dict) -> bool:
-    """Return whether more than half of the last steps were bad, by the sums of read_statistics."""
+    """Return whether more than half of the last steps were bad, from the sums of read_statistics."""
     return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 
 def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """Return the bad ones among the last `steps` steps, numbered from 0, as far as StepStatistics keeps flags."""
+    """Return which of the last `steps` steps were bad, that is not finite: numbers of the run's steps, from 0, as far
+    back as StepStatistics keeps flags."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
@@ -157,8 +158,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
 
 
 def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Return whether samples of these steps hold numbers that are not finite, and a text that names them. Reads samples
-    again, of as many steps as take a few seconds."""
+    """Read the training samples of these steps again; return whether any holds a number that is not finite, and a text
+    that names such samples. To limit the time, it reads the first 100 of these steps, fewer for large batches."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
     spoilt = name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked))
@@ -311,7 +312,7 @@ def draw_grid(run: Run) -> None:
 
 
 def draw_samples(run: Run, labels: Tensor, prompts: Text | None = None) -> Tensor:
-    """Draw EMA samples by seeds 0, 1, …: (n, 1 or 3, H, W) uint8. Labels (n,) are classes, or indices of prompts."""
+    """Generate EMA samples, seeds 0, 1, …: (n, 1 or 3, H, W) uint8. Labels (n,) are classes, or indices of prompts."""
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
     return torch.cat(list(draw_pictures(model, run.decoder, range(len(labels)), labels, sampler(run, len(labels)))))
 
@@ -371,13 +372,13 @@ def judge_demo(run: Run) -> None:
 
 
 def judged_samples(run: Run, count: int) -> dict[str, float]:
-    """Return the scores, by name, of `count` EMA samples of digits, or of emoji by captions."""
+    """Return the scores, by name, of `count` EMA samples of digits, or of emoji generated from captions."""
     cfg = run.cfg
     if cfg.dataset.embedded == "digits":
         labels = torch.arange(count) % cfg.dataset.num_classes
         return judge_digits(draw_samples(run, labels).numpy(), labels.numpy())
     asked = ask(run.data, run.heldout, count)
     pictures = draw_samples(run, torch.arange(count), asked.texts)
-    weights = find_weights(cfg.eval.inception) if at_hand(cfg.eval.inception) else None
+    weights = find_at_hand(cfg.eval.inception)
     inception = weights and load_inception(weights, run.processes.device)
     return judge_emoji(pictures, asked, real_emoji(run.data, run.heldout), inception)

@@ -1,11 +1,10 @@
 """Averages of the weights of any width, made after training from stored averages.
 
-A run stores its averages by one or two power functions of time at regular steps. At any of these, the average by
-another power function is nearly a weighted sum of them (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2,
-Appendix C).
+A run stores its power-function EMAs, of one or two widths, at regular steps. At any of these steps, the average of
+another width is nearly a weighted sum of them (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2, Appendix C).
 
 results/<run>/ema_snapshots/step_0001000.safetensors
-    <sigma_rel>/<parameter>  fp16, or fp32 for a tensor with values that fp16 does not reach
+    keyed "<sigma_rel>/<parameter>"; fp16, or fp32 for a tensor with values that fp16 does not reach
 """
 
 import json
@@ -42,7 +41,7 @@ class Snapshot:
 def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
     """Store averages after `step` steps in a file, whole or not at all, in place of an older one; returns its path.
 
-    averages  parameters (not buffers) by <sigma_rel>/<name>, the same names for each width.
+    averages  parameters (not buffers) keyed "<sigma_rel>/<parameter>", the same parameters for each width.
 
     Raises ValueError for weights that are not finite, OSError if the file can't be written.
     """
@@ -66,7 +65,7 @@ def _compact(value: Tensor, name: str) -> Tensor:
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Remove snapshots of steps after `step`: a run that continues there makes them again."""
+    """Remove the snapshots of steps after `step`, which a run that continues at `step` will make again."""
     for path in (run / "ema_snapshots").glob("step_*.safetensors"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
@@ -93,8 +92,8 @@ def _header(path: Path) -> Snapshot:
 
 
 def usable(run: Path, step: int | None) -> list[Snapshot]:
-    """Return the snapshots that an average at `step` is made of, up to that step's; None is the newest step. Raises
-    FileNotFoundError without snapshots, ValueError without one at that step or if parameters differ."""
+    """Return the snapshots from which an average at `step` (None: the newest one's) is computed: all up to that step.
+    Raises FileNotFoundError if there are none, ValueError if none is of that step or their parameters differ."""
     snapshots = find_snapshots(run)
     if not snapshots:
         raise FileNotFoundError(f"{run}/ema_snapshots holds no snapshots: ema.power=[0.05,0.1] stores them")
@@ -129,8 +128,8 @@ def inner_products(profiles: Profiles) -> np.ndarray:
 
 
 def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the inner products of profiles scaled to length 1, stored with stored and stored with target, and the
-    target's length over that of each stored one."""
+    """Return three arrays for profiles scaled to length 1: the inner products of the stored profiles with one another;
+    those with the target profile; and the length of the target, relative to each stored profile, before scaling."""
     products = inner_products([*stored, (step, sigma_rel)])
     lengths = np.sqrt(products.diagonal())
     scaled = products / lengths / lengths[:, None]
@@ -138,10 +137,10 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
-    """Return the factors of stored averages, (len(stored),), that best fit the average of width sigma_rel at `step`.
+    """Return factors (len(stored),) for a sum of stored averages that best fits the one of width sigma_rel at `step`.
 
-    The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64, among factors whose sum is
-    1: parameters that do not move in training come out as they are. The paper leaves the sum free, which shrinks or
+    The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64. The factors sum to 1, so
+    that parameters that do not move in training come out as they are; the paper leaves the sum free, which shrinks or
     grows all parameters if snapshots are few. Raises ValueError for widths outside (0, 0.288).
     """
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
@@ -151,20 +150,22 @@ def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
 
 
 def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time for the coefficients x; 0 is exact, resolved to 1e-7."""
+    """Return ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, for coefficients x, stored profiles pᵢ and target profile p; 0 is
+    exact, resolved to 1e-7."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     x = coefficients(stored, step, sigma_rel) / scale
     return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return a parameter's relative RMS error from storage in fp16; it is large far below the stored widths."""
+    """Return the relative RMS error of a reconstructed parameter that is due to storing averages in fp16. It is large
+    for a sigma_rel far below the stored widths."""
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> dict[str, Tensor]:
-    """Compute the average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the
-    CPU. Raises FileNotFoundError or ValueError as `usable` does, and ValueError for a width outside (0, 0.288)."""
+    """Compute the average of width sigma_rel at `step` (None: that of the newest snapshot): parameters by name, fp32 on
+    the CPU. Raises the errors of `usable`, and ValueError for a width outside (0, 0.288)."""
     snapshots = usable(run, step)
     stored = profiles(snapshots)
     factors = dict(zip(stored, coefficients(stored, snapshots[-1].step, sigma_rel).tolist()))

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from tread.checkpoints.checkpoint import find_whole, newest
 from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import written
+from tread.runtime.tensor_files import listed
 from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
 
 # group of configs → the key that names the chosen file in a run's config
@@ -18,7 +19,8 @@ GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment":
 
 
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
-    """Return the config of a launch, which may continue a run, and warnings about today's values that it does not take.
+    """Return the config of a launch, and warnings. If the launch continues a run, this is the recorded config with
+    today's values only where they were typed, and the warnings name other values of today that it does not take.
 
     composed   today's config, with the typed values.
     arguments  the command line, which tells what was typed. Another model, dataset, experiment or alignment than the
@@ -80,9 +82,8 @@ def find_run(run: str) -> Path:
         return folder
     around = [path for place in (folder, folder.parent) if place.is_dir() for path in sorted(place.iterdir())]
     runs = [f"run={path}" for path in (folder.parent, *around) if path.is_dir() and holds_a_run(path)]
-    more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
     what = "holds no run" if folder.exists() else "does not exist"
-    raise FileNotFoundError(f"{folder} {what}; near it: {', '.join(runs[:10]) or 'no run either'}{more}")
+    raise FileNotFoundError(f"{folder} {what}; near it: {listed(runs, 10) or 'no run either'}")
 
 
 def leaves(key: str, value: object) -> list[str]:

@@ -16,7 +16,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
 from tread.encoders.autoencoder import Decoder
-from tread.evaluation.scorers import OnlineFID
+from tread.evaluation.scorers import EMBEDDED, OnlineFID
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.distributed import Processes
@@ -49,7 +49,7 @@ class StepStatistics:
         self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
-        """Count a step: its mean loss, what optimizer_step returned, and its mean alignment loss if there is one."""
+        """Add a step: its mean loss, what optimizer_step returned, and its mean alignment loss if there is one."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
         in_a_row, longest, ago, aligned = self.sums[4:].unbind()
@@ -128,7 +128,7 @@ class Run:
         return Model(process_of(self.cfg), self.ema.network, prompts=self.prompts)
 
     def due(self, interval: int | None) -> bool:
-        """Return whether work is due now that is done every `interval` steps and after the last one; None: never."""
+        """Return whether work that is done every `interval` steps and after the last one is due now; None: never."""
         last = self.step == self.cfg.train.steps
         return interval is not None and self.step > 0 and (last or self.step % interval == 0)
 
@@ -136,7 +136,7 @@ class Run:
     def demo_samples(self) -> int:
         """The number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)), or 0 if none are."""
         cfg = self.cfg
-        judged = cfg.dataset.embedded == "digits" or (cfg.dataset.embedded == "emoji" and cfg.model.takes_text)
+        judged = (cfg.dataset.embedded, cfg.model.takes_text) in EMBEDDED
         return min(cfg.eval.demo_samples, max(40, cfg.train.steps)) if judged else 0
 
     def checkpoint_bytes(self) -> int:
@@ -149,13 +149,13 @@ class Run:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Context whose seconds the next record states as <what>_seconds."""
+        """Context that measures the time of its block; the next record states it as <what>_seconds."""
         began = time.perf_counter()
         yield
         self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - began
 
     def take_spent(self) -> dict[str, float]:
-        """Return the seconds of other work than training since the last call, by <what>_seconds, and reset them."""
+        """Return the seconds that `timed` has measured since the last call, keyed <what>_seconds, and reset them."""
         spent, self.spent = self.spent, {}
         return {f"{what}_seconds": round(seconds, 3) for what, seconds in spent.items()}
 
@@ -172,7 +172,8 @@ class Run:
 
 
 def statistics_of(info: dict, process: int, processes: int) -> dict[str, float | str]:
-    """Return a checkpoint's sums with this process's losses, or their mean if the number of processes changed."""
+    """Return a checkpoint's StepStatistics for one process: with its losses, or their mean if the number of processes
+    has changed."""
     return {
         name: value if not isinstance(value, list) else value[process] if len(value) == processes else mean(value)
         for name, value in info["tally"].items()

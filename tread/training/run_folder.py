@@ -26,7 +26,7 @@ NOTHING = "nothing"  # stands for the value of a key that is not there
 
 
 def differences(before: dict, now: dict, prefix: str = "", nothing: object = None) -> dict[str, tuple[object, object]]:
-    """Return dotted keys whose values differ between nested dicts → (before, now); `nothing` stands for a missing
+    """Return dotted key → (before, now) for all values that differ between nested dicts; `nothing` stands for a missing
     value. Lists of dicts are compared item by item: model.routes.0.selection_ratio."""
     changed = {}
     for key in {**before, **now}:
@@ -40,7 +40,7 @@ def differences(before: dict, now: dict, prefix: str = "", nothing: object = Non
 
 
 def _by_number(value: object) -> dict | None:
-    """Return a dict as it is, a list of dicts as a dict by index, and None for values without keys."""
+    """Return a dict as it is, a list of dicts as a dict keyed by index, and None for anything else."""
     if isinstance(value, (list, tuple)) and all(isinstance(item, dict) for item in value):
         return {str(number): item for number, item in enumerate(value)}
     return value if isinstance(value, dict) else None
@@ -54,14 +54,14 @@ def value_at(config: dict, key: str) -> object:
 
 
 def decisive(keys: Iterable[str], config: dict) -> list[str]:
-    """Return the given dotted keys whose settings a resumed run must share with its checkpoint."""
+    """Return those of the dotted keys whose settings a resumed run must share with its checkpoint."""
     names = (*FIXED, config.get("objective", "edm"))
     return [key for key in keys if any(key == name or key.startswith(name + ".") for name in names)]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The decision how a run starts in a folder."""
+    """The decision on how a run starts in a folder."""
 
     checkpoint: Checkpoint | None = None  # where it goes on; None: at step 0
     changed: dict[str, tuple[object, object]] = field(default_factory=dict)  # settings by dotted key: (before, now)

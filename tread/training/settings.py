@@ -195,9 +195,9 @@ MEASURES = ("channels", "size", "num_classes")
 def complete(config: dict) -> tuple[Settings, dict]:
     """Return a composed config's settings and the config itself, both completed.
 
-    The dataset gives dataset.channels, size and num_classes if they are null, a text network's encoder, and the value
-    of dataset.heldout=auto: the held-out data prepared with it, or null. The config gets exactly the keys of its
-    architecture, with all default sizes as numbers.
+    The dataset gives dataset.channels, size and num_classes if they are null; a text-conditional network's text
+    settings; and for dataset.heldout=auto the held-out data prepared with it, or null. Section `model` of the config
+    gets exactly the keys of its architecture, with numbers for sizes left at null.
 
     Raises ValueError for settings that do not fit together, FileNotFoundError for missing data.
     """
@@ -218,14 +218,13 @@ def complete(config: dict) -> tuple[Settings, dict]:
     plugins = tuple(absolute(name) for name in cfg.plugins)
     stated = {**config["dataset"], **{key: getattr(dataset, key) for key in (*MEASURES, "heldout")}}
     model = CHOSEN.settle(config["model"], "model")[1]
-    model = {key: getattr(cfg.model, key) if value is None else value for key, value in model.items()}
     config = {**config, "plugins": list(plugins), "model": model, "dataset": stated}
     return replace(cfg, dataset=dataset, text=text, plugins=plugins), config
 
 
 def read_text_settings(cfg: Settings) -> TextSettings:
-    """Return the text settings that a text network's dataset states for text.encoder. Raises FileNotFoundError, or
-    ValueError, also if given settings differ."""
+    """Return a text-conditional network's text settings: those that its dataset records for the encoder text.encoder.
+    Raises FileNotFoundError, or ValueError, also if `cfg` states other values."""
     prepare_embedded(cfg, cfg.dataset.path, "train")
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():
@@ -238,8 +237,8 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Write part "train" or "heldout" of an embedded dataset if it is missing, with encoded captions if the network
-    takes text. Does nothing for other datasets."""
+    """Write part "train" or "heldout" of an embedded dataset if it is missing, with encoded captions for a
+    text-conditional network. Does nothing for other datasets."""
     if cfg.dataset.embedded == "digits":
         digits.prepare_digits(Path(path), part)
     elif cfg.dataset.embedded == "emoji":

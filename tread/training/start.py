@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -128,7 +128,7 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
 
 def take_folder(run: Run, claimed: Claim) -> None:
     """Record the start, and reset the run's folder to the step from which it continues; in the main process only.
-    Raises OSError, also without room for a checkpoint, or ValueError if the tracker refuses."""
+    Raises OSError, also if the disk has no room for a checkpoint, or ValueError if the tracker refuses."""
     say, optim = run.processes.say, run.cfg.optim
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
@@ -168,8 +168,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
-    """Load the weights of init_from if a run begins, and for a text network the text of an empty caption. Returns where
-    the weights come from, and warnings. Raises FileNotFoundError, or ValueError if weights do not fit."""
+    """Load the weights of init_from if a run begins; give a text-conditional network the encoded empty caption. Returns
+    where the weights come from, and warnings. Raises FileNotFoundError, or ValueError if weights do not fit."""
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
@@ -185,7 +185,8 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
 
 
 def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset) -> Aligner | None:
-    """Build the run's alignment, with a projector drawn by the seed, or None. Raises ValueError for a misfit."""
+    """Build the run's alignment, or return None if it has none. The projector is initialised from the run's seed.
+    Raises ValueError if features do not fit the network."""
     alignment, device, encoder, flops, fingerprint = cfg.alignment, network.pos_embed.device, None, 0, None
     if alignment.kind == "none":
         return None
@@ -210,6 +211,10 @@ def settings_warnings(cfg: Settings) -> list[str]:
     if cfg.alignment.kind == "self" and block >= teacher:
         said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
         warnings.append(f"{said}: see alignment.teacher and .block")
+    other = "edm" if cfg.objective == "rf" else "rf"
+    unread = asdict(getattr(cfg, other)).items() - asdict(type(getattr(cfg, other))()).items()
+    for key, value in sorted(unread):
+        warnings.append(f"{other}.{key} is {value}, but has no effect with objective={cfg.objective}")
     if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
         said = f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel"
         warnings.append(f"{said}, of whose direction only the sign is left: the term teaches nothing")
@@ -217,7 +222,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def files_of(data: LatentDataset) -> dict[str, str]:
-    """Return each file of a dataset's latents with its recorded sha256, its size and the time of its last change."""
+    """Return for each file of a dataset's latents a text: its recorded sha256, size and time of last change."""
     files = {}
     for shard in read_index(data.folder)["shards"]:
         found = (data.folder / shard["file"]).stat()
@@ -239,7 +244,7 @@ def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
 
 
 def data_warnings(run: Run) -> list[str]:
-    """Return warnings of held-out photos that are training data or read differently, and of a changed encoder."""
+    """Return warnings: held-out latents that are training data, photos decoded differently, a changed encoder."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data)), files_of(run.heldout) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
@@ -259,7 +264,7 @@ def data_warnings(run: Run) -> list[str]:
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
-    """Return `prompts` and `captions` of Run for sample grids: the first captions of samples spread over a dataset."""
+    """Return `prompts` and `captions` of Run for sample grids: first captions of samples spread over the data."""
     samples = spread_classes(len(data), cfg.sampling.classes)
     known = "captions" in read_index(data.folder)  # imports may have encoded captions alone
     captions = [data.captions[sample][0] for sample in samples] if known else []
@@ -270,8 +275,8 @@ ALIKE = ("classes", "autoencoder", "fingerprint", "scale", "shift")  # must agre
 
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
-    """Open the training data, placed and normalised by cfg.dataset, and the held-out data, or None. Raises ValueError
-    or FileNotFoundError if they do not fit the model, the batch or each other."""
+    """Open the training data, placed and normalised as cfg.dataset says, and the held-out data, or None. Raises
+    ValueError or FileNotFoundError if they do not fit the model, the batch or each other."""
     data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
     if data.feature_spec is not None:
         check_grid(data.feature_spec.grid, cfg.dataset.size // cfg.model.patch_size, f"features in {data.folder}")

@@ -1,4 +1,4 @@
-"""The training loss over kept tokens alone, for several routes: the first arXiv version of TREAD (2501.04765v1).
+"""The training loss over kept tokens alone, for several routes, as in the first arXiv version of TREAD (2501.04765v1).
 
 As far as that version is known, the denoising loss is averaged over the patches that each route keeps, and over the
 routes. A masked reconstruction of the skipped patches is added with a coefficient, as in MaskDiT (Zheng et al. 2023,
@@ -6,8 +6,8 @@ arXiv 2306.09305), also averaged over the routes. Its target is the noisy input,
 unbiased variance as in MaskDiT's code (0 if a patch is a single number). In the published TREAD all patches count once.
 
 MaskDiT is trained by the same two terms, for its one route. Only the denoising term has the process's weight: λ(σ) for
-EDM. For rectified flow it is 1 on the velocity's error, which is 1/t² on the error of D = x_t − t·v, since
-v − (ε − x) = (x − D)/t. So 1/t² takes the place of λ(σ), and the reconstruction compares D in both.
+EDM. For rectified flow the weight is 1 on the velocity's error, which is 1/t² on the error of D = x_t − t·v,
+since v − (ε − x) = (x − D)/t. So 1/t² takes the place of λ(σ), and the reconstruction compares D in both.
 
 Shapes: B samples, C channels, S×S latents, N = (S/p)² patches in raster order, K of them kept by a route.
 """
