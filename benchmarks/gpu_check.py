@@ -419,16 +419,13 @@ def peers(check: Check, options: Options) -> None:
 
 def kinds(check: Check, options: Options) -> None:
     """Steps of the other networks at B's size over DiT's, each in turns with it."""
-    small = ["model.hidden_size=64", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
+    small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
-    heads = ["model.num_heads=2"] if CPU else []
 
     def beside(name: str, predicted: float) -> None:
         model, *more = name.split()
-        with opened(*shape, *heads, "model=dit") as run:
-            own = [] if model == "rwkv" else heads
-            with opened(*shape, *own, f"model={model}", *more) as other:
-                turns = check.turns(calls_of({"dit": (run, run.cfg), name: (other, other.cfg)}), options.pairs)
+        with opened(*shape, "model=dit") as run, opened(*shape, f"model={model}", *more) as other:
+            turns = check.turns(calls_of({"dit": (run, run.cfg), name: (other, other.cfg)}), options.pairs)
         if len(turns) == 2:
             facts = {"ms": 1e3 * turns[name].median / BLOCK, "held_gb": turns[name].held / 1e9}
             check.add(

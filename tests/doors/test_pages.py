@@ -17,6 +17,7 @@ import export_checkpoint
 import guidance_sweep
 import import_checkpoint
 import import_latents
+import plan as plan_door
 import prepare_features
 import prepare_latents
 import prepare_text
@@ -156,6 +157,11 @@ def read_sweep(tree: dict) -> scoring.ScoringOptions:
     return scoring.read_options(tree)
 
 
+def read_plan(tree: dict) -> settings.Settings:
+    schema.read({key: tree.pop(key) for key in plan_door.KEYS}, plan_door.Options)
+    return settings.read(tree)
+
+
 def read_as(kind: type) -> tuple[list[str], Callable[[dict], object]]:
     return schema.known_keys(kind), lambda tree: schema.read(tree, kind)
 
@@ -184,6 +190,7 @@ PLAIN = {
     "reconstruct_ema": reconstruct_ema.Options,
     "similarity": similarity.Options,
 }
+DOORS["scripts/plan.py"] = ("plan", [*TRAIN, *plan_door.KEYS], read_plan)
 DOORS |= {f"scripts/{name}.py": (name, *read_as(options)) for name, options in PLAIN.items()}
 
 

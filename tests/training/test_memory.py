@@ -2,7 +2,7 @@
 
 import pytest
 
-from tread.training.memory import step_memory
+from tread.training.costs import step_memory
 
 
 @pytest.fixture

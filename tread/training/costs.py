@@ -3,14 +3,22 @@
 A step is the sum of its matrix products, its attention, what its blocks read and write besides, embedding and last
 layer, and optimizer and averages; it is never shorter than the host takes to launch it. The constants are predictions
 for compiled networks in bf16; benchmarks/gpu_check.py measures what they stand for.
+
+A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storages of a size, but
+no numbers, and the bytes of all storages that are alive are counted after each operation.
 """
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from routing_module import Route, check_routes
 from tread.checkpoints.network import build_network, process_of
@@ -18,7 +26,6 @@ from tread.models.backbone import Backbone
 from tread.routing.ids import count_run, pair
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, wait_for
-from tread.training.memory import StepMemory, step_memory
 from tread.training.settings import Settings
 
 
@@ -61,6 +68,68 @@ ATTENTION = {64: 0.19, 72: 0.13}  # width of a head → share of `products` that
 BANDWIDTH = 0.875  # share of `bandwidth` reached
 LAUNCH = 1.1e-3  # seconds of the host for a block's forward pass, backward pass and update, compiled
 USABLE = 0.94  # share of `memory`; the rest is CUDA's and fragments'
+
+
+class StepMemory(NamedTuple):
+    """Bytes of one training step on one device, of an eager network.
+
+    weights    of the network, in fp32; gradients take as much.
+    averages   of the weights.
+    optimizer  its state.
+    saved      what the forward pass keeps for the backward pass.
+    peak       the most at once, of all these and of what single operations need.
+    """
+
+    weights: int
+    averages: int
+    optimizer: int
+    saved: int
+    peak: int
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make: those alive `now`, and the most at once, `peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.drop, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def drop(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
+    """Trace one step of `images` samples under these routes, without a compiler and without alignment."""
+    process, shape = process_of(cfg), (images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
+    with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
+        network = build_network(cfg)
+        network.activation_checkpointing = cfg.train.activation_checkpointing
+        weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+        before = alive.now
+        x, noise, level = torch.empty(shape), torch.empty(shape), torch.empty(images)
+        chosen = [pair(route, torch.empty(images, network.num_tokens), network.grid) for route in routes]
+        alive.peak = alive.now
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = process.loss(network, x, network.null(images), level, noise, chosen).mean()
+        saved = alive.now - before
+        loss.backward()
+    averages = weights * (1 + len(cfg.ema.power))
+    optimizer = int(cfg.optim.copies * sum(4 * p.numel() for p in network.parameters() if p.requires_grad))
+    return StepMemory(weights, averages, optimizer, saved, alive.peak + averages + optimizer)
 
 
 def tokens_of_blocks(network: Backbone, routes: Sequence[Route]) -> list[int]:
