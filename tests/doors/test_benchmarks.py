@@ -73,17 +73,17 @@ def test_peak_memory_is_of_one_run(benchmark, monkeypatch):
 
 @pytest.mark.slow
 def test_step_time_of_models_side_by_side(launched, tmp_path):
-    """The stages are of the whole step: 100% together, up to rounding of six figures. MaskDiT's memory is that of its
-    decoder, and its ratio to the others small as FLOPs allow.
-    """
+    """The stages are of the whole step: 100% together, up to rounding of six figures. FLOPs allow little by a route
+    over one of six blocks, and nearly twice by MaskDiT, whose encoder sees half of the tokens."""
     words = ["dataset=digits", "model=tread", "beside=maskdit", "model.hidden_size=64", "model.num_heads=2"]
     words += ["model.depth=6", "train.batch_size=2", "train.cpu_threads=1", "pairs=6", f"out={tmp_path}/made/step.json"]
     printed = launched("step_time", *words)
     made = json.loads((tmp_path / "made/step.json").read_text())
     assert made["command"] == " ".join(["python", "benchmarks/step_time.py", *words[:-1], "out=step.json"])
     dense, routed, masked = (made["kinds"][name] for name in ("dense", "routed", "maskdit"))
-    assert masked["ideal"] < 0.2 and masked["ratio"] < 1 < routed["ideal"]
-    assert masked["peak_gb"] > 16 * 30e6 / 1e9 > 10 * dense["peak_gb"]
+    assert 1 < routed["ideal"] < 1.2 and 1.5 < masked["ideal"] < 2
+    assert masked["of_ideal"] == pytest.approx(masked["ratio"] / masked["ideal"])
+    assert dense["peak_gb"] > 16 * made["parameters"] / 1e9  # weights, average and AdamW's two moments, in fp32
     for kind in made["kinds"]:
         shares = re.findall(r"([\d.]+)%", re.search(rf"^{kind}: data wait.*$", printed, re.M)[0])
         assert len(shares) == 6 and abs(sum(map(float, shares)) - 100) < 0.4
