@@ -30,8 +30,7 @@ def training_flops(training: Training) -> int:
 
 
 def _aligner(cfg: settings.Settings, network: Backbone) -> Aligner | None:
-    """Return a run's aligner without weights, or None; stored pictures are assumed to have 8 times the latents'
-    side."""
+    """Return a run's aligner without weights, or None; stored pictures count as 8 times the latents' side."""
     alignment, width, flops = cfg.alignment, network.hidden_size, 0
     if alignment.kind == "none":
         return None

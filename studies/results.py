@@ -14,8 +14,7 @@ from tread.evaluation.metric_table import METRICS
 
 
 class Made(TypedDict):
-    """Results so far of an arm with one seed: points over training (each with images, FLOPs and metrics), and
-    scores."""
+    """Results so far of an arm with one seed: points over training (with images, FLOPs and metrics), and scores."""
 
     seed: int
     points: list[dict]

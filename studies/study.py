@@ -1,7 +1,7 @@
 """Reads a study, which is one YAML file, and plans the runs of train.py and fid.py that it stands for.
 
-A training is identified by a hash of its overrides and seed, a score by a hash of its step, script and overrides.
-Folders do not matter: studies share equal runs, and a published result counts as made even without its folder.
+A training is identified by a hash of its overrides and seed, a score by a hash of its step, script and overrides, so
+studies share equal runs, and a published result counts as made even without its folder.
 """
 
 import hashlib
@@ -158,8 +158,7 @@ def _over(base: dict, said: dict) -> dict:
 
 
 def plan(study: Study, seeds: int | None = None) -> list[Planned]:
-    """Return a study's runs, seed by seed so that a stopped study has all arms of the first seeds. `seeds` is their
-    number; None: each arm's own. Raises ValueError."""
+    """Return a study's runs, seed by seed. `seeds` is their number; None: each arm's own. Raises ValueError."""
     counts = {name: seeds or arm.seeds for name, arm in study.arms.items()}
     order = [(name, seed) for seed in range(max(counts.values())) for name in counts if seed < counts[name]]
     return [_planned(name, study.arms[name], seed) for name, seed in order]

@@ -20,29 +20,22 @@ optim.schedule | lr_scheduler lr_schedule sched scheduler
 optim.warmup_steps | warmup lr_warmup_steps num_warmup_steps warmup_epochs | counted in optimizer steps
 optim.betas | betas adam_betas beta1 beta2 adam_beta1 adam_beta2 | e.g. optim.betas=[0.9,0.999]
 optim.clip_norm | clip_grad grad_clip clip_grad_norm gradient_clip_val max_grad_norm
-optim.name | optimizer opt | its numbers are optim.lr, optim.betas, …, optim.options
 model.depth | num_layers n_layers layers num_blocks
 model.hidden_size | hidden_dim embed_dim d_model n_embd dim width
 model.num_heads | heads n_heads n_head num_attention_heads
 model.routes.*.selection_ratio | mask_ratio drop_ratio route_ratio keep_ratio
 model | arch architecture backbone model_name model_type | a file of configs/model/
-alignment.encoder | enc_type repa_encoder | with alignment=repa
 train.precision precision | precision mixed_precision amp bf16 fp16 fp32 dtype tf32 | auto, bf16 or fp32
 train.activation_checkpointing | gradient_checkpointing grad_checkpointing use_checkpoint
-ema.decay | ema_decay ema_rate ema_halflife_kimg
 every.log | log_every log_interval log_steps logging_steps print_freq
 every.save | save_every save_interval save_steps ckpt_every checkpoint_every checkpointing_steps snap
 every.evaluate | eval_every eval_interval eval_freq eval_steps val_check_interval
-checkpoints.keep_last | save_total_limit checkpoints_total_limit save_top_k
 resume | resume_from resume_from_checkpoint resume_path auto_resume | the same command goes on with its run
 checkpoint weights init_from run | ckpt ckpt_path checkpoint checkpoint_path pretrained load_from model_path network
 dataset.path source samples data | data data_path data_dir data_root dataset_path train_data_dir feature_path images
 resolution dataset.size crop | image_size img_size input_size resolution latent_size
 train.label_drop | class_dropout_prob label_dropout cfg_dropout cond_drop_prob
-autoencoder sampling.autoencoder | vae vae_path vae_model
-out results | out output outdir output_dir out_dir save_dir sample_dir
-results out | results_dir logdir log_dir work_dir default_root_dir
-tracker | use_wandb report_to logger log_with
+out results | out output outdir output_dir out_dir save_dir sample_dir results_dir logdir log_dir work_dir
 guidance.scale | cfg_scale cfg guidance_scale omega | with guidance=cfg
 sampling.solver solver | solver sampler sampling_method ode_solver
 num_samples eval.fid_samples seeds | num_fid_samples num_samples n_samples num_images
