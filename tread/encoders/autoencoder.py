@@ -141,8 +141,9 @@ def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
 def encoded(
     model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Content, **kept
 ) -> LatentSpec:
-    """Describe the latents that `encoder` will make from pictures of size `resolution`: shape, content and scale.
+    """Return the spec (shape, content, scale) of the latents that the autoencoder `model` makes of square pictures.
 
+    name   of the autoencoder, recorded in the spec and used in errors; classes: the dataset's class names.
     store  "moments": mean and log-variance of an AutoencoderKL's posterior; "latents": that mean, or an
            AutoencoderTiny's latents; "auto": moments if there is a posterior.
     kept   further fields of LatentSpec: dtype, views, orientation and alpha.

@@ -241,7 +241,7 @@ def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
 
 
 def part_size(count: int, batch_size: int) -> int:
-    """Return the number of pictures to process at a time: whole batches, equal for any number of processes."""
+    """Return how many of `count` pictures a stored part holds: whole batches, whatever the number of processes."""
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 

@@ -86,8 +86,8 @@ def _choices(hint: Any) -> list[Chosen]:
 
 
 def add_unstated(words: Iterable[str], kind: type) -> list[str]:
-    """Return Hydra overrides, with ++ ("add this key") before those that set an optional key of a `Chosen` section,
-    since config files need not state such keys."""
+    """Return the typed overrides `words` for settings of the dataclass `kind`, with ++ ("add this key") before keys
+    that config files need not state, such as an architecture's own."""
     keys = set()
     for name, hint in _hints(kind).items():
         entries = [entry for choice in _choices(hint) for entry in choice.table.values()]
