@@ -12,7 +12,7 @@ from tread.checkpoints.network import build_network
 from tread.encoders.vision import WIDTHS, open_encoder
 from tread.models.architectures import TextSettings
 from tread.models.backbone import Backbone
-from tread.training import flops, settings
+from tread.training import costs, settings
 from tread.training.alignment import Aligned, Aligner, build_projector
 
 CLIP_L = TextSettings("clip-l", tokens=77, width=768, pooled=768)
@@ -26,7 +26,7 @@ def training_flops(training: Training) -> int:
         cfg = replace(cfg, text=settings.read_text_settings(cfg) if there else CLIP_L)
     with torch.device("meta"):
         network = build_network(cfg)
-    return flops.training_flops(cfg, network, range(training.steps), _aligner(cfg, network))
+    return costs.training_flops(cfg, network, range(training.steps), _aligner(cfg, network))
 
 
 def _aligner(cfg: settings.Settings, network: Backbone) -> Aligner | None:

@@ -40,7 +40,6 @@ TESTS = {  # core file → the nearest tests, those that fail soonest first; fol
     "tread/training/ema.py": "training/test_posthoc_ema.py training/test_optimizer.py training/test_runs.py",
     "tread/training/token_losses.py": "training/test_token_losses.py",
     "tread/training/alignment.py": "training/test_alignment.py",
-    "tread/training/flops.py": "training/test_periodic.py training/test_alignment.py models/test_sprint.py",
     "tread/evaluation/metrics.py": "evaluation/test_metrics.py",
 }
 IMPORTED = "pytest torch._dynamo.testing torch.utils.flop_counter accelerate hydra sklearn.datasets scipy.linalg"

@@ -22,7 +22,7 @@ from tread.checkpoints.network import build_network, read_network
 from tread.data.writer import write_dataset
 from tread.preparing import digits
 from tread.training import failures, periodic, settings
-from tread.training.flops import sample_flops
+from tread.training.costs import sample_flops
 from tread.training.run import StepStatistics
 from tread.training.run_folder import RunLog
 

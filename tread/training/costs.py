@@ -1,4 +1,4 @@
-"""What training takes on a device: bytes, and seconds of a step, by arithmetic, traces and few constants.
+"""What training takes: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
 
 A step is the sum of its matrix products, its attention, what its blocks read and write besides, embedding and last
 layer, and optimizer and averages; it is never shorter than the host takes to launch it. The constants are predictions
@@ -8,6 +8,7 @@ A step's memory is traced: its passes run on torch's fake tensors, which have sh
 no numbers, and the bytes of all storages that are alive are counted after each operation.
 """
 
+import itertools
 import time
 import weakref
 from collections.abc import Sequence
@@ -26,7 +27,9 @@ from tread.models.backbone import Backbone
 from tread.routing.ids import count_run, pair
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, wait_for
+from tread.training.alignment import Aligner
 from tread.training.settings import Settings
+from tread.training.step import active_routes
 
 
 class Device(NamedTuple):
@@ -68,6 +71,18 @@ ATTENTION = {64: 0.19, 72: 0.13}  # width of a head → share of `products` that
 BANDWIDTH = 0.875  # share of `bandwidth` reached
 LAUNCH = 1.1e-3  # seconds of the host for a block's forward pass, backward pass and update, compiled
 USABLE = 0.94  # share of `memory`; the rest is CUDA's and fragments'
+
+
+def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
+    """Return the FLOPs of the given training steps on whole batches, with the routes that each step has."""
+    alike = itertools.groupby(active_routes(cfg, step) for step in steps)
+    each = sum(sample_flops(network, routes, aligner) * sum(1 for _ in group) for routes, group in alike)
+    return each * cfg.train.batch_size
+
+
+def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
+    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass), and alignment."""
+    return 3 * network.forward_flops(routes) + (aligner.flops(routes) if aligner else 0)
 
 
 class StepMemory(NamedTuple):

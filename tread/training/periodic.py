@@ -29,7 +29,7 @@ from tread.models.conditions import Text
 from tread.runtime.device import autocast, peak_flops, wait_for
 from tread.runtime.files import explain_failure
 from tread.training import posthoc_ema
-from tread.training.flops import sample_flops, training_flops
+from tread.training.costs import sample_flops, training_flops
 from tread.training.optimizer import learning_rate
 from tread.training.run import Failure, Run, StepStatistics
 from tread.training.step import active_routes, step_draws

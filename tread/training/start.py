@@ -34,8 +34,8 @@ from tread.runtime.schema import written
 from tread.runtime.signals import Stop
 from tread.training import posthoc_ema
 from tread.training.alignment import Aligned, Aligner, build_projector
+from tread.training.costs import training_flops
 from tread.training.ema import EMA, exponential, power
-from tread.training.flops import training_flops
 from tread.training.optimizer import learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, claim, differences

@@ -8,7 +8,7 @@ from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.runtime.schema import written
 from tread.training.alignment import tokens_at
-from tread.training.flops import sample_flops
+from tread.training.costs import sample_flops
 from tread.training.run import Run
 from tread.training.step import active_routes
 
