@@ -192,8 +192,9 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Return a function from the number of a denoiser call to the model's routes with that call's ratio and ids_keep.
-    Tokens are drawn from each sample's own seed, even if all samples of a batch shared them in training."""
+    """Return a function from the number of a denoiser call to the model's routes for this call, with their ids_keep.
+    A route gets the ratio ratios[call]; one that skips nothing is left out. ids_keep are drawn from each sample's own
+    seed, even if all samples of a batch kept the same tokens in training; another `stream` draws others."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     uniform = [

@@ -92,7 +92,7 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
 
 
 def make_logarithmic(axis: object, letter: str) -> None:
-    """Give axis `letter` ("x" or "y") of matplotlib's `axis` a logarithmic scale with plain numbers as ticks."""
+    """Make the x or y axis (`letter`) of a matplotlib Axes, `axis`, logarithmic, with plain numbers at its ticks."""
     from matplotlib import ticker
 
     getattr(axis, f"set_{letter}scale")("log")

@@ -1,8 +1,8 @@
 """Convert pixels to stored latents, and network latents to pixels, with a diffusers autoencoder.
 
 Stored and network latents are defined in tread/data/latents.py. The autoencoder "pixels" (autoencoder=none) is the
-identity: a latent is the picture itself, with 0..255 mapped to −1..1. The name "unknown" is that of imported latents'
-autoencoder if their source does not tell it.
+identity: a latent is the picture itself, with 0..255 mapped to −1..1. Imported latents have the autoencoder
+"unknown" if their source does not name one.
 """
 
 import hashlib
@@ -57,8 +57,8 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
     """Load a frozen diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
 
     `name` is a hub id, a folder with config.json and weights, or a weight file. A weight file has no config: it must
-    be an AutoencoderKL in LDM's parameter names (Stable Diffusion, VA-VAE), whose sizes are read from its tensors, or
-    the autoencoder of Stable Diffusion 1 or TAESD in diffusers' names. A hub id is taken from the local cache if it is
+    be an AutoencoderKL with LDM's parameter names (Stable Diffusion, VA-VAE), whose sizes are read from its tensors, or
+    the autoencoder of Stable Diffusion 1 or TAESD with diffusers' names. A hub id is read from the local cache if it is
     there, without asking the hub. Raises ValueError for anything else, or if the hub can't be reached.
     """
     try:
@@ -75,7 +75,7 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 
 
 def located(name: str) -> str:
-    """Return an autoencoder's name that is valid in any folder: paths become absolute, hub ids and "unknown" stay."""
+    """Make an autoencoder's name valid in any folder: a path becomes absolute; hub ids and "unknown" stay."""
     return str(Path(name).resolve()) if name != UNKNOWN and Path(name).exists() else name
 
 
@@ -143,12 +143,13 @@ def encoded(
 ) -> LatentSpec:
     """Return the spec (shape, content, scale) of the latents that the autoencoder `model` makes of square pictures.
 
-    name   of the autoencoder, recorded in the spec and used in errors; classes: the dataset's class names.
-    store  "moments": mean and log-variance of an AutoencoderKL's posterior; "latents": that mean, or an
-           AutoencoderTiny's latents; "auto": moments if there is a posterior.
-    kept   further fields of LatentSpec: dtype, views, orientation and alpha.
+    name     the autoencoder's name, for the spec and for error messages.
+    classes  the dataset's class names.
+    store    "moments": mean and log-variance of an AutoencoderKL's posterior; "latents": that mean, or an
+             AutoencoderTiny's latents; "auto": moments if there is a posterior.
+    kept     further fields of LatentSpec: dtype, views, orientation and alpha.
 
-    Raises ValueError for a `store` that the autoencoder can't give, or if it decodes latents to another resolution.
+    Raises ValueError if the autoencoder has no moments to store, or does not reproduce pictures of this resolution.
     """
     posterior = type(model).__name__ == "AutoencoderKL"
     if store == "moments" and not posterior:
@@ -177,7 +178,8 @@ def encoded(
 
 
 def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept) -> LatentSpec:
-    """Like `encoded`, for pictures (3, R, R) in −1..1 that are stored as they are. Raises ValueError for R > 128."""
+    """Return the spec of latents that are the pictures themselves, (3, R, R) in −1..1; arguments as for `encoded`.
+    Raises ValueError if store is "moments", or for R > 128."""
     if store == "moments":
         raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
     if resolution > PIXELS_UP_TO:
@@ -195,7 +197,7 @@ def patch_for(side: int, tokens: int = 256) -> int:
 
 def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> LatentEncoder:
     """Return a function from pictures (B, 3, R, R) uint8 to the arrays to store, (B, views, C or 2C, S, S) float32.
-    model=None stores pixels; precision is "fp32", or "bf16" for autocast. The second of 2 latents.views is mirrored."""
+    model=None stores pixels; precision is "fp32", or "bf16" for autocast. latents.views=2 adds mirrored pictures."""
     device = torch.device("cpu") if model is None else next(model.parameters()).device
 
     def encode_view(pixels: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def sizes_of(narrow: int) -> dict[str, int]:
 
 
 class Conv(nn.Module):
-    """Convolution without bias, batch norm, ReLU. `narrow` divides inputs and outputs, except a picture's 3."""
+    """Convolution without bias, batch norm, ReLU. `narrow` divides the numbers of channels, except a picture's 3."""
 
     def __init__(
         self,
@@ -73,9 +73,10 @@ def halved(x: Tensor) -> Tensor:
 class Mixed(nn.Module):
     """An Inception block: parallel chains of convolutions and a pool, concatenated by channel.
 
-    branches  name → the chain's convolutions as (channels, size). If several, they are named <name>_1, <name>_2, …; one
-              with two sizes forks into <name>_2a and <name>_2b. The chain "branch_pool" gets the pooled input.
-    pool      the block's pool; with `halved` it is itself a branch, and each chain ends with stride 2.
+    branches  name → the chain's convolutions as (channels, size). In a chain of several they are named <name>_1,
+              <name>_2, …; (channels, size, size) forks into <name>_2a and <name>_2b.
+    pool      pools the input of the chain "branch_pool"; if there is no such chain, its output is a branch itself. If
+              it is `halved`, the last convolution of each chain has stride 2.
     """
 
     def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):
@@ -103,7 +104,7 @@ class Mixed(nn.Module):
 
 
 def mixed_5(pooled: int) -> Branches:
-    """Return the branches (see Mixed) of a block 35×35 → 35×35; `pooled`: channels of the pool's branch."""
+    """Return the branches (see Mixed) of a block 35×35 → 35×35 with `pooled` channels in "branch_pool"."""
     return {
         "branch1x1": [(64, 1)],
         "branch5x5": [(48, 1), (64, 5)],
@@ -113,7 +114,7 @@ def mixed_5(pooled: int) -> Branches:
 
 
 def mixed_6(width: int) -> Branches:
-    """Return the branches (see Mixed) of a block 17×17 → 17×17; `width`: channels inside the 7×7 branches."""
+    """Return the branches (see Mixed) of a block 17×17 → 17×17 with `width` channels inside the 7×7 branches."""
     row, column = (1, 7), (7, 1)
     return {
         "branch1x1": [(192, 1)],
@@ -139,7 +140,7 @@ MIXED_7 = {  # 8×8 → 8×8
 class Inception(nn.Module):
     """The network from normalised pixels to features; with_classes adds the layer fc, which some weight files lack.
 
-    narrow  divides all numbers of channels (1, 2, 4, 8 or 16), for quick tests of code; its features are not FID's.
+    narrow  1, 2, 4, 8 or 16, divides all numbers of channels, for quick tests of code; above 1 it is not FID's network.
     sizes   number of features of each kind for a picture.
     sha256  hash of the weight file.
     """
@@ -230,7 +231,7 @@ def _cached() -> Path:
 
 
 def find_at_hand(path: str | None = None) -> Path | None:
-    """Return the path that find_weights would find without downloading; None: it would download.
+    """Return the path that find_weights would return, or None if it would have to download the file.
     Raises the same errors."""
     return find_weights(path) if path or os.environ.get(VARIABLE) or _cached().is_file() else None
 

@@ -80,7 +80,7 @@ class WordEncoder:
 class ModelEncoder:
     """Encode captions with a frozen transformers model: tokens (B, T, C) and pooled text (B, P), both float16.
 
-    tokens   T; None: CLIP's own number, else enough for the longest of `captions` (see settle_tokens).
+    tokens   T; None: 77 for CLIP, else enough for the longest of `captions` (see settle_tokens).
     pooled   False: no pooled output.
     padding  True: padding tokens count as words, and none is masked.
 
@@ -178,7 +178,7 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """Return a number of tokens that holds captions of these lengths: a multiple of 8, cut to `limit` and LONGEST."""
+    """Return a number of tokens, a multiple of 8, that fits captions of these lengths; at most `limit` and LONGEST."""
     return min(-(-max([8, *lengths]) // 8) * 8, limit or LONGEST, LONGEST)
 
 

@@ -65,7 +65,7 @@ def config_of(state: Mapping[str, Tensor]) -> dict:
 
 
 def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors in LDM's names under diffusers' names; attention's 1×1 convolutions become matrices."""
+    """Rename tensors from LDM's names to diffusers'; attention's 1×1 convolutions become matrices."""
     levels = [int(match[1]) for match in (re.match(r"decoder\.up\.(\d+)\.", name) for name in state) if match]
     tensors = {}
     for name, value in state.items():

@@ -32,9 +32,10 @@ def load_pretrained(
     what, known   for error messages: what is loaded, and a sentence on the possible choices.
     place         a hub id or a folder.
     kinds         model type in config.json → name of the transformers class.
-    requirements  the requirements file that names transformers, for messages.
-    others        class for other model types with a single tower and a hidden size; None: other types are refused.
-    parts         for each further part its possible class names; the first that the installed transformers has is used.
+    requirements  the requirements file to install if transformers is missing, for error messages.
+    others        class for model types not in `kinds`, if they have a hidden size and are no encoder-decoder; None:
+                  they are refused.
+    parts         for each further part, possible class names; the first one in the installed transformers is used.
     unused        weights whose names start with this prefix may be missing.
 
     Raises ValueError if the model can't be loaded, lacks weights or has weights of other shapes.

@@ -141,8 +141,8 @@ def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor
 
 
 def _between(grid: int, size: int, device: torch.device) -> Tensor:
-    """Return weights (grid, 17) for a side of `size` pixels: row i interpolates the map's 17 cells at the centre of
-    token i of `grid`. Rows sum to 1."""
+    """Return weights (grid, 17) that interpolate the Inception's map along a side of a picture of `size` pixels: row i
+    weighs the map's 17 cells for the centre of token i. Rows sum to 1."""
     centres = (torch.arange(grid, device=device) + 0.5) * size / grid - 0.5  # in the picture's pixels
     at = ((centres * SIZE / size - 21) / 16).clamp(0, 16)
     return (1 - (at[:, None] - torch.arange(17, device=device)).abs()).clamp(min=0)
@@ -179,7 +179,8 @@ def _load_function(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _own_fingerprint(name: str, run: Callable[[Tensor], Tensor]) -> str:
-    """Return the hex sha256 of a module's source and of a torch module's weights; files it loads are left out."""
+    """Return the hex sha256 of the source of the module in `name`, and of the weights of `run` if it is a torch module;
+    other files that the module uses are left out."""
     source = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
     digest = hashlib.sha256(Path(source).read_bytes() if source else b"")
     if isinstance(run, nn.Module):

@@ -1,4 +1,4 @@
-"""How well generated emoji show what was asked for: the nearest real emoji should carry the caption. It is no FID.
+"""How well generated emoji show their prompts: the nearest real emoji should have the prompt as a caption. Not an FID.
 
 The real emoji nearest to a generated one are looked up among all, training and held out: by their pixels at 16×16, and
 by the FID Inception's features if its weights are on this machine.
@@ -39,7 +39,7 @@ class EmojiSet(NamedTuple):
 class Asked(NamedTuple):
     """The n emoji whose first captions serve as prompts.
 
-    numbers  (n,) places in EmojiSet.
+    numbers  (n,) indices in EmojiSet.
     parts    (n,) "seen" for training emoji, "held" for held-out compositions.
     texts    the encoded captions.
     """
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
     """Open the training and the held-out part of a text network's dataset=emoji; they are written if they are missing.
-    Raises FileNotFoundError or ValueError if that fails, or if size or text differ from those of its training."""
+    Raises FileNotFoundError or ValueError if that fails, or if the network was trained on another size or text."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)
     for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):
@@ -88,9 +88,9 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
     seen_top1, seen_top5    for captions of training emoji: share of pictures whose nearest real emoji (or one of the
                             five nearest) has the caption.
     held_top1, held_top5    the same for held-out compositions.
-    …_real                  the same share for the real pictures asked for; below 1 if other emoji look like them.
-    …_shifted               the same for the real pictures shifted by one pixel: what an inexact but right one reaches.
-    …_inception…            the same by distances of Inception features instead of pixels.
+    …_real                  the share for the real pictures of the emoji asked for; below 1 if others look like them.
+    …_shifted               the share for these real pictures shifted by one pixel, as for good but inexact samples.
+    …_inception…            the same shares, with distances between Inception features instead of pixels.
     """
     shown = real.pictures[torch.from_numpy(asked.numbers)]
     compared = dict(zip(COMPARED, (pictures, shown, shown.roll(1, dims=3))))

@@ -16,10 +16,10 @@ from tread.runtime.randomness import seeded_normal
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
-    """Return the sample and the noise level of the evaluation points `numbers`, both (n,) int64.
+    """Return the indices of the sample and of the noise level of the evaluation points `numbers`, both (n,) int64.
 
     With fewer points than samples, the points are spread evenly over the samples, so that each class has its share.
-    Otherwise point k takes sample k % samples, with the next noise level in each further round over the samples.
+    Otherwise point k takes sample k % samples; each further round over the samples takes the next noise level for each.
     """
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels
@@ -37,8 +37,8 @@ def read_points(
 ) -> tuple[Tensor, Condition, Tensor, Tensor]:
     """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S).
 
-    Other arguments are those of `heldout_loss`; noise depends on `stream` and the points' numbers alone. Of stored
-    moments the mean is read, and of several captions the first.
+    Other arguments are those of `heldout_loss`; noise depends on `stream` and the points' numbers alone. If moments
+    are stored, the mean is read; if a sample has several captions, the first.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())
@@ -52,11 +52,12 @@ def read_points(
 def heldout_loss(
     process: Process, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
 ) -> Tensor:
-    """Return the losses of the evaluation points `numbers`, (n,) fp32 on the network's device; each has its own noise.
+    """Return the losses of evaluation points, (n,) fp32 on the network's device. A point is a sample at a noise level
+    (see `point`), with its own noise.
 
-    numbers       (n,) int64 in 0..points−1.
+    numbers       (n,) int64 in 0..points−1, the points to compute.
     points        total number of points.
-    noise_levels  number of noise levels, as Process.evaluation_levels takes it.
+    noise_levels  number of noise levels that the points share, see Process.evaluation_levels.
     """
     device = next(network.parameters()).device
     return process.evaluation_loss(network, *read_points(process, data, numbers, points, noise_levels, device))

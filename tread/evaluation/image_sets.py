@@ -47,7 +47,7 @@ class Pictures:
     resolution  (H, W)
     sha256      hash of the file, or of a folder's file names and contents.
     read        (start, stop) → (n, 3, H, W) uint8, fastest in ascending order; raises ValueError for damaged files.
-                With a third argument, a list, it leaves them out and appends (name, reason) to the list.
+                With a third argument, a list, it skips these files and appends (name, reason) to the list.
     skip        whether damaged files are left out instead of refused.
     damaged     (name, reason) of the files that are left out.
     """
@@ -159,7 +159,7 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
 
 
 def hash_of(path: Path, processes: Processes) -> str:
-    """Return a file's sha256, computed by the main process, which announces it for large files."""
+    """Return a file's sha256. The main process computes it, after a message if the file is large."""
     if (size := path.stat().st_size) > 2e8:
         processes.say(f"reading {path}, {size_text(size)}, for its hash")
     return processes.from_main(lambda: sha256(path))
@@ -231,7 +231,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
 
 
 def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
-    """Raise ValueError that lists all damaged pictures with reasons, and all pictures not in RGB with their modes."""
+    """If there are damaged pictures, or pictures that are not RGB (`modes`), raise ValueError that lists them all."""
     texts = told("damaged pictures", damaged, " can't be read as a picture ({})")
     texts += ["Replace or remove them, or leave them out with on_error=skip"] if damaged else []
     texts += told("pictures that are not RGB", modes, " is of mode {}")
@@ -241,7 +241,7 @@ def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
 
 
 def part_size(count: int, batch_size: int) -> int:
-    """Return how many of `count` pictures a stored part holds: whole batches, whatever the number of processes."""
+    """Return how many pictures a stored part holds: a multiple of batch_size that depends on their `count` in all."""
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 

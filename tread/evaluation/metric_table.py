@@ -21,8 +21,9 @@ class Metric:
     better    direction of better values; None: neither.
     unit      unit of the values, for axes.
     long      name where there is room; "": the same as display.
-    of        who measures it. "samples": fid.py, and maybe a training too; "demo": likewise, of dataset=emoji;
-              "heldout": a training, as a loss on held-out data by which runs are compared; "training": each log line.
+    of        "samples": it is measured on samples, by fid.py and maybe during training; "demo": likewise, but only for
+              dataset=emoji; "heldout": it is a loss on held-out data, measured during training, by which runs are
+              compared; "training": it is in each line of the training log.
     compared  whether tables that compare runs have a column for it.
     curve     whether a training measures it repeatedly.
     log       whether its axis is logarithmic.
@@ -124,7 +125,7 @@ def names_of(what: str) -> list[str]:
 
 
 def scored_names(record: Mapping) -> list[str]:
-    """Return the keys that a table of scores has columns for: all of "samples", and those of "demo" in a score."""
+    """Return the keys of the columns in a table of scores: all of "samples", and those of "demo" that `record` has."""
     return names_of("samples") + [name for name in names_of("demo") if name in record]
 
 

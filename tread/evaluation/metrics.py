@@ -126,7 +126,7 @@ def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = nobody) ->
 
 
 def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
-    """Yield the squared distances (block, len(columns)) of rows to columns, one block of rows after the other."""
+    """Yield squared distances (block, len(columns)) of a block of rows to all columns, then call seen(block size)."""
     norms = columns.square().sum(dim=1)
     for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):
         yield torch.addmm(norms, part, columns.T, alpha=-2).add_(part.square().sum(dim=1, keepdim=True)).clamp_(min=0)
@@ -134,7 +134,7 @@ def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
 
 
 def _radii(features: Tensor, seen: Seen) -> Tensor:
-    """Return each point's squared distance to its k-th neighbour, (n,); the point itself is not counted."""
+    """Return each point's squared distance to its k-th neighbour, (n,); it is not its own neighbour."""
     blocks = _distances(features, features, seen)
     return torch.cat([block.topk(NEIGHBOURS + 1, dim=1, largest=False).values[:, -1] for block in blocks])
 

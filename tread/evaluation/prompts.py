@@ -41,7 +41,8 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
     """Return the labels to sample: the classes (None: ten, spread over all) or, for a text-conditional network, the
-    prompts' numbers. Raises ValueError if the network takes no such classes or prompts, or if prompts are missing."""
+    prompts' numbers. Raises ValueError for unknown classes, prompts of a class-conditional network, and classes or
+    missing prompts of a text-conditional one."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
@@ -121,9 +122,9 @@ def heldout_folder(saved: SavedNetwork) -> Path:
 
 
 def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPrompts:
-    """Open the captions to score a network on: "heldout", those of its run's held-out data, or a dataset's folder.
-    Raises ValueError or FileNotFoundError, also if the captions were not encoded by the encoder of the network's
-    training, or if with_words is set and only encodings are stored."""
+    """Open the captions to score a network on: those of its run's held-out data if `asked` is "heldout", else those of
+    the dataset in the folder `asked`. Raises ValueError or FileNotFoundError, also if the captions were not encoded
+    by the training's encoder, or if with_words is set and only encodings are stored."""
     folder = heldout_folder(saved) if asked == HELDOUT else Path(asked).expanduser()
     wanted = TextSpec(**asdict(saved.cfg.text))
     data = LatentDataset(folder, text=wanted.encoder)

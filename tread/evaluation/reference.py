@@ -108,13 +108,13 @@ def reference_statistics(features: ShardStore, kind: str, processes: Processes) 
 
 
 class Unavailable(ValueError):
-    """Says in words why a metric can't be computed."""
+    """Raised if a metric can't be computed; the message says why."""
 
 
 @dataclass(frozen=True)
 class FeatureSets:
-    """Inception features of samples and of a reference's pictures (`features`; None: it has none), for metrics to use.
-    Methods raise Unavailable if something that they need is missing."""
+    """Inception features of samples and of a reference's pictures, from which metrics are computed. `features` is None
+    if the reference has no pictures. Methods raise Unavailable if something that they need is missing."""
 
     samples: ShardStore
     features: ShardStore | None
@@ -153,8 +153,8 @@ class FeatureSets:
         passes: tuple[int, int] = (0, 0),
         more_than: int = 0,
     ) -> T:
-        """Compute measure(reference, samples, seen) on `pools`; the progress bar shows the title. A later call with the
-        same title returns the stored result.
+        """Return measure(reference, samples, seen) for the pool features of both sets, with a progress bar that shows
+        the title. A later call with the same title returns the stored result.
 
         passes     how often `measure` calls `seen` for each row of the reference and of the samples; (0, 0): no bar.
         more_than  number of pictures that each set must exceed.

@@ -83,7 +83,7 @@ def table(record: dict) -> str:
 
 
 def sampler_told(values: Mapping) -> str | None:
-    """Describe the solver of a score in words, with the shift of its times unless that is 1."""
+    """Describe the solver of a score in words, with its time shift unless that is 1."""
     shift = values.get("shift")
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 

@@ -1,4 +1,4 @@
-"""Scores samples of checkpoints by Inception features against a reference, or embedded datasets; FID in training."""
+"""Scores samples against a reference by Inception features, or with the judge of a built-in dataset; online FID."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class Scorer(Protocol):
     metrics    keys of METRICS that it may compute, the most important one first.
     reference  the reference that samples are compared with, if it was named by a path; else None.
     seconds    time that extracting the reference's features took.
-    prompts    the captions to draw, each equally often; None: labels or captions as the options say.
+    prompts    the captions to sample, each equally often; None: the scoring's options choose labels or captions.
     hashes     sha256 of the "reference" and "inception" that decide its numbers, as recorded in fid.json.
     """
 
@@ -51,15 +51,15 @@ class Scorer(Protocol):
     hashes: Mapping[str, str | None] = {}
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Return arrays of n rows to store with the pictures (n, C, H, W) uint8, by name."""
+        """Return {name: array of n rows} to store with the pictures (n, C, H, W) uint8."""
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
         """Score stored samples, which are pictures, labels and the arrays of `prepare`. Returns {metric: value},
-        {metric: reason why its value is missing}, and {metric: sample count} for values from fewer samples."""
+        {metric: reason why its value is missing}, and {metric: count} for values of fewer samples than all."""
 
     def warnings(self, samples: int) -> list[str]:
-        """Return notes for readers of a score of so many samples."""
+        """Return warnings to record with a score of this number of samples."""
         return []
 
 
@@ -180,7 +180,7 @@ class DigitsJudge(Scorer):
 
 
 class EmojiJudge(Scorer):
-    """Scores `count` samples of captions chosen by `ask`, by `judge_emoji`; these metrics are not FID.
+    """Scores `count` samples with `judge_emoji`; `ask` chooses their captions. These metrics are not FID.
 
     inception  file of the weights whose features are compared too; None: see `find_at_hand`.
 

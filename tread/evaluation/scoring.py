@@ -1,5 +1,5 @@
-"""Scores checkpoints or pictures: `run` does all of it, with the functions below it. All checks run before the long
-work. Processes share the parts; the same command, run again, makes the missing ones."""
+"""Scores checkpoints or pictures; `run` does all of it. All checks run before the long work. Processes share it in
+parts; the same command, run again, makes the missing parts."""
 
 import datetime
 import glob
@@ -155,9 +155,9 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
 
 
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
-    """Resolve the checkpoints' paths once, because `latest` may soon name another checkpoint. Returns the options with
-    the weak network's folder, and the folders that options.checkpoint (a path, or a pattern with *) names, each once,
-    sorted by run and step. Raises FileNotFoundError or ValueError."""
+    """Resolve the checkpoints' paths once, because `latest` may soon name another checkpoint. Returns the options, in
+    which the weak network's path is resolved, and the folders of the checkpoints that options.checkpoint (a path, or a
+    pattern with *) names, without repeats, sorted by run and step. Raises FileNotFoundError or ValueError."""
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
     if pattern and not Path(pattern).exists():
@@ -177,7 +177,7 @@ class ScoringPlan:
     count           number of samples to draw.
     compiled        whether the networks' blocks are compiled for sampling.
     decoder         fingerprint of the decoder of its latents.
-    judge           scores it where no reference is named: the embedded dataset's scorer, or Unscored.
+    judge           the scorer if the options name no reference: a built-in dataset's own, or Unscored.
     prompts         the captions to draw, for a network that takes texts; else None.
     flops           FLOPs of the networks per sample.
     flops_relative  ratio of these FLOPs to those of the same steps without guidance.
@@ -241,8 +241,8 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """Return a process's constants. Constants younger than some scores are left out at their defaults, so that these
-    scores are recognised."""
+    """Return a process's constants. Those added later are left out at their defaults, so that the settings still equal
+    those of older scores."""
     added = {"direction": 0.0, "shift": 1.0}
     return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
 
@@ -297,8 +297,9 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """Replace reference=heldout, or a missing reference if networks take texts that no judge scores, by the folder of
-    the held-out data. Raises ValueError or FileNotFoundError if the networks have different held-out data, or none."""
+    """Return the options, with the held-out data's folder as the reference if options.reference is "heldout", or if it
+    is None, save_samples is off, and a text-conditional network has no judge. Raises ValueError or FileNotFoundError if
+    the networks have different held-out data, or none."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
@@ -312,8 +313,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """Return how photos are read: as the options say, else as the checkpoints' training photos, else with "exif" and
-    "white"; None if options.crop is null. Raises ValueError if the checkpoints' photos were read in different ways."""
+    """Return how photos are read: as the options say, else as the training photos were, else with "exif" and "white";
+    None if options.crop is null. Raises ValueError if the checkpoints' photos were read in different ways."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}
@@ -367,7 +368,8 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """Return the record of an earlier score by the same settings, and print it; None if something is left to do."""
+        """Return and print the record of an earlier score with the same settings; None if there is none, or if
+        samples.npz is wanted but missing."""
         before = self.files.find(self.settings, with_samples=self.plan.options.save_samples)
         if before is not None:
             tqdm.write(f"{self.plan.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
@@ -410,8 +412,8 @@ class CheckpointScoring:
         return record
 
     def _draw(self, decoder: autoencoder.Decoder, numbers: list[int], done: Callable[[int], object]) -> None:
-        """Draw the parts with these numbers and store them with the scorer's arrays; `done` is called with sample
-        counts."""
+        """Draw the samples of the parts with these numbers and store them with the arrays of Scorer.prepare. `done` is
+        called with the number of samples in each batch."""
         if not numbers:
             return
         plan, guidance, device = self.plan, self.plan.sampler.guidance, self.processes.device

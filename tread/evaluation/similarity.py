@@ -2,7 +2,7 @@
 
 A state is the whole sequence between two blocks: state 0 is the embedding, state k follows block k − 1, after a route
 that ends there has returned its tokens. Within a route the sequence holds only the kept tokens, so two states are
-compared in the tokens that both hold, matched by position in the grid. Skipped tokens count once they are back, with
+compared on the tokens that both hold, matched by position in the grid. Skipped tokens count once they are back, with
 their values before the route (or before block `rejoin`, if that is earlier), but never where mask tokens replace them.
 
 Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
@@ -88,8 +88,8 @@ def noised_states(
     model: Model, data: LatentDataset, samples: int, noise_levels: int, seed: int, batch_size: int
 ) -> Iterator[States]:
     """Yield the states of the model under its routes for evaluation points (heldout_loss.py), a batch at a time. A
-    point's noise and the tokens that its routes keep depend on the seed and the point's number alone; so even routes
-    that keep the same tokens for a whole training batch choose them for each point."""
+    point's noise and the tokens that its routes keep depend on the seed and the point's number alone; this holds
+    even for routes that keep the same tokens for all samples of a training batch."""
     network, device = model.network, next(model.network.parameters()).device
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
@@ -129,8 +129,8 @@ def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
 
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
     """Open the held-out latents of a network's run, else its training latents, normalised as the network sees them.
-    `folder` is where they lie now; None: where the checkpoint says, and digits are written there if missing. Raises
-    FileNotFoundError, or ValueError if they are not of the kind that the network was trained on."""
+    `folder` is where they are now; None: the folder in the checkpoint's settings, in which missing digits are written.
+    Raises FileNotFoundError, or ValueError if they are not of the kind that the network was trained on."""
     dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":

@@ -49,7 +49,7 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """The settings that change what given weights compute, keyed text.<name>; fingerprint replaces vocabulary."""
+        """Settings, keyed text.<name>, that change the function of trained weights; fingerprint covers vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
@@ -60,11 +60,11 @@ class NetworkOptions:
     network     the class that is built.
     takes_text  True: the network takes texts instead of labels.
     has_path    True: it has a sparse path that train.path_drop can drop.
-    masks       True: after a route, only a mask token is left of each skipped token, so sampling never skips any.
+    masks       True: after a route, mask tokens replace the skipped tokens, so sampling runs all tokens.
     along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
-    constants   names of attributes that change what given weights compute, and are options in other architectures.
-    undecisive  names of options that do not change what given weights compute.
+    constants   names of attributes, options in other architectures, that change the function of trained weights.
+    undecisive  names of options that do not change the function of trained weights.
     marks       tensor names; a state dict that has one of them is of this architecture.
     """
 
@@ -131,15 +131,15 @@ class NetworkOptions:
 
     @classmethod
     def deciding(cls) -> list[str]:
-        """Return the names of the options that change what given weights compute: all options and `constants` except
-        name, routes, init and those in `undecisive`."""
+        """Return the names of the options that change the function of trained weights: all options and `constants`
+        except name, routes, init and those in `undecisive`."""
         left_out = ("name", "routes", "init", *cls.undecisive)
         names = dict.fromkeys((*(item.name for item in fields(cls)), *cls.constants))
         return [name for name in names if name not in left_out]
 
     @property
     def decisive(self) -> dict[str, object]:
-        """The options that change what given weights compute, keyed "model.<name>"."""
+        """The options that change the function of trained weights, keyed "model.<name>"."""
         return {f"model.{name}": getattr(self, name) for name in self.deciding()}
 
     def build(self, size: int, channels: int, num_classes: int, text: TextSettings) -> Backbone:

@@ -61,7 +61,7 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WAVES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
 
     def frequencies(self, t: Tensor) -> Tensor:
-        """Map (B,) to cosines, then sines, of 128 frequencies: (B, 256) fp32."""
+        """Map t (B,) to cosines, then sines, of 128 frequencies: (B, 256) fp32."""
         exponent = torch.arange(WAVES // 2, dtype=torch.float32, device=t.device) / (WAVES // 2)
         angle = t.float()[:, None] * torch.exp(-math.log(10000.0) * exponent)
         return torch.cat([angle.cos(), angle.sin()], dim=1)
@@ -112,10 +112,10 @@ class Backbone(nn.Module):
                  along(B) and conditioning (B, D) to tokens, with grid=(rows, columns) if needs_grid is set. Its
                  modulation's last layer is adaLN_modulation[1]; multiply_adds(tokens, attention) returns its cost.
     input_size   height and width S of the latents; a multiple of patch_size.
-    num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given.
+    num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
     learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.
     init         "adaln_zero" (the paper's): modulations and last layer start at zero, so an untrained network outputs
-                 0. "xavier": linear layers are Xavier-uniform, since the released TREAD code overwrites the zeros.
+                 0. "xavier": Xavier-uniform linear layers overwrite the zeros, as in the released TREAD code.
     embedder     function of hidden_size that creates the embedder of texts or other conditions; None: LabelEmbedder.
 
     Raises ValueError for sizes that do not fit together.
@@ -250,7 +250,7 @@ class Backbone(nn.Module):
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Return tokens (B, N, D), conditioning (B, D), and further inputs of the blocks, which routes pass on whole.
+        """Return tokens (B, N, D), conditioning (B, D), and further inputs of the blocks that stay whole on a route.
         Raises ValueError for inputs that do not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + self.y_embedder(y)

@@ -35,8 +35,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 def check_tables(state: Mapping[str, Tensor], tokens: int, where: str) -> None:
-    """Raise ValueError unless the rotary tables in a public file's state dict, if any, agree with rotary_angles for a
-    square grid of `tokens` tokens, with the tables' number of channels per head. `where` names the file in messages."""
+    """Raise ValueError if a public file's state dict has rotary tables that differ from rotary_angles for a square grid
+    of `tokens` tokens; the tables' width gives the channels per head. `where` names the file in messages."""
     for name, function in zip(TABLES, (torch.cos, torch.sin)):
         if name not in state:
             continue

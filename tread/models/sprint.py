@@ -94,7 +94,7 @@ class Sprint(LightningDiT):
         """Return the blocks, changed so that the outputs of f and g are fused before the first block of h.
 
         run_blocks leaves f's output in the places of tokens that skipped g. Before the fusion, mask tokens replace
-        these tokens, which are not in record.ids, and those of samples without g, where from_g (B, N, 1) is False.
+        these (the tokens not in record.ids), and all tokens of samples in which from_g (B, N, 1) is False.
         """
         behind_f = []
 

@@ -20,7 +20,7 @@ from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, 
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of picture tokens to a text, 0 before training: (B, N, D), (B, T, D) → (B, N, D)."""
+    """Multi-head attention of picture tokens to a text; outputs 0 before training. (B, N, D), (B, T, D) → (B, N, D)."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -48,7 +48,8 @@ class TextBlock(LightningBlock):
         self.cross_attn = CrossAttention(dim, num_heads, qk_norm)
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """Map tokens x (B, N, D) to (B, N, D). `given`: LightningBlock.forward's, text (B, T, D), mask (B, T) bool."""
+        """Map tokens x (B, N, D) to (B, N, D). `given`: rotary table (B, N, d), if any, conditioning c (B, D), text
+        (B, T, D) and its mask (B, T) bool."""
         *table, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
@@ -107,7 +108,8 @@ class TextEmbedder(nn.Module):
         return self.text_tokens * self.proj.weight.numel() + self.pooled_proj.weight.numel()
 
     def check(self, y: Text, batch: int) -> None:
-        """Raise ValueError unless y is a Text for `batch` samples from this encoder (mask values: on a CPU only)."""
+        """Raise ValueError unless y is a Text for `batch` samples with shapes as from this encoder. A mask that is
+        all False also raises it, but only on a CPU."""
         if not isinstance(y, Text):
             raise ValueError(f"y is {type(y).__name__}, but this network takes Text(tokens, mask, pooled)")
         T = self.text_tokens

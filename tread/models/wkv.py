@@ -6,8 +6,8 @@ with the distance along the sequence:
     wkv_t = Σ_i a_ti·v_i / Σ_i a_ti,   a_ti = exp(k_i − (|t − i| − 1)·w/T) for i ≠ t,   a_tt = exp(k_t + u)
 
 The decay is relative to the number of tokens T, so it spans the same fraction of any sequence. Sums over the tokens
-before and after a token are computed in chunks: small matrix products within a chunk, and the same again over the
-chunks' sums. Each level has fewer sums than the one below by a factor CHUNK, so time and memory are linear in T.
+before and after a token are computed in chunks: by small matrix products within a chunk, and the same way over the
+chunks' own sums. Each level has fewer sums than the one below by a factor CHUNK, so time and memory are linear in T.
 
 Shapes: B samples, T tokens, D channels.
 """

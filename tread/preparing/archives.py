@@ -112,7 +112,7 @@ class Tar:
 
 
 class Tars:
-    """The files of several tars: x.jpg in a/0.tar is named a/0/x.jpg, from the folder downwards that all tars share."""
+    """The files of several tars: x.jpg in a/0.tar is named a/0/x.jpg, relative to the tars' common folder."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         above = os.path.commonpath([path.parent for path in paths])
@@ -129,8 +129,8 @@ Store = Folder | Zip | Tar | Tars
 
 
 def tar_paths(source: Path) -> list[Path]:
-    """List the tars that a pattern ({00..99}.tar, *.tar) names, or those in a folder of tars, beside which only tables
-    and texts (BESIDE_TARS) may lie. Returns [] for other sources."""
+    """List the tars named by a pattern ({00..99}.tar, *.tar), or the tars in a folder that holds nothing but tars,
+    tables and texts (BESIDE_TARS). Returns [] for other sources."""
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
         only = all(name.lower().endswith((".tar", *BESIDE_TARS)) for name in names)

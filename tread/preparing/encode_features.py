@@ -84,7 +84,8 @@ def open_source(
     """Find a dataset's pictures, in options.source if that is given, else beside the latents.
 
     Returns the dataset; a function from batches of sample indices to a picture tensor per view (plain, flipped); the
-    pictures' side in pixels; and a text on where they are. Raises ValueError or OSError for missing or other pictures.
+    pictures' side in pixels; and words on where the pictures are, for messages. Raises ValueError or OSError if
+    pictures are missing or are not those of the dataset.
     """
     folder = Path(options.dataset.path)
     if options.source is not None:

@@ -61,7 +61,8 @@ class Crops(Dataset):
 
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
-    """Collate items of `Crops` to one tensor of the readable pixels (None if none are) and (why, size) of each item."""
+    """Collate items of `Crops`: return the readable pictures as one tensor (None: none is), and each item's reason and
+    size."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None  # one tensor, as each takes a file descriptor
     if good and get_worker_info() is not None:
@@ -70,8 +71,8 @@ def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
 
 
 def end_with(process: int, worker: int) -> None:
-    """End this worker when the process with id `process`, for which it reads, ends. PyTorch ends a worker only when its
-    parent ends, which is a fork server."""
+    """End this data-loading worker (number `worker`) when the process that it reads for, with id `process`, has ended.
+    PyTorch ends a worker only with its parent, which is a fork server instead of that process."""
 
     def watch() -> None:
         while True:
@@ -128,7 +129,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError that names the pictures that could not be read and have not been removed since then."""
+    """Raise ValueError that lists the pictures that could not be read, if any have not been removed since."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -155,7 +156,7 @@ def make_shards(
     writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: "PhotoOptions", processes: Processes
 ) -> None:
     """Make the missing shards of a dataset together with the other processes. Each shard's note lists the damaged
-    pictures that it leaves out and those enlarged more than MUCH times, and counts all enlarged ones."""
+    pictures that are left out, lists those enlarged by more than a factor MUCH, and counts all enlarged ones."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
@@ -435,7 +436,7 @@ def spread_indices(count: int, pictures: int) -> np.ndarray:
 
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
-    """Decode stored samples (of moments, the mean) to (n, 1 or 3, H, W) uint8. Raises the errors of load_decoder."""
+    """Decode stored samples (of moments, the mean) to pictures (n, 1 or 3, H, W) uint8. Raises as load_decoder does."""
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()

@@ -127,6 +127,7 @@ def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
 
 
 def encoding(encoder: TextEncoder, captions: Iterable[str]) -> Encode:
-    """Return a function that encodes ranges of caption numbers for TextWriter; the last number is the empty caption."""
+    """Return a function from ranges of caption numbers to their encodings, for TextWriter; the last number is that of
+    the empty caption."""
     captions = [*captions, ""]
     return lambda batches: (encoder.encode(captions[rows.start : rows.stop]) for rows in batches)

@@ -147,6 +147,6 @@ def _bicubic(length: int, enlarged: int, first: int, count: int) -> tuple[np.nda
 
 
 def _weighted(pixels: np.ndarray, taken: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Sum pixels[taken] (uint8), weighted, along the first axis, and round as Pillow does. Returns (count, …) uint8."""
+    """Resample `pixels` along the first axis, with indices and weights from _bicubic: (count, …) uint8 as Pillow's."""
     sums = (pixels[taken] * weights[:, :, None, None]).sum(axis=1)
     return ((sums + 2**21) >> 22).clip(0, 255).astype(np.uint8)
