@@ -220,8 +220,8 @@ def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32
 
 def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:
     """Return a function from network latents (B, C, S, S) to pictures (B, 1 or 3, H, W) uint8. `autoencoder` (a name as
-    in load_autoencoder) replaces latents.autoencoder. Raises ValueError if the autoencoder can't be loaded, or if
-    latents.autoencoder is not the one that made the latents."""
+    in load_autoencoder) replaces latents.autoencoder. Raises ValueError if the autoencoder can't be loaded, has
+    another number of channels or, unless `autoencoder` is given, is not the one that made the latents."""
     if latents.autoencoder == "pixels":
         return lambda x: to_uint8(from_network(x, latents))
     name = _chosen(latents, autoencoder)

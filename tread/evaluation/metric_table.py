@@ -29,7 +29,7 @@ class Metric:
     log       whether its axis is logarithmic.
     alike     settings that must be equal for runs' values to be comparable, besides those that all metrics need.
     count     key under which a training records its number of samples; "": none.
-    real      suffixes of the keys that hold the same number for real pictures.
+    real      suffixes of the keys that hold the same metric for real pictures.
     compute   computes it from features of samples and reference; None: another scorer gives it.
     needs     the part of a reference that `compute` uses; None: no reference.
     """
@@ -115,7 +115,7 @@ METRICS: dict[str, Metric] = {
 
 
 def with_real(names: Iterable[str]) -> list[str]:
-    """Return keys of metrics, each followed by the keys that hold the same number for real pictures."""
+    """Return keys of metrics, each followed by the keys that hold the same metric for real pictures."""
     return [name + end for name in names for end in ("", *METRICS[name].real)]
 
 

@@ -50,7 +50,7 @@ class Moments:
         return functools.reduce(cls.merge, map(cls.of, parts))
 
     def merge(self, other: "Moments") -> "Moments":
-        """Return the moments of both sets together (Chan, Golub & LeVeque 1983); their order only affects rounding."""
+        """Return the moments of both sets together (Chan, Golub & LeVeque 1983). The order only changes rounding."""
         count, offset = self.count + other.count, other.mean - self.mean
         scatter = self.scatter + other.scatter + np.outer(offset, offset) * (self.count * other.count / count)
         return Moments(count, self.mean + offset * (other.count / count), scatter)
@@ -134,13 +134,13 @@ def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
 
 
 def _radii(features: Tensor, seen: Seen) -> Tensor:
-    """Return each point's squared distance to its k-th neighbour, (n,); it is not its own neighbour."""
+    """Return each point's squared distance to its k-th neighbour other than itself, (n,); `seen` as in _distances."""
     blocks = _distances(features, features, seen)
     return torch.cat([block.topk(NEIGHBOURS + 1, dim=1, largest=False).values[:, -1] for block in blocks])
 
 
 def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float:
-    """Return the share of points that lie inside or on one of the balls with these centres and squared radii."""
+    """Return the share of points in or on one of the balls with these centres and squared radii; see _distances."""
     inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, seen))
     return inside.item() / len(points)
 

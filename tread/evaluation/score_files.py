@@ -50,7 +50,7 @@ class ScoreFiles:
         return None
 
     def make_room(self, settings: dict) -> None:
-        """Rename existing files to the next free number for a new score, unless they have the same settings."""
+        """Rename the newest score's files to the next free number, unless that score has these settings."""
         if not self._is(None, settings):
             number = self._free()
             for name in self._there():

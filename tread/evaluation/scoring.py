@@ -314,7 +314,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
     """Return how photos are read: as the options say, else as the training photos were, else with "exif" and "white";
-    None if options.crop is null. Raises ValueError if the checkpoints' photos were read in different ways."""
+    None if options.crop is null. Raises ValueError if the checkpoints' photos were read in different ways
+    and the options do not choose one."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}

@@ -108,7 +108,7 @@ def source_hash(photos: Photos) -> str:
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
     """Return the photos as they were when unfinished work began: damaged pictures that have been removed since then get
-    their places back, so that every other picture stays in its shard. The notes of the writers' shards name them."""
+    their places back, so that every other picture stays in its shard. The shards' notes name these pictures."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
     there, captions = set(photos.names) if damaged else (), list(photos.captions or ())

@@ -64,7 +64,7 @@ def prepare_text(options: TextOptions, processes: Processes) -> None:
 
 
 def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
-    """Store the captions of the file options.captions with a dataset, unless the dataset has them already."""
+    """Store the captions in the file options.captions with a dataset, unless the dataset has the same captions."""
     captions = list(parse_captions(Path(options.captions)))
     if "captions" not in index or read_captions(folder, index) != captions:
         add_captions(folder, captions, options.again)
