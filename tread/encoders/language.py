@@ -82,9 +82,9 @@ class ModelEncoder:
 
     tokens   T; None: 77 for CLIP, else enough for the longest of `captions` (see settle_tokens).
     pooled   False: no pooled output.
-    padding  True: padding tokens count as words, and none is masked.
+    padding  True: padding tokens count as words, and no token is masked.
 
-    Raises ValueError if the model can't be loaded or `tokens` is above its limit.
+    Raises ValueError if the model can't be loaded, or `tokens` is above the model's limit.
     """
 
     def __init__(

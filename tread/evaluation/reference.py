@@ -1,7 +1,7 @@
 """Opens references that samples are scored against: ADM's reference batches, statistics, or pictures of one's own.
 
     .npz with mu, sigma      mean and covariance of pool features, for FID (EDM's and TTUR's files)
-    .npz with mu_s, sigma_s  of spatial features too, for sFID
+    .npz with mu_s, sigma_s  mean and covariance of spatial features too, for sFID
     .npz with arr_0          pictures; ADM's batches have pictures and all four statistics
     folder or tar            pictures, as in image_sets.py
 

@@ -36,7 +36,7 @@ class TextSettings:
     tokens         T, the number of text tokens.
     width, pooled  channels C of each token and P of the pooled text; None: the encoder has no such output.
     vocabulary     the words that the encoder "words" knows, in the order of their numbers.
-    padding        True: padding tokens count as words, and none is masked.
+    padding        True: padding tokens count as words, and no token is masked.
     """
 
     encoder: str | None = None
@@ -186,7 +186,7 @@ class DiTOptions(NetworkOptions):
 
 
 def _swiglu_ratio(width: int, hidden_size: int) -> float:
-    """Return an mlp_ratio that gives a SwiGLU `width` hidden channels; a multiple of ¼ if there is one."""
+    """Return an mlp_ratio with which a SwiGLU has `width` hidden channels; a multiple of ¼ if possible."""
     exact = 1.5 * width / hidden_size
     likely = (round(4 * exact) / 4, exact, exact + 1 / hidden_size)
     return next((ratio for ratio in likely if int(2 / 3 * int(hidden_size * ratio)) == width), exact)

@@ -97,7 +97,8 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
 
 
 def _shape_of(like: Path, encoder: str) -> TextSpec:
-    """Return the spec of the text that `encoder` made for the dataset `like`. Raises ValueError if there is none."""
+    """Return the spec of the encodings that `encoder` made of the captions in the dataset `like`. Raises ValueError if
+    it made none."""
     spec = read_spec(like, read_index(like), encoder)
     if spec is None:
         raise ValueError(
