@@ -42,6 +42,7 @@ from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.training import step
 from tread.training.alignment import BETA, Aligned, Aligner, Alignment, alignment_loss, build_projector, self_distance
+from tread.training.costs import sample_flops
 from tread.training.start import settings_warnings
 
 SIZES = {"patch_size": 2, "hidden_size": 32, "depth": 6, "num_heads": 2}
@@ -299,11 +300,13 @@ def test_flops_are_projector_teacher_and_encoder(given):
     layers = 32 * 12 + 12 * 12 + 12 * 32
     assert Aligner(Alignment(kind="repa"), module).flops(()) == 6 * 16 * layers
     assert Aligner(Alignment(kind="repa"), module).flops(routes) == 6 * 8 * layers
+    assert Aligner(Alignment(kind="repa"), module).flops((Route(0, 1, 0.5),)) == 6 * 8 * layers  # its last block
     teacher = Aligner(Alignment(kind="self"), module, teacher=network)
     forward = network.forward_flops()
     block = network.blocks[0].multiply_adds(16)
     last = 16 * 32 * 2 * 2 * 4 + 2 * 32 * 32  # the last layer and its modulation
     assert teacher.flops(()) == 6 * 16 * layers + forward - 2 * (2 * block + last)  # 4 of 6 blocks
+    assert sample_flops(network, (), teacher) == 3 * forward + teacher.flops(())
 
 
 @pytest.fixture(scope="module")
