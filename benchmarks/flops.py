@@ -38,7 +38,7 @@ def build(*overrides: str) -> Model:
 
 
 def cost(*overrides: str) -> tuple[int, int, int, int]:
-    """Return tokens, parameters, and multiply-adds of a forward pass in training (with routes) and sampling."""
+    """Return the number of tokens, of parameters, and of a forward pass's multiply-adds in training and sampling."""
     model = build(*overrides)
     parameters = sum(parameter.numel() for parameter in model.network.parameters())
     training, sampling = (model.network.forward_flops(routes) // 2 for routes in (model.routes, ()))

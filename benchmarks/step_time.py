@@ -5,8 +5,8 @@ median time, images/s, FLOP/s, MFU, peak memory, the ratio of times dense/routed
 ratio divided by the ratio of FLOPs; then the share of each stage in a step. If a kind fails, the others go on.
 Overrides are those of train.py, and
 
-    beside=dit    further models, separated by commas, trained by the same overrides except an architecture's own
-    pairs=24      measured turns of a step each (5 on a GPU, where a single step would show the launch of its kernels)
+    beside=dit    further models, separated by commas; overrides that only some architectures have don't apply to them
+    pairs=24      turns to measure, each of one step (of 5 on a GPU, where one would show the launch of its kernels)
     out=…         a JSON file to write as well
 
 python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
@@ -172,7 +172,7 @@ def forward_flops(run: Run, cfg: settings.Settings) -> int:
 
 
 def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
-    """Do `count` training steps by the settings."""
+    """Take `count` training steps of a run, with the settings `cfg`."""
     run.cfg = cfg
     try:
         for _ in range(count):

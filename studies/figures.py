@@ -77,14 +77,14 @@ def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names) for pairs with equal seeds (same data order and noise), without results of None."""
+    """Return by(run, other, *names) for each pair with equal seeds (same data order and noise), unless it is None."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
 
 
 def shown(values: Sequence[float], sign: bool = False) -> str:
-    """Format the mean of values (sign: with its plus) and, if there are several values, its standard error."""
+    """Format the mean of values and, if there are several, its standard error; `sign` adds a + to positive means."""
     if not values:
         return "–"
     mean, error, plus = statistics.mean(values), standard_error(values), "+" if sign else ""
@@ -254,7 +254,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:
-    """Draw heat maps over a route's first and last block: metrics minus the dense arm's, FLOPs relative to its own."""
+    """Draw heat maps over a route's first and last block: each metric minus the dense arm's, FLOPs over its FLOPs."""
     places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}
@@ -319,7 +319,7 @@ def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> lis
 
 
 def when_columns(study: Study, results: Results) -> Columns:
-    """Return a column with the images from which the routed run is ahead in evaluation loss, at equal FLOPs."""
+    """Return a column: how many images until the routed arm stays ahead in evaluation loss, at equal FLOPs."""
     leads = {}
     for routed, dense in study.against.items():
         points = flops_gap(results[dense], results[routed], "eval_loss")
@@ -358,7 +358,7 @@ FIGURES = {
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML,
-    for the requested runs and the study's other seeds. The table names the missing ones among them."""
+    for the requested runs and the study's own ones. The table names those of them that are missing."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):

@@ -1,4 +1,4 @@
-"""Reads a study, which is one YAML file, and plans the runs of train.py and fid.py that it stands for.
+"""Reads a study, which is one YAML file, and plans the runs of train.py and of the scoring scripts that it needs.
 
 A training is identified by a hash of its overrides and seed, a score by a hash of its step, script and overrides, so
 studies share equal runs, and a published result counts as made even without its folder.

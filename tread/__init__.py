@@ -1,1 +1,1 @@
-"""Training diffusion transformers with token routing. The method itself lies beside: routing_module, dit, rf."""
+"""Training diffusion transformers with token routing. The method is beside it: routing_module.py, dit.py, rf.py."""

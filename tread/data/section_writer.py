@@ -91,7 +91,7 @@ class SectionWriter(ShardStore, ABC):
         Raises ValueError or OSError if it is different or damaged, FileExistsError if another launch is making it.
 
         again   replace a different or damaged section, and discard unfinished work that was begun with other facts.
-        lines   describe the work to people.
+        lines   lines of text that describe the work, printed before it.
         unit    what a row is, for the progress bar.
         encode  takes batches of rows, and yields for each batch the part that `write` takes.
         """

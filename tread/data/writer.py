@@ -29,7 +29,7 @@ class DatasetWriter(ShardStore):
     folder    the future dataset.
     plan      JSON of what determines the shards; unfinished work is continued only if its plan is the same.
     pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: none are.
-    besides   further settings, which change no shard; only a finished dataset is compared by them too.
+    besides   further settings, which change no shard; they are compared only with those of a finished dataset.
     ranges    the rows of each shard; may be set later.
     """
 
@@ -76,7 +76,7 @@ class DatasetWriter(ShardStore):
         self._lock = lock
 
     def check_free(self) -> None:
-        """Raise FileExistsError, which says how it was made otherwise, if the folder exists already."""
+        """Raise FileExistsError if the folder exists already; the message tells how its plan differs from this one."""
         if self.folder.exists():
             made = self._made()
             left_out = len(made.get("left_out", ()))
