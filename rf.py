@@ -100,7 +100,7 @@ class RF(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the squared errors of the velocity, the predicted data D = x_t − t·v, and x_t, each (B, C, S, S) fp32.
+        """Return three (B, C, S, S) fp32 tensors: the velocity's squared errors, predicted data D = x_t − t·v, and x_t.
         The cosine term (see `direction`) of a position is added to the squared errors of all its channels."""
         noisy = self.noised(x, t, noise)
         v, target = self.velocity(network, noisy, t, y, routes), noise - x

@@ -104,7 +104,8 @@ class Check:
         self._write(name, {"failed": reason})
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Call `work`, which measures, unless the part's time is over; record under `name` why it is not measured."""
+        """Run the measurements in `work`, unless the part's time is over. If they are left out or fail, record the
+        reason under `name`."""
         if time.perf_counter() - self.began > 60 * self.minutes:
             return self.fail(name, f"the {self.minutes:g} minutes of this part are over")
         try:
@@ -284,7 +285,7 @@ def kernel_kind(name: str) -> str:
 
 
 def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
-    """Return the seconds of a call that each kind of kernel takes (see KERNELS); on a GPU "idle" is the rest."""
+    """Return the seconds that `work` spends in each kind of kernel (see KERNELS) and, on a GPU, in none ("idle")."""
     cuda = DEVICE.type == "cuda"
     wait_for(DEVICE)
     began = time.perf_counter()
@@ -340,7 +341,8 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
-    """Time gather_tokens against GatherRows, and the weights' average against one flat tensor's, its lower bound."""
+    """Time gather_tokens against GatherRows, and the update of the averaged weights against one pass over a flat
+    tensor, the least that it can take."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = random(batch, tokens, WIDTHS[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
@@ -362,7 +364,7 @@ def peers(check: Check, options: Options) -> None:
     """Our dense steps beside plain training loops, of diffusers' DiT and of our own network, eager and compiled."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
-        """Return a call that takes steps as public scripts do: autocast, AdamW, an EMA per parameter, loss.item()."""
+        """Return a function that steps as public scripts do: autocast, AdamW, an EMA per parameter, loss.item()."""
         optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-4, foreach=True)
         average, labels = copy.deepcopy(parameters), torch.randint(1000, (len(latents),), device=DEVICE)
 

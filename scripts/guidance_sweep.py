@@ -40,7 +40,8 @@ STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # default ratios
 
 
 class Point(NamedTuple):
-    """A setting of the sweep: each branch's fraction of skipped tokens, ω (`scale`), and interval of noise levels."""
+    """A setting of the sweep: each branch's fraction of skipped tokens, the guidance weight ω (`scale`), and the
+    interval of noise levels with guidance (None: all)."""
 
     strong: float
     weak: float
@@ -178,7 +179,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Return a panel per metric, against ω: a line for each pair of ratios and interval, and a level of no guidance."""
+    """Return a panel per metric against ω: a line per pair of ratios and interval, and a flat line for no guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

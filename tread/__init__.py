@@ -1,1 +1,1 @@
-"""Training diffusion transformers with token routing. The method is beside it: routing_module.py, dit.py, rf.py."""
+"""Training diffusion transformers with token routing. The method is one folder up: routing_module.py, dit.py, rf.py."""

@@ -252,9 +252,9 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Return the optimizer's state as tensors, keyed "<state>/<parameter>".
 
-    Exceptions are "<key>/group <number>" for values in param_groups that changed in training, and "<state>/optimizer"
+    Other keys are "<key>/group <number>" for values in param_groups that changed in training, and "<state>/optimizer"
     for state that belongs to no parameter. Values other than tensors (numbers, text, None, and lists, tuples and dicts
-    of these and of tensors) are written as JSON, whose bytes are a tensor `values`. Raises ValueError for other values.
+    of these and of tensors) are stored as JSON, in the bytes of a tensor `values`. Raises ValueError for other values.
     """
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]

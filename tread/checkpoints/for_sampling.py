@@ -69,7 +69,8 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
 
     `shift` replaces the recorded rf.shift in sampling; None keeps it.
 
-    Raises ValueError or FileNotFoundError, also for another file size, or a prediction that no sampler here can use.
+    Raises ValueError or FileNotFoundError, also if the file's size differs from the recorded one, or if no
+    sampler here can use what the network predicts.
     """
     if (predicts := source.info.get("predicts", "objective")) != "objective":
         told = f"{source.folder} predicts {predicts} on timesteps 0..999, which no sampler here takes"

@@ -85,7 +85,7 @@ def fit(
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError for non-finite numbers, changed positions, or a null class of MaskDiT that is not zero."""
+    """Raise ValueError for non-finite numbers, changed position embeddings, or a non-zero null class of MaskDiT."""
     if broken := [name for name in expected if not state[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
     for name in (name for name in POSITIONS if name in expected):
@@ -217,7 +217,7 @@ class StoredWeights:
         return lines
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
-        """Return what decides the weights' meaning, besides a network's options: name → (recorded, present) value."""
+        """Return facts besides the options that decide what weights mean: name → (recorded value, present value)."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}

@@ -232,7 +232,7 @@ class EncodedText:
 
 
 def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
-    """Build a Text on the tokens' device from stored tokens, their numbers `lengths` (B,), and the pooled output."""
+    """Build a Text on the tokens' device from stored tokens, `lengths` (B,) without padding, and the pooled output."""
     mask = (torch.arange(spec.tokens) < lengths[:, None]).to(tokens.device)
     return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
 
@@ -249,8 +249,9 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
 
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
-    """Open a dataset's captions encoded by `encoder`; checked to be whole, finite, and made for these captions.
-    `full` checks all numbers and hashes; otherwise headers, sizes, all lengths, and some captions are checked.
+    """Open a dataset's captions encoded by `encoder`, after checking that they are complete, finite, and made for the
+    present latents and captions. `full` checks all numbers and hashes; otherwise headers, sizes, all lengths, and some
+    captions are checked.
 
     Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
     """

@@ -146,8 +146,8 @@ class LatentDataset:
 
     def normalize(self, std: float) -> None:
         """Scale each channel of the network latents to mean 0 and standard deviation `std`, by index.json's
-        `normalize_by` (given by an import), else by measured statistics. Raises ValueError if there are none or
-        a channel is constant."""
+        `normalize_by` (given by an import), else by measured statistics. Raises ValueError without statistics,
+        or if a channel is constant."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(
                 f"{self.folder} can't be normalised: its index.json has no channel_mean and channel_std above 0. "
@@ -157,7 +157,7 @@ class LatentDataset:
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of whole batches in an epoch. The samples left over, others in each epoch, are skipped."""
+        """Return the number of whole batches in an epoch. Samples left over, different in each epoch, are skipped."""
         if len(self) < batch_size:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size

@@ -47,7 +47,7 @@ class ShardStore:
         self.row_bytes = row_bytes
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Create the work folder, or continue the work in it; one process must call this before any of them writes.
+        """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards made by another plan, which otherwise raise ValueError.
         begun  entries that replace the plan's own when it is compared with the plan of unfinished work.
@@ -98,8 +98,8 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """Return the numbers of the shards to be made. With `verify`, also hash the files, show the progress by these
-        processes, and add shards whose files have changed."""
+        """Return the numbers of the shards to be made. With `verify`, hash the files, show the progress in its
+        main process, and add shards whose files have changed."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
@@ -147,7 +147,7 @@ class ShardStore:
             write_whole(self._note(number), json.dumps({"entry": entry, **facts}) + "\n")
 
     def forget(self, which: Callable[[dict], bool]) -> None:
-        """Mark the shards whose notes `which` selects as missing; the notes themselves are kept as .json.old."""
+        """Mark as missing the shards whose notes `which` selects; the notes themselves are kept as .json.old."""
         for file in self.done.glob("[0-9]*.json"):
             if which(json.loads(file.read_text())):
                 file.replace(file.with_suffix(".json.old"))

@@ -93,7 +93,7 @@ def _show(value: float | Schedule) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """Settings of one denoiser call: ω, and each branch's fraction of skipped tokens; weak=None: it does not run."""
+    """Settings of one denoiser call: ω, and each branch's fraction of skipped tokens; weak=None: no weak branch."""
 
     scale: float
     strong: float
