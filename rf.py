@@ -36,8 +36,8 @@ class RF(Process):
     time_scale  the network gets time_scale·t: 1 as in the released code and SiT; 1000 for networks that take timesteps.
     reverse     True: noise is at time 0, as in SiT's weights; the network gets time_scale·(1 − t) and predicts x − ε.
     direction   weight of a second term in the training loss, 1 − cos of the angle between predicted and true velocity
-                over the channels of a position (LightningDiT: weight 1; Yao et al. 2025, arXiv 2501.01423). In it,
-                norms below SHORTEST count as SHORTEST.
+                over the channels of a position (LightningDiT: weight 1; Yao et al. 2025, arXiv 2501.01423). In this
+                term, norms of velocities below SHORTEST count as SHORTEST.
     shift       s in the sampler's u' = s·u / (1 + (s − 1)·u), u = 1 − t; 0.3 (LightningDiT) puts more steps near noise.
     """
 
@@ -79,7 +79,7 @@ class RF(Process):
         return x.float(), self.time_scale * (1 - t if self.reverse else t)
 
     def combine(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """Return the predicted data D = x_t − t·v in the dtype of x; v is the velocity that the network outputs."""
+        """Return the predicted data D = x_t − t·v in the dtype of x; v is the predicted velocity."""
         level = torch.as_tensor(t, dtype=x.dtype, device=x.device).expand(x.shape[0]).view(-1, 1, 1, 1)
         return x - level * self._velocity(output, x)
 
@@ -100,7 +100,7 @@ class RF(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the squared errors of the velocity, the predicted data D = x_t − t·v, and x_t, each (B, C, S, S) fp32.
+        """Return three (B, C, S, S) fp32 tensors: the velocity's squared errors, predicted data D = x_t − t·v, and x_t.
         The cosine term (see `direction`) of a position is added to the squared errors of all its channels."""
         noisy = self.noised(x, t, noise)
         v, target = self.velocity(network, noisy, t, y, routes), noise - x

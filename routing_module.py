@@ -190,7 +190,8 @@ def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
 
 
 def readable(values: Tensor) -> bool:
-    """Return whether values can be read without a GPU synchronisation or a graph break; fake tensors have none."""
+    """Return whether a tensor's values can be read without a GPU synchronisation or a graph break. Fake tensors have no
+    values to read."""
     return type(values) is Tensor and values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

@@ -31,14 +31,14 @@ GUIDANCES = {
 
 
 def build(*overrides: str) -> Model:
-    """Return the network that train.py would train, without weights."""
+    """Return the model (process, network and routes) that train.py would train, without weights."""
     cfg = settings.read(composed("config", overrides))
     with torch.device("meta"):
         return Model(process_of(cfg), build_network(cfg), cfg.model.routes)
 
 
 def cost(*overrides: str) -> tuple[int, int, int, int]:
-    """Return tokens, parameters, and multiply-adds of a forward pass in training (with routes) and sampling."""
+    """Return the numbers of tokens and parameters, and a forward pass's multiply-adds with and without routes."""
     model = build(*overrides)
     parameters = sum(parameter.numel() for parameter in model.network.parameters())
     training, sampling = (model.network.forward_flops(routes) // 2 for routes in (model.routes, ()))

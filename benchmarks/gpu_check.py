@@ -1,13 +1,13 @@
 """Where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py [part=steps] [options]
 
-Seven parts measure what decides how near a step comes to what its FLOPs allow. A part ends within its minutes, and
-each number is printed beside its prediction and written as soon as it is known, to a file that later parts add to. A
+Seven parts measure what keeps a step from the speed that its FLOPs would allow. A part begins no measurement after its
+minutes are over. Each number is printed beside its prediction and written at once to a file that later parts add to. A
 measurement that fails, or lacks memory or a package, is recorded with its reason, and the next one follows.
 
     part=…     one of machine, host, steps, variants, peers, kinds, sampling; null: all, in this order
-    sizes=…    of steps, variants and peers, such as [XL,S]; null: each part's own
+    sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]; null: each part's own
     --cpu      everything tiny, on a CPU: a rehearsal
-    out=…      the file; null: benchmarks/results/gpu_<device>.json, with --cpu none
+    out=…      the file; null: benchmarks/results/gpu_<device>.json, but no file with --cpu
 
 python benchmarks/gpu_check.py --cpu
 python benchmarks/gpu_check.py part=steps sizes=[XL,S]
@@ -80,10 +80,10 @@ class Options:
 
 @dataclass
 class Check:
-    """The numbers of one part, which has so many minutes.
+    """The measurements of one part, which begins none after `minutes` have passed.
 
-    path    the JSON file that they are written to after each; None: they are printed alone.
-    result  its content: the numbers of all parts by part and name.
+    path    the JSON file, rewritten after each measurement; None: measurements are only printed.
+    result  the content of that file: the measurements of all parts, by part and name.
     """
 
     part: str
@@ -104,7 +104,8 @@ class Check:
         self._write(name, {"failed": reason})
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Do some measurements, unless the part's time is over; record why they fail."""
+        """Run the measurements in `work`, unless the part's time is over. If they are left out or fail, record the
+        reason under `name`."""
         if time.perf_counter() - self.began > 60 * self.minutes:
             return self.fail(name, f"the {self.minutes:g} minutes of this part are over")
         try:
@@ -115,7 +116,7 @@ class Check:
             torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Times in turns; calls that fail are recorded, and left out."""
+        """Time calls in turns and return their costs by name; calls that fail are recorded, and left out."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
@@ -133,7 +134,7 @@ class Check:
 
 
 def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
-    """Many calls as one: for what is shorter than its launch."""
+    """Return a function that makes `times` calls, to time a call that is shorter than its launch."""
 
     def call() -> None:
         for _ in range(times):
@@ -148,9 +149,9 @@ def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def machine(check: Check, options: Options) -> None:
-    """The device's limits: copies, the matrix products of each size, and attention by backend.
+    """The device's limits: the speed of copies, of each size's matrix products, and of each attention backend.
 
-    Decides which backend of attention is taken for which shape, and what fused ends of a step can gain.
+    They decide which backend to use for which shape, and how much fusing the memory-bound end of a step can gain.
     """
     times, batch = (1, 2) if CPU else (20, 256)
 
@@ -181,9 +182,9 @@ def machine(check: Check, options: Options) -> None:
 
 
 def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: int, rounds: int) -> None:
-    """Forward and backward by backend, and how far gradients are from those of plain attention in fp32.
+    """Time attention's forward and backward pass with each backend, and compare gradients with plain fp32 attention's.
 
-    shape  samples, tokens, words that the tokens attend to (0: to the tokens themselves), and a head's width.
+    shape  (samples, tokens, words that the tokens attend to, or 0 for self-attention, width of a head).
     """
     batch, tokens, words, width = shape
     q, k, v = (random(batch, 16, count, width).requires_grad_() for count in (tokens, words or tokens, words or tokens))
@@ -208,7 +209,7 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
 
 
 def words_of(size: str, *more: str) -> list[str]:
-    """train.py's overrides for a size of DiT and its route; on a CPU of three blocks."""
+    """Return train.py's overrides for a DiT size with its route, and `more`; on a CPU, for a tiny DiT of 3 blocks."""
     tiny = ["model.hidden_size=32", "model.num_heads=2", "model.depth=3", "dataset.size=8", "train.batch_size=2"]
     tiny += ["model.routes=[{start: 1, end: 1}]"]
     words = [f"experiment=imagenet256_{size.lower()}2", "model=tread"]
@@ -217,7 +218,7 @@ def words_of(size: str, *more: str) -> list[str]:
 
 @contextlib.contextmanager
 def opened(*words: str) -> Iterator[Run]:
-    """A run of train.py on random latents."""
+    """Open a run of train.py with the overrides `words`, on random latents."""
     with tempfile.TemporaryDirectory() as folder:
         yield open_run(Path(folder), words)
 
@@ -227,9 +228,9 @@ def calls_of(arms: Kinds) -> dict[str, Callable[[], None]]:
 
 
 def host(check: Check, options: Options) -> None:
-    """Steps of S's and XL's depth that give the device nothing to do: what launches and Python cost.
+    """Steps of networks as deep as S and XL, but so narrow that launches and Python take the time.
 
-    Decides what a step that is launched as one graph can gain.
+    Decides how much a step can gain by being launched as one graph.
     """
     predicted = {("S", True): 13, ("S", False): 28}  # ms
 
@@ -250,7 +251,7 @@ def host(check: Check, options: Options) -> None:
 
 
 def steps(check: Check, options: Options) -> None:
-    """Training steps of each size in turns, dense and routed, and how two of each divide into kinds of kernels."""
+    """Training steps of each size, dense and routed in turns, and the time that each spends in each kind of kernel."""
     predictions = PREDICTED_STEPS["H100" if "H100" in device_name(DEVICE) else "H200"]
 
     def steps_of(size: str, micro: int | None) -> None:
@@ -284,7 +285,7 @@ def kernel_kind(name: str) -> str:
 
 
 def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
-    """Seconds that some work spends in each kind of kernel, by KERNELS; on a GPU also those in which none runs."""
+    """Return the seconds that `work` spends in each kind of kernel (see KERNELS) and, on a GPU, in none ("idle")."""
     cuda = DEVICE.type == "cuda"
     wait_for(DEVICE)
     began = time.perf_counter()
@@ -299,7 +300,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Steps under other settings of torch, between steps as they are; and gathering and averaging done otherwise."""
+    """Steps with other settings of torch, and the usual ones before and after; other ways to gather and average."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -325,7 +326,7 @@ def variants(check: Check, options: Options) -> None:
 
 
 class GatherRows(torch.autograd.Function):
-    """`gather_tokens` by whole rows; as no token is kept twice, its gradient needs no atomic sums."""
+    """`gather_tokens` that copies whole rows; as no token is kept twice, its gradient needs no atomic sums."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, ids_keep: Tensor) -> Tensor:
@@ -340,7 +341,8 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
-    """Tokens gathered as now and by rows; an average as now and over one flat tensor, the least it can take."""
+    """Time gather_tokens against GatherRows, and the update of the averaged weights against one pass over a flat
+    tensor, the least that it can take."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = random(batch, tokens, WIDTHS[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
@@ -359,10 +361,10 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
 
 
 def peers(check: Check, options: Options) -> None:
-    """Our dense steps beside plain loops: over diffusers' DiT, and over our own network, eager and compiled."""
+    """Our dense steps beside plain training loops, of diffusers' DiT and of our own network, eager and compiled."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
-        """Steps as public scripts have them: autocast, AdamW, an average by parameter, loss.item()."""
+        """Return a function that steps as public scripts do: autocast, AdamW, an EMA per parameter, loss.item()."""
         optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-4, foreach=True)
         average, labels = copy.deepcopy(parameters), torch.randint(1000, (len(latents),), device=DEVICE)
 
@@ -418,7 +420,7 @@ def peers(check: Check, options: Options) -> None:
 
 
 def kinds(check: Check, options: Options) -> None:
-    """Steps of the other networks at B's size over DiT's, each in turns with it."""
+    """Step times of the other networks at B's size, relative to DiT's, with which each takes turns."""
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
 
@@ -437,7 +439,7 @@ def kinds(check: Check, options: Options) -> None:
 
 
 def sampling(check: Check, options: Options) -> None:
-    """Network, decoder and DINOv2-B in fp32, TF32 and bf16: calls of a batch, and the largest difference to fp32.
+    """Network, decoder and DINOv2-B in fp32, TF32 and bf16: pictures/s, and the largest difference from fp32.
 
     Differences are fractions of the largest output. Weights are random.
     """

@@ -1,12 +1,12 @@
 """Measures the cost of a training step, with and without routes: python benchmarks/step_time.py [overrides]
 
-Runs train.py's own steps on random latents; dense and routed steps take turns in one process. Prints for each kind the
-median time, images/s, FLOP/s, MFU, peak memory, the ratio of times dense/routed with its confidence interval, and that
-ratio divided by the ratio of FLOPs; then the share of each stage in a step. If a kind fails, the others go on.
+Runs train.py's own steps on random latents; dense and routed steps take turns in one process. Prints for each kind of
+step the median time, images/s, FLOP/s, MFU, peak memory, the ratio of times dense/routed with its confidence interval,
+and that ratio divided by the ratio of FLOPs; then the share of each stage in a step. If a kind fails, the others go on.
 Overrides are those of train.py, and
 
-    beside=dit    further models, separated by commas, trained by the same overrides except an architecture's own
-    pairs=24      measured turns of a step each (5 on a GPU, where a single step would show the launch of its kernels)
+    beside=dit    further models, separated by commas; overrides that only some architectures have don't apply to them
+    pairs=24      turns to measure, each of one step (of 5 on a GPU, where one would show the launch of its kernels)
     out=…         a JSON file to write as well
 
 python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
@@ -91,7 +91,7 @@ def open_run(folder: Path, overrides: Sequence[str]) -> Run:
 
 def random_text(folder: Path, count: int, words: bool) -> None:
     """Write a caption for each sample of a dataset: 4 to 77 standard normal tokens as wide as CLIP ViT-L's or, with
-    `words`, 2 to 13 word numbers in 16 places, as the emoji's captions have."""
+    `words`, 2 to 13 word numbers, padded to 16, as the emoji's captions have."""
     spec = TextSpec("random", None, 77, 768, 768)
     if words:
         spec = TextSpec("words", None, 16, None, None, (BEGIN, UNKNOWN, *map(str, range(2, 2000))))
@@ -112,7 +112,7 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return the kinds of steps to time: dense, routed, and, if it differs, routed with routes' last blocks in fp32."""
+    """Return the kinds of steps to time: dense, routed and, in bf16 (but not of MaskDiT), routed with fp32="end"."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")
@@ -172,7 +172,7 @@ def forward_flops(run: Run, cfg: settings.Settings) -> int:
 
 
 def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
-    """Do `count` training steps by the settings."""
+    """Take `count` training steps of a run, with the settings `cfg`."""
     run.cfg = cfg
     try:
         for _ in range(count):

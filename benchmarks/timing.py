@@ -82,11 +82,11 @@ def random_dataset(folder: Path, shape: tuple[int, int, int], classes: int, coun
 
 
 class Turns(NamedTuple):
-    """The costs of a call.
+    """The costs of a function that was called again and again, in turns with others.
 
-    first    seconds of the first call, with compilation.
-    held     most bytes that it held at a time, besides those held before.
-    seconds  of each measured turn.
+    first    seconds of its first call, with compilation.
+    held     peak bytes of tensors during a call, less those held before it.
+    seconds  the seconds of each measured call.
     """
 
     first: float
@@ -105,8 +105,8 @@ class Turns(NamedTuple):
 def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
-    """Time calls in turns, every second round backwards, and return their costs by name. A call that fails raises
-    ValueError or, if `failed` is given, puts its error there by name while the others go on."""
+    """Time calls in turns, in reverse order every second round, and return costs by name. A call that fails raises
+    ValueError or, if `failed` is given, adds its error there under its name, and the other calls go on."""
     costs = {name: [] for name in calls}
     for turn in range(-2, rounds):
         measure = most_allocated if turn == -1 else seconds  # not at first: that allocates lasting gradients
@@ -132,7 +132,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def most_allocated(work: Callable[[], object]) -> int:
-    """Return the most bytes of tensors that a call holds at a time, besides those held before."""
+    """Return the peak bytes of tensors during a call, less those held before it."""
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

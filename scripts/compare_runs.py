@@ -1,12 +1,12 @@
 """Compares runs: python scripts/compare_runs.py results/a 'results/b-*' … [out=comparison]
 
 Prints a table, and how many steps and FLOPs each run needs to reach the others' results. Writes comparison.png (curves
-against steps, FLOPs and time) and comparison.csv (their numbers) beside the first run; out= names them without a
-suffix, and existing files are replaced. Runs that differ only in their seed are averaged: mean ± standard deviation.
-Without several seeds, differences of a few percent are chance.
+against steps, FLOPs and time) and comparison.csv (their numbers) beside the first run's folder; out=path writes
+path.png and path.csv instead. Existing files are replaced. Runs that differ only in their seed are averaged: mean ±
+standard deviation. Without several seeds, differences of a few percent are chance.
 
-edm's evaluation loss and rf's velocity error are different quantities, with a column and a curve each; so is an
-evaluation loss that older code wrote for rf. The training loss is left out: with routes it can't be compared to one
+edm's evaluation loss, rf's velocity error, and the evaluation loss that older code wrote for rf are three different
+quantities, with a column and a curve each. The training loss is left out, as it can't compare runs with routes to runs
 without. images/s is the median over the run; measure speed by benchmarks/step_time.py, which times runs in turns.
 """
 

@@ -2,7 +2,7 @@
 
 python scripts/export_checkpoint.py checkpoint=results/my-run out=exports/my-run
 
-The folder holds ema.safetensors (a DiT's in public DiT's parameter names), info.json and config.yaml. It is a
+The folder holds ema.safetensors (for a DiT with public DiT's parameter names), info.json and config.yaml. It is a
 checkpoint that sample.py, fid.py and init_from take. To give it away, dtype=fp16 halves its size, and paths=short
 removes this machine's paths from the record. All options: configs/export_checkpoint.yaml.
 """
@@ -48,8 +48,8 @@ def main(composed: DictConfig) -> None:
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
-    """Write a checkpoint with one kind of weights, completely or not at all, and open it. `public` adds a file with
-    public DiT's parameter names; paths and autoencoder are passed to `record`. Raises ValueError or OSError."""
+    """Write a checkpoint with one kind of weights, completely or not at all, and open it. options.public adds a
+    file with MaskDiT's released parameter names. Raises ValueError or OSError."""
     source, out = checkpoint.find(Path(options.checkpoint).expanduser()), Path(options.out).expanduser()
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"out={out} is there already; choose another folder")
@@ -77,7 +77,7 @@ def export(options: Options) -> checkpoint.Checkpoint:
 
 
 def account(exported: checkpoint.Checkpoint, options: Options) -> str:
-    """Describe the exported file and the commands that take it, for people."""
+    """Return a text for people on the exported file and the commands that use it."""
     info, raw = exported.info, " weights=model" * (options.weights == "model")
     size = size_text(info["files"][f"{options.weights}.safetensors"]["bytes"])
     lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored_dtype(info)}, {size}"]

@@ -1,9 +1,10 @@
 """Sweeps a guidance over ω, intervals and ratios: python scripts/guidance_sweep.py checkpoint=… reference=… out=…
 
-guidance=… chooses the kind. Each setting is scored as fid.py scores it, in a folder of its own in `out`; started again,
-a stopped sweep goes on. Writes sweep.csv; curves.png, each metric against ω; and, for kinds with routes, sweep.png,
-heat maps over both ratios: of one metric for each ω and interval, and of the cost. Set ω, interval and ratios by
-sweep.…, not by guidance.…. All options: configs/guidance_sweep.yaml.
+guidance=… chooses the kind. ω is the guidance weight, an interval the noise levels with guidance, and a ratio the
+fraction of tokens that a branch skips. Each setting is scored as fid.py scores it, in a folder of its own in `out`;
+started again, a stopped sweep goes on. Writes sweep.csv; curves.png, each metric against ω; and, for kinds with routes,
+sweep.png, heat maps over both ratios: of one metric for each ω and interval, and of the cost. Set ω, interval and
+ratios by sweep.…, not by guidance.…. All options: configs/guidance_sweep.yaml.
 """
 
 import sys
@@ -39,7 +40,8 @@ STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # default ratios
 
 
 class Point(NamedTuple):
-    """A setting of the sweep: ratios of the strong and the weak branch, ω, and interval (None: all noise levels)."""
+    """A setting of the sweep: each branch's fraction of skipped tokens, the guidance weight ω (`scale`), and the
+    interval of noise levels with guidance (None: all)."""
 
     strong: float
     weak: float
@@ -53,7 +55,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """The section sweep of configs/guidance_sweep.yaml: values to combine, and the metric to draw."""
+    """The options under `sweep:` in configs/guidance_sweep.yaml: values to combine, and the metric to draw."""
 
     scale: tuple[float, ...]
     strong: tuple[float, ...] | None
@@ -177,7 +179,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Draw each metric against ω: a line per pair of ratios and interval, and a level for no guidance."""
+    """Return a panel per metric against ω: a line per pair of ratios and interval, and a flat line for no guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""
@@ -199,7 +201,7 @@ def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
 
 
 def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:
-    """Draw the heat maps: rows are ratios of the weak branch, columns ratios of the strong one."""
+    """Draw heat maps of `metric` and of the cost: rows are the weak branch's ratios, columns the strong one's."""
     strong, weak = sweep.strong or STRONG, sweep.weak or WEAK
 
     def matrix(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:

@@ -4,7 +4,7 @@ python scripts/import_checkpoint.py weights=SiT-XL-2-256.pt experiment=sit256_xl
   model.learn_sigma=true name=sit-xl2
 
 A state dict does not say what it was trained on: the options must, and samples are noise where they are wrong. For a
-file of our own checkpoints, the options are compared with the record beside it. All options:
+file of one of our checkpoints, the options are compared with the info.json beside it. All options:
 configs/import_checkpoint.yaml; which files are understood: tread/runtime/tensor_files.py.
 """
 

@@ -1,4 +1,4 @@
-"""What a run will cost, before it: python scripts/plan.py experiment=imagenet256_xl2 model=tread devices=8 price=3.5
+"""Predicts the cost of a run: python scripts/plan.py experiment=imagenet256_xl2 model=tread devices=8 price=3.5
 
 Parameters, FLOPs, memory of a device by part, the largest micro-batch that fits, images/s, hours, money and disk, dense
 and routed. No GPU or dataset is needed; device=this measures on this machine. Times of listed devices are predictions
@@ -32,7 +32,7 @@ KEYS = ("devices", "device", "price")
 
 @dataclass(frozen=True)
 class Options:
-    """What configs/plan.yaml adds to train.py's settings."""
+    """The options that configs/plan.yaml adds to train.py's settings."""
 
     devices: Count
     device: Literal["h200", "h100", "a100", "4090", "this"]
@@ -51,7 +51,8 @@ def main(composed: DictConfig) -> None:
 
 
 def show(cfg: Settings, options: Options) -> None:
-    """Print the plan: a column without routes, and one with the model's. Raises ValueError for uneven batches."""
+    """Print the plan: a column without routes and, if the model has routes, one with them. Raises ValueError if the
+    batch can't be split evenly."""
     if cfg.train.batch_size % options.devices:
         raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
     with torch.device("meta"):
@@ -71,7 +72,7 @@ def show(cfg: Settings, options: Options) -> None:
 
 
 def column(cfg: Settings, network: torch.nn.Module, routes: tuple[Route, ...], images: int, options: Options) -> dict:
-    """Return the plan's lines for steps under these routes: name → text."""
+    """Return the plan's lines, name → text, for training under `routes` with `images` per device in each step."""
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     this, steps = options.device == "this", cfg.train.steps
     precision = use_precision(cfg.train.precision, here) if this else "bf16"

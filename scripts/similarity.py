@@ -1,4 +1,4 @@
-"""Measures how alike the tokens between a network's blocks are: python scripts/similarity.py checkpoint=results/my-run
+"""Measures how similar the outputs of a network's blocks are: python scripts/similarity.py checkpoint=results/my-run
 
 Computes the cosine similarity of every two blocks' outputs, with all tokens and under routes: the checkpoint's own, or
 routes=…. Writes similarity.json and similarity.png (a heat map each), and replaces existing ones. What is compared
@@ -118,7 +118,7 @@ def run(options: Options) -> None:
 
 
 def as_json(matrix: Tensor) -> list[list[float | None]]:
-    """Convert a matrix to rows of numbers, with null for two states that have no token in common."""
+    """Convert a matrix to rows of numbers, with null for NaN: two blocks' outputs without a token in common."""
     return [[None if value != value else round(value, 6) for value in row] for row in matrix.tolist()]
 
 

@@ -30,7 +30,8 @@ def training_flops(training: Training) -> int:
 
 
 def _aligner(cfg: settings.Settings, network: Backbone) -> Aligner | None:
-    """Return a run's aligner without weights, or None; stored pictures count as 8 times the latents' side."""
+    """Return a run's aligner without weights, or None if it has none. Its encoder's pictures are assumed to be
+    8 times as wide as the latents or, if the latents are pixels, equally wide."""
     alignment, width, flops = cfg.alignment, network.hidden_size, 0
     if alignment.kind == "none":
         return None

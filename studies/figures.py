@@ -77,14 +77,14 @@ def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names) for pairs with equal seeds (same data order and noise), without results of None."""
+    """Return by(run, other, *names), unless None, for each pair with equal seeds (same data order and noise)."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
 
 
 def shown(values: Sequence[float], sign: bool = False) -> str:
-    """Format the mean of values (sign: with its plus) and, if there are several values, its standard error."""
+    """Format the mean of values and, if there are several, its standard error; `sign` adds a + to positive means."""
     if not values:
         return "–"
     mean, error, plus = statistics.mean(values), standard_error(values), "+" if sign else ""
@@ -221,7 +221,7 @@ def training_loss(run: Made) -> float | None:
 
 
 def training_gap(run: Made, other: Made) -> float | None:
-    """Return one run's training loss minus another's; None if one has none."""
+    """Return one run's training loss minus another's; None if either is missing."""
     losses = training_loss(run), training_loss(other)
     return None if None in losses else losses[0] - losses[1]
 
@@ -237,7 +237,8 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """Draw the gap in training loss against the route's number of blocks, and each final metric against the gap."""
+    """Draw the gap in training loss to the dense arm against the number of blocks in the route, and each final metric
+    against the gap."""
     mean_gaps = {arm: statistics.mean(less) for arm, less in loss_gaps(results).items()}
     if not mean_gaps:
         return
@@ -254,7 +255,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:
-    """Draw heat maps over a route's first and last block: metrics minus the dense arm's, FLOPs relative to its own."""
+    """Draw heat maps over a route's first and last block: metrics minus the dense arm's, and ratios of FLOPs."""
     places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}
@@ -307,7 +308,7 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
 
 
 def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[int, list[float]]]:
-    """Return (images, per seed the routed metric minus the dense one at equal FLOPs) for each point of the routed runs,
+    """Return (images, [routed minus dense metric at equal FLOPs, per seed]) for each point of the routed runs,
     except for points beyond the FLOPs of a dense run."""
     others = {run["seed"]: curve(run, metric, "flops") for run in dense}
     routed, gaps = [run for run in routed if run["seed"] in others], []
@@ -319,7 +320,7 @@ def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> lis
 
 
 def when_columns(study: Study, results: Results) -> Columns:
-    """Return a column with the images from which the routed run is ahead in evaluation loss, at equal FLOPs."""
+    """Return a column: after how many images the routed arm stays ahead in evaluation loss, at equal FLOPs."""
     leads = {}
     for routed, dense in study.against.items():
         points = flops_gap(results[dense], results[routed], "eval_loss")
@@ -358,7 +359,7 @@ FIGURES = {
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML,
-    for the requested runs and the study's other seeds. The table names the missing ones among them."""
+    for the requested runs and the study's own ones. The table names those of them that are missing."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):

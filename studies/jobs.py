@@ -34,7 +34,7 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """All overrides of its scripts, with the placeholders {data} and {step N}."""
+        """The overrides of train.py and of all scores' scripts, with the placeholders {data} and {step N}."""
         return [*self.training.overrides, *(word for score in self.scores for word in score.words)]
 
     @property
@@ -150,7 +150,7 @@ class Children:
 
     def run(self, command: Sequence[str], cores: int, log: Path, lock: Lock) -> None:
         """Run a Python command with its output appended to a log, and raise ValueError with the reason if it fails. The
-        process holds `lock` for as long as it lives, even if this one is killed."""
+        command's process holds `lock` for as long as it lives, even if the study is killed."""
         with log.open("ab") as file:
             began = file.seek(0, os.SEEK_END)
             child = subprocess.Popen(

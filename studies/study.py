@@ -1,4 +1,4 @@
-"""Reads a study, which is one YAML file, and plans the runs of train.py and fid.py that it stands for.
+"""Reads a study, which is one YAML file, and plans the runs of train.py and of the scoring scripts that it needs.
 
 A training is identified by a hash of its overrides and seed, a score by a hash of its step, script and overrides, so
 studies share equal runs, and a published result counts as made even without its folder.
@@ -153,12 +153,12 @@ def read_study(name: str, scale: ScaleName) -> Study:
 
 
 def _over(base: dict, said: dict) -> dict:
-    """Override keys of `base` by those of `said`; lists of overrides are joined."""
+    """Return `base` with its keys replaced by those of `said`, except that lists of overrides are joined."""
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
 def plan(study: Study, seeds: int | None = None) -> list[Planned]:
-    """Return a study's runs, seed by seed. `seeds` is their number; None: each arm's own. Raises ValueError."""
+    """Return a study's runs, seed by seed. `seeds` is the number of seeds; None: each arm's own. Raises ValueError."""
     counts = {name: seeds or arm.seeds for name, arm in study.arms.items()}
     order = [(name, seed) for seed in range(max(counts.values())) for name in counts if seed < counts[name]]
     return [_planned(name, study.arms[name], seed) for name, seed in order]

@@ -1,1 +1,1 @@
-"""Training diffusion transformers with token routing. The method itself lies beside: routing_module, dit, rf."""
+"""Training diffusion transformers with token routing. The method is one folder up: routing_module.py, dit.py, rf.py."""

@@ -28,7 +28,7 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A damaged checkpoint. Raised with (problem, folder); its text adds the newest whole checkpoint before it."""
+    """A checkpoint is damaged. Raised with (problem, folder); its message adds the newest whole one before it."""
 
     def __str__(self) -> str:
         problem, folder = self.args
@@ -252,9 +252,9 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Return the optimizer's state as tensors, keyed "<state>/<parameter>".
 
-    The keys are "<key>/group <number>" for values in param_groups that changed in training, and "<state>/optimizer" for
-    state that belongs to no parameter. Values other than tensors are JSON, as the bytes of a tensor `values`: numbers,
-    text, None, and lists, tuples and dicts of these and of tensors. Raises ValueError for anything else.
+    Other keys are "<key>/group <number>" for values in param_groups that changed in training, and "<state>/optimizer"
+    for state that belongs to no parameter. Values other than tensors (numbers, text, None, and lists, tuples and dicts
+    of these and of tensors) are stored as JSON, in the bytes of a tensor `values`. Raises ValueError for other values.
     """
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
@@ -279,7 +279,7 @@ def optimizer_tensors(
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Convert a value to JSON, tensors and containers to lists that start with a kind; put tensors into `tensors`."""
+    """Convert a value to JSON and put its tensors into `tensors`. Tensors and containers become lists [kind, …]."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]

@@ -50,7 +50,7 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
     network that works on pixels.
 
     paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train".
-    autoencoder  hub id to record in place of the present one, whose fingerprint stays; None: no change.
+    autoencoder  hub id to record in place of the present one; the recorded fingerprint stays. None: no change.
     """
     content, latents = dict(info), dict(info.get("latents", {}))
     if autoencoder is not None:

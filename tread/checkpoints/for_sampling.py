@@ -1,4 +1,4 @@
-"""Opens checkpoints for sampling: checks what they record of their networks before any weights are read."""
+"""Opens checkpoints for sampling, and checks what they record about their networks before any weights are read."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +47,7 @@ class SavedNetwork:
         return self.found.sha256(self.weights)
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """Return the training's routes; without any, the architecture's usual route if guidance.force needs one."""
+        """Return the training's routes; if it had none and guidance.force needs one, the architecture's usual route."""
         model = self.cfg.model
         forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
@@ -65,11 +65,12 @@ class SavedNetwork:
 
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
-    """Open a checkpoint's network; its weights ("ema" or "model") are checked, and not loaded yet.
+    """Open a checkpoint's network without loading its weights ("ema" or "model"); only their file's size is checked.
 
     `shift` replaces the recorded rf.shift in sampling; None keeps it.
 
-    Raises ValueError or FileNotFoundError, also for damaged weights, or if no sampler takes what the network predicts.
+    Raises ValueError or FileNotFoundError, also if the file's size differs from the recorded one, or if no
+    sampler here can use what the network predicts.
     """
     if (predicts := source.info.get("predicts", "objective")) != "objective":
         told = f"{source.folder} predicts {predicts} on timesteps 0..999, which no sampler here takes"

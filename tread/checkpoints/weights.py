@@ -1,7 +1,7 @@
 """Loads weights of other runs and other people, and checks that they fit a network and have the same meaning in it.
 
 Shapes don't tell how many heads a network has, which way its time runs or which class is number 3. Our checkpoints
-record it in info.json beside their files; other people's files do not.
+record such facts in info.json beside their files; other people's files do not.
 """
 
 import math
@@ -38,8 +38,8 @@ def fit(
     ours      the network's settings by dotted name, to check those that shapes do not show.
     recorded  the settings recorded with the weights, by dotted name; None: there is no record.
 
-    Positions and rotary tables are constants: the network's own are used if the file has none, and other ones are
-    refused. Raises ValueError if names, shapes or recorded settings do not match; it suggests settings that would.
+    Positions and rotary tables are constants: the network's own are used if the file has none, and ones that differ
+    are refused. Raises ValueError if names, shapes or recorded settings do not match; it suggests settings that would.
     """
     ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
     tables = {name: state[name] for name in TABLES if name in state}
@@ -85,7 +85,7 @@ def fit(
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError for numbers that are not finite, wrong positions, or a trained null class of MaskDiT."""
+    """Raise ValueError for non-finite numbers, changed position embeddings, or a non-zero null class of MaskDiT."""
     if broken := [name for name in expected if not state[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
     for name in (name for name in POSITIONS if name in expected):
@@ -107,7 +107,7 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return the settings that names and shapes of tensors tell; heads and rotary positions only from rotary tables."""
+    """Return the settings that tensors' names and shapes show; num_heads and rotary positions need rotary tables."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -191,9 +191,9 @@ class StoredWeights:
         return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded())
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
-        """Return warnings: lines on settings that differ from those in the weights' training, and on what was not
-        recorded. `latents` is what the network will see; `predicts` is "objective", or "noise", see
-        scripts/import_checkpoint.py."""
+        """Return lines that warn of settings that differ from those of the weights' training, or were not recorded.
+        `latents` is what the network will see. `predicts` is "objective" if the network predicts what cfg.objective
+        trains, or "noise" if it predicts noise on timesteps 0..999."""
         lines = []
         if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
             lines.append(f"{self.where} holds {len(aside)} tensors {PROJECTORS}* of its alignment, which are set aside")
@@ -217,7 +217,7 @@ class StoredWeights:
         return lines
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
-        """Return what decides the weights' meaning, besides a network's options: name → (recorded, present) value."""
+        """Return facts besides the options that decide what weights mean: name → (recorded value, present value)."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
@@ -241,9 +241,8 @@ class StoredWeights:
 
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
-    """Read the "ema" or "model" weights of a checkpoint or file; a file of a checkpoint is named after its kind.
-
-    Raises FileNotFoundError or ValueError.
+    """Read the "ema" or "model" weights of a checkpoint or file. If the file is part of a checkpoint, its name decides
+    which ones it holds. Raises FileNotFoundError, or ValueError, also if "model" is asked of an ema file.
     """
     if not path.is_file():
         source = checkpoint.find(path)

@@ -17,11 +17,11 @@ FILE = "captions.jsonl"
 
 def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = False) -> None:
     """Write captions.jsonl into a dataset's folder and name it in index.json. Raises ValueError if captions are
-    missing, too many or blank, or if the dataset has others already; nothing has changed then.
+    missing, too many or blank, or if the dataset has other captions already; then nothing is changed.
 
     folder    a finished dataset, or the folder `data` of a DatasetWriter after `assemble`.
     captions  for each sample, in order, a sequence of at least one caption, none of them blank.
-    again     replace other captions. Text encoded from those stays in the folder, but opening it raises ValueError.
+    again     replace old captions. Text encoded from old ones stays in the folder, but opening it raises ValueError.
     """
     path = folder / "index.json"
     index, captions = json.loads(path.read_text()), list(captions)

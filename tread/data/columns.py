@@ -52,7 +52,7 @@ def check_rows(
     arrays, entries  shards, and the dicts in index.json that name their files.
     full             look at all rows; else at LOOKED_AT of them, evenly spaced.
     make             the command that replaces the files, for the message.
-    vocabulary       for arrays of word numbers: the words that they number.
+    vocabulary       if the arrays hold word numbers: the words, in the order of these numbers.
     """
     firsts = np.cumsum([0, *map(len, arrays)]).tolist()
     count = firsts[-1] if full else min(LOOKED_AT, firsts[-1])
@@ -232,7 +232,7 @@ class EncodedText:
 
 
 def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
-    """Build a Text on the tokens' device from stored tokens, lengths (B,) and pooled numbers."""
+    """Build a Text on the tokens' device from stored tokens, `lengths` (B,) without padding, and the pooled output."""
     mask = (torch.arange(spec.tokens) < lengths[:, None]).to(tokens.device)
     return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
 
@@ -249,8 +249,9 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
 
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
-    """Open a dataset's captions encoded by `encoder`, checked to be whole, finite, and of these latents and captions.
-    `full` checks all numbers and hashes; otherwise headers, sizes, all lengths, and some captions are checked.
+    """Open a dataset's captions encoded by `encoder`, after checking that they are complete, finite, and made for the
+    present latents and captions. `full` checks all numbers and hashes; otherwise headers, sizes, all lengths, and some
+    captions are checked.
 
     Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
     """

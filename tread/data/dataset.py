@@ -66,7 +66,7 @@ def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 @dataclass
 class LatentDataset:
-    """A dataset opened for reading, by (seed, step) or by sample index. Raises FileNotFoundError or ValueError that
+    """A dataset whose samples are read by (seed, step) or by index. Raises FileNotFoundError or ValueError that
     says which file does not fit, and why.
 
     verify     "open" checks headers and sizes of all files, and the labels' hashes; "full" hashes the latents too.
@@ -146,8 +146,8 @@ class LatentDataset:
 
     def normalize(self, std: float) -> None:
         """Scale each channel of the network latents to mean 0 and standard deviation `std`, by index.json's
-        `normalize_by` (given by an import), else by measured statistics. Raises ValueError without any or for a
-        constant channel."""
+        `normalize_by` (given by an import), else by measured statistics. Raises ValueError without statistics,
+        or if a channel is constant."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(
                 f"{self.folder} can't be normalised: its index.json has no channel_mean and channel_std above 0. "
@@ -157,7 +157,7 @@ class LatentDataset:
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of whole batches in an epoch. The rest, other samples in each epoch, is left out."""
+        """Return the number of whole batches in an epoch. Samples left over, different in each epoch, are skipped."""
         if len(self) < batch_size:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size

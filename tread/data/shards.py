@@ -100,8 +100,8 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
     """View memory-mapped shards as one matrix without a copy, so that one gather reads from all of them. Also returns
     the row at which each shard starts.
 
-    The matrix spans the memory from the first shard to the last: row i holds its numbers i to i + width − 1. So rows
-    overlap, and most lie between the shards: only rows within a shard may be read.
+    The matrix spans the memory from the first shard to the last: row i holds numbers i to i + width − 1 of this
+    memory. Rows overlap, and most lie between the shards: only rows within a shard may be read.
     """
     size = shards[0].itemsize
     starts = [shard.ctypes.data for shard in shards]

@@ -35,7 +35,7 @@ class ShardStore:
     work       the folder.
     plan       everything that determines the shards' content, as JSON.
     ranges     the rows of each shard.
-    names      file name for each kind of array, with {} for the shard's number; a kind without one has <kind>-{}.npy.
+    names      file name for each kind of array, with {} for the shard's number; other kinds have <kind>-{}.npy.
     row_bytes  bytes of a row's arrays, to check the free space.
     """
 
@@ -47,10 +47,10 @@ class ShardStore:
         self.row_bytes = row_bytes
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Create the work folder, or continue the work in it; one process must call this before any of them writes.
+        """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards made by another plan, which otherwise raise ValueError.
-        begun  plan entries with the values that unfinished work was begun with: compared in place of today's.
+        begun  entries that replace the plan's own when it is compared with the plan of unfinished work.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """
@@ -98,8 +98,8 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """Return the numbers of the shards to be made. Given the processes as `verify`, it hashes files while the main
-        process shows the progress, and adds shards whose files have changed."""
+        """Return the numbers of the shards to be made. With `verify`, hash the files, show the progress in its
+        main process, and add shards whose files have changed."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
@@ -147,7 +147,7 @@ class ShardStore:
             write_whole(self._note(number), json.dumps({"entry": entry, **facts}) + "\n")
 
     def forget(self, which: Callable[[dict], bool]) -> None:
-        """Mark the shards whose notes `which` selects as missing; the notes themselves are kept as .json.old."""
+        """Mark as missing the shards whose notes `which` selects; the notes themselves are kept as .json.old."""
         for file in self.done.glob("[0-9]*.json"):
             if which(json.loads(file.read_text())):
                 file.replace(file.with_suffix(".json.old"))

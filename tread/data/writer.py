@@ -28,8 +28,8 @@ class DatasetWriter(ShardStore):
 
     folder    the future dataset.
     plan      JSON of what determines the shards; unfinished work is continued only if its plan is the same.
-    pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: none are.
-    besides   further settings, which change no shard; only a finished dataset is compared by them too.
+    pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: no pictures are kept.
+    besides   further settings, which change no shard; they are compared only with those of a finished dataset.
     ranges    the rows of each shard; may be set later.
     """
 
@@ -56,7 +56,7 @@ class DatasetWriter(ShardStore):
         self._report_plan = self.plan | json.loads(json.dumps(besides or {}))
 
     def is_finished(self) -> bool:
-        """Return whether the dataset exists, made by the same plan; then also removes leftovers of the work on it."""
+        """Return whether the dataset exists and was made by the same plan; if so, remove leftovers of the work."""
         made = self._made()
         finished = bool(made) and EARLIER | made.get("plan", {}) == self._report_plan
         if finished:  # leftovers of a process that was killed just then
@@ -76,7 +76,7 @@ class DatasetWriter(ShardStore):
         self._lock = lock
 
     def check_free(self) -> None:
-        """Raise FileExistsError, which says how it was made otherwise, if the folder exists already."""
+        """Raise FileExistsError if the folder exists already; the message tells how its plan differs from this one."""
         if self.folder.exists():
             made = self._made()
             left_out = len(made.get("left_out", ()))

@@ -93,7 +93,7 @@ def _show(value: float | Schedule) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """Settings of one denoiser call: ω, and each branch's fraction of skipped tokens; weak=None: it does not run."""
+    """Settings of one denoiser call: ω, and each branch's fraction of skipped tokens; weak=None: no weak branch."""
 
     scale: float
     strong: float
@@ -220,9 +220,9 @@ class Branch:
 
 
 def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the guided denoiser (x, level) → D for one batch. `scale` maps the number of its call (0, 1, …) to ω; if ω
-    is 1 or weak is None, only the strong branch runs. Branches with the same `denoise` and routes of equal shape run as
-    one batch, others one after the other."""
+    """Return the guided denoiser (x, level) → D for one batch. `scale` maps the number of the denoiser's call (0, 1, …)
+    to ω; if ω is 1 or weak is None, only the strong branch runs. Branches with the same `denoise` and routes of equal
+    shape run as one batch, others one after the other."""
     calls = itertools.count()
 
     def denoiser(x: Tensor, level: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Process(Protocol):
     def errors(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the squared errors that `loss` averages, predicted data D and noisy input, each (B, C, S, S) fp32."""
+        """Return three (B, C, S, S) fp32 tensors: squared errors that `loss` averages, predicted data, noisy input."""
 
     def loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
