@@ -4,7 +4,7 @@
                   posterior, unscaled; y-<i>: the label in decimal; length: the number of entries. Of 2N entries,
                   entry N + i is the flipped copy of entry i.
     tread_tar     webdataset tars as TREAD trains on. latent.npy: (4, S, S), samples of the posterior; cls: the label.
-                  The files do not show whether samples are scaled, so the option scale_applied must.
+                  The files do not show whether samples are scaled, so the option scale_applied states it.
     repa_npy      REPA's folders. .npy files: float32 (8, S, S), mean and standard deviation, unscaled; dataset.json:
                   {"labels": [[file, label], …]}.
     lightningdit  LightningDiT's folders. latents_rank00_shard000.safetensors, …, numbered per process: latents, and

@@ -121,12 +121,12 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return [text], where the text lists the faults by `named` under the title `what`; [] if there are no faults."""
+    """Return [text], the faults as `named` lists them with `line`, under the title `what`; [] if there are none."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 
 def named(files: Faults, line: str) -> str:
-    """Return a text with a line for each of the first NAMED files, reasons formatted by `line`, and a count of more."""
+    """Return a line for each of the first NAMED files, with the reason formatted by `line`, and a count of the rest."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
     text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
     return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8

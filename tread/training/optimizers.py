@@ -85,7 +85,7 @@ class Optim:
 
     @property
     def copies(self) -> float:
-        """The size of the optimizer's state, in numbers per number in the parameters (AdamW: 2)."""
+        """The size of the optimizer's state, in values per value of a parameter (AdamW: 2)."""
         return OPTIMIZERS[self.name].copies(self.options or {})
 
 

@@ -143,7 +143,7 @@ def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
 
 
 def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
-    """Return a message on bad steps, described by `what`: their noise levels and samples, and advice."""
+    """Return a message on the bad `steps`, which `what` describes: their noise levels, their samples, and advice."""
     process, device = process_of(run.cfg), run.processes.device
     draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # the same numbers again
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
@@ -186,7 +186,7 @@ DIVERGED = "the training has diverged, or the data is of another scale. Try a sm
 
 
 def interrupts(run: Run) -> bool:
-    """Return whether any work besides training is due after run.step steps."""
+    """Return whether work that pauses training (evaluation, FID, grids, saving) is due after run.step steps."""
     every, cfg = run.cfg.every, run.cfg
     intervals = (every.evaluate, every.sample, every.save, cfg.eval.fid_every, cfg.ema.snapshot_every)
     return any(map(run.due, intervals))
@@ -210,7 +210,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool) -> bool:
-    """Save averages if due, and a checkpoint if due or `asked`. Returns whether that must wait for a good step."""
+    """Save averages if due, and a checkpoint if due or `asked`. Returns whether saving waits for a good step."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))

@@ -223,8 +223,8 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
 
 def read_text_settings(cfg: Settings) -> TextSettings:
-    """Return a text-conditional network's text settings: those that its dataset records for the encoder text.encoder.
-    Raises FileNotFoundError, or ValueError, also if `cfg` states other values."""
+    """Return the text settings for a text-conditional network, as its dataset records them for encoder text.encoder.
+    Raises FileNotFoundError for missing data, ValueError if `cfg` states other values."""
     prepare_embedded(cfg, cfg.dataset.path, "train")
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():

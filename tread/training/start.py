@@ -232,7 +232,8 @@ def files_of(data: LatentDataset) -> dict[str, str]:
 
 
 def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
-    """Return a warning if files differ from `before`, an earlier result of files_of; with verify=full, if hashes do."""
+    """Return a warning if files differ from `before`, an earlier result of files_of; with verify=full, hashes alone
+    are compared."""
     changed = differences(before, files_of(data), nothing="not there")
     if data.verify == "full":
         changed = {name: both for name, both in changed.items() if len({text.partition(",")[0] for text in both}) > 1}
