@@ -4,7 +4,7 @@
                   posterior, unscaled; y-<i>: the label in decimal; length: the number of entries. Of 2N entries,
                   entry N + i is the flipped copy of entry i.
     tread_tar     webdataset tars as TREAD trains on. latent.npy: (4, S, S), samples of the posterior; cls: the label.
-                  The files do not show whether samples are scaled, so the options must say it.
+                  The files do not show whether samples are scaled, so the option scale_applied states it.
     repa_npy      REPA's folders. .npy files: float32 (8, S, S), mean and standard deviation, unscaled; dataset.json:
                   {"labels": [[file, label], …]}.
     lightningdit  LightningDiT's folders. latents_rank00_shard000.safetensors, …, numbered per process: latents, and
@@ -12,9 +12,9 @@
                   labels (n,). latents_stats.pt (optional): mean and std (1, C, 1, 1) by channel, which
                   dataset.normalize uses. The files do not name their autoencoder.
     uvit_coco     U-ViT's folders of MS-COCO, which SiT and REPA train on too. <i>.npy: float32 (8, S, S), mean and
-                  log-variance, unscaled; <i>_<k>.npy: float32 (77, 768), CLIP ViT-L/14's text of the picture's caption
-                  k; empty_context.npy, here or in the parent folder: the empty caption's text. Pictures are in the
-                  order of their MS-COCO ids. Padding is not marked, so all tokens count as words.
+                  log-variance, unscaled; <i>_<k>.npy: float32 (77, 768), caption k of the picture, encoded by CLIP
+                  ViT-L/14; empty_context.npy, here or in the parent folder: the empty caption, encoded. Pictures are
+                  in the order of their MS-COCO ids. Padding is not marked, so all tokens count as words.
 
 Each reader states what its numbers mean, and the dataset's index records it; nothing is guessed from their values.
 Names, headers and sizes of all files are checked before the first latent is read.
@@ -64,8 +64,8 @@ class ForeignText:
     """Encoded captions, in the order of the samples.
 
     counts    (n,) number of captions of each sample.
-    read      caption number → tokens (T, C); the last number is the empty caption's.
-    captions  each sample's captions as text; None: they are not known.
+    read      function: index of a caption among those of all samples → its tokens (T, C); the last: the empty caption.
+    captions  each sample's captions as text; None if they are not known.
     """
 
     spec: TextSpec
@@ -79,14 +79,14 @@ class ForeignSamples:
     """Latents in the source's order.
 
     labels              (n,) int64.
-    read                index → (views, C or 2C, S, S), as stored in the source.
-    name                index → the sample's name in messages.
-    spread              the second half of moments (2C channels), as in LatentSpec; None: samples (C channels).
+    read                function: index → (views, C or 2C, S, S), as stored; the second view, if any, is mirrored.
+    name                function: index → the sample's name in messages.
+    spread              meaning of the second C of 2C channels, "logvar" or "std"; None: C channels, posterior samples.
     scaled              whether the stored numbers are scaled already.
     scale, autoencoder  latent scale and hub id, used unless the options name others.
     normalize           whether the latents are meant for dataset.normalize=true.
-    statistics          the source's {"mean", "std"} of unscaled latents by channel, to normalise by; None: not stated.
-    text                the encoded captions; None: there are none.
+    statistics          {"mean", "std"} per channel of unscaled latents, to normalise by; None if the source has none.
+    text                the encoded captions; None if the source has none.
     """
 
     labels: Sequence[int]
@@ -273,8 +273,8 @@ def _check_series(source: Path, paths: list[Path]) -> None:
 
 
 def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[int, ...]:
-    """Return the shape (C, S, S) of an opened file's samples. Raises ValueError if tensors are missing or their shapes
-    disagree."""
+    """Return the shape (C, S, S) of the samples in an opened file. `views` are the names of the tensors that hold
+    latents. Raises ValueError if one of them or the labels are missing, or if their shapes disagree."""
     there = sorted(file.keys())
     if missing := [name for name in (*views, "labels") if name not in there]:
         raise ValueError(f"{path} holds {listed(there)}, but no {listed(missing)} (flipped=false needs no flipped)")
@@ -344,7 +344,7 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
 
 
 def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
-    """Write encoded captions beside the latents of an assembled dataset, shard by shard; finished shards are kept."""
+    """Write encoded captions beside a dataset's latents, shard by shard; shards that are there already are skipped."""
     if text.captions is not None:
         add_captions(folder, text.captions)
 
@@ -371,7 +371,7 @@ ForeignKind = Annotated[Literal[tuple(KINDS)], "pictures: prepare_latents.py"]
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """The options of configs/import_latents.yaml, which says what each null means."""
+    """The options of configs/import_latents.yaml; the comments there explain each option and its null."""
 
     kind: ForeignKind
     source: str
@@ -389,7 +389,7 @@ class ImportOptions:
 
 
 def open_foreign(options: ImportOptions) -> tuple[LatentSpec, ForeignSamples]:
-    """Open options.source; return its spec and samples. Raises OSError, or ValueError if it is not of options.kind."""
+    """Open options.source; return its LatentSpec and samples. Raises OSError; ValueError if options do not fit it."""
     samples = KINDS[options.kind](Path(options.source), options)
     if options.scale_applied and not samples.scaled:
         raise ValueError(f"scale_applied=true, but {options.kind} holds unscaled numbers; leave scale_applied out")

@@ -1,5 +1,5 @@
 """A source's pictures with classes and captions, the check for faulty files, and the choice of held-out pictures.
-Captions may lie beside pictures (a.txt beside a.jpg), one in each line. Faults are collected and reported together."""
+Captions may lie beside pictures (a.txt beside a.jpg), one per line. Faults are collected and reported together."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ class Photos:
     names     the pictures' names, for messages and to recognise the same pictures in a later run.
     labels    (n,) int64, indices into classes.
     files     (read, place) per picture: read(place) returns the file's content or raises OSError. None: a removed file.
-    faults    (name, reason) of files left out: no pictures, pictures without captions, captions without a picture.
+    faults    (name, reason) of files left out: not a picture, a picture without captions, captions without a picture.
     captions  at least one text per picture; None: the source has no captions.
     heldout   prefix of the names of pictures that the source itself holds out; None: it holds out none.
     heads     whether the first bytes of a picture's file can be read alone.
@@ -64,7 +64,8 @@ class Photos:
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
     def no_pictures(self) -> Faults:
-        """List (name, reason) of files that by their first bytes are no pictures; [] for more files than LOOKED."""
+        """Read the first bytes of each file, and return (name, reason) for those that are no pictures or can't be read.
+        Returns [], unread, for more than LOOKED files, or if their first bytes can't be read alone (heads=False)."""
 
         def look(first: int) -> Faults:
             found = []
@@ -120,12 +121,12 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return [text], a list of faults under the title `what`, or [] if there are none; `line` formats each reason."""
+    """Return [text], the faults as `named` lists them with `line`, under the title `what`; [] if there are none."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 
 def named(files: Faults, line: str) -> str:
-    """List the first NAMED files with their reasons, which `line` formats, and count the rest."""
+    """Return a line for each of the first NAMED files, with the reason formatted by `line`, and a count of the rest."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
     text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
     return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8
@@ -189,8 +190,9 @@ def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
 
 
 def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Separate names into all but text files, and {name without suffix: text file}. Other files named like a picture
-    (a.json beside a.jpg) are dropped. If no text file is named like a picture, all names and {} are returned."""
+    """Return the names that are no text files, and {name without suffix: text file}. Files of other kinds named like a
+    picture (a.json beside a.jpg) are dropped. If no text file is named like a picture, returns all names and {}.
+    """
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
     if not pictures & texts.keys():
@@ -200,7 +202,8 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
-    """Return each picture's captions, or why it has none, and (file, reason) of text files without a picture."""
+    """Read the captions of `pictures` from text files: `texts` as split_texts returns them, names without `prefix`.
+    Returns each picture's captions, or why it has none, and (file, reason) of text files without a picture."""
     stems = [_stem(name) for name in pictures]
     captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]
     alone = texts.keys() - set(stems)

@@ -106,8 +106,8 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the prefix of names in the folder `root`; None: in the innermost folder that holds all files, or in its
-    parent if it is a class folder."""
+    """Return the prefix that the names of files in the folder `root` begin with. With root=None, the folder is the
+    innermost one that holds all files, or its parent if that folder is a class."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))

@@ -27,7 +27,7 @@ TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 class Point(NamedTuple):
-    """A group at one step: means over the seeds, and the standard deviation of `value` (None for one seed)."""
+    """A point of a group's curve: means over its seeds, and the standard deviation of `value` (None for one seed)."""
 
     step: int
     value: float
@@ -60,7 +60,7 @@ class SeedGroup:
         return points
 
     def last(self, metric: str) -> list[float]:
-        """Return a metric's last value of each run that has it."""
+        """Return the last value of a metric in each run that has the metric."""
         return [value for run in self.runs if (value := run.last(metric)) is not None]
 
 
@@ -79,7 +79,7 @@ def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
 
 
 def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
-    """Group runs that differ only in their seed, in their order, and name the groups."""
+    """Put runs that differ only in their seed into groups, and name the groups. The order of the runs is kept."""
     groups: dict[str, list[Found]] = {}
     for run in runs:
         key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
@@ -151,7 +151,7 @@ def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return those of `column_metrics` that a training measures repeatedly."""
+    """Return those of `column_metrics` that are measured repeatedly during training, so that they have curves."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
@@ -183,8 +183,8 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
-    """Say in sentences, metric by metric, when each group of runs reaches another's result. With more than four groups,
-    only pairs with the first one are compared."""
+    """Return sentences on when a group of runs reaches another group's result, for each metric and pair of groups. If
+    there are more than four groups, only pairs with the first group are compared."""
     first = groups if len(groups) <= 4 else groups[:1]
     pairs = [(a, b) for a in groups for b in groups if a is not b and (a in first or b in first)]
     return [
@@ -245,7 +245,8 @@ def charts(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[dict[str
 
 
 def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
-    """Draw a metric's curves against "step", "flops" or "seconds"; curves that routes make incomparable are dashed."""
+    """Return a panel of a metric's curves against `axis`: "step", "flops" or "seconds". Curves of runs with routes are
+    dashed if the metric can't be compared between runs with and without routes."""
     known, title, size, lines = METRICS[metric], AXES[axis], 1.0, []
     drawn = [group for group in groups if group.curve(metric)]
     curves = [[point for point in group.curve(metric) if getattr(point, axis)] for group in drawn]

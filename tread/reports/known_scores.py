@@ -11,8 +11,8 @@ DEPTH = ("", "*/", "*/*/")  # folders below a run's folder that are searched for
 
 
 class Score(NamedTuple):
-    """A score: its settings and values, keyed as in fid.csv; {metric: sample count} where that is not the score's own
-    count; and notes for readers."""
+    """A score: its settings and values, keyed as in fid.csv; {metric: sample count} for metrics computed on another
+    number of samples than values["count"]; and notes for readers."""
 
     values: dict
     counts: dict[str, int]

@@ -1,7 +1,7 @@
 """Writes an HTML page of texts, tables, curves (plotly) and pictures that needs no other file and no network.
 
 All text from elsewhere than page.html, page.css and page.js is escaped here. The page's Content-Security-Policy forbids
-every request, so that it will look the same in years.
+every request, so that the page will look the same years from now.
 """
 
 import base64
@@ -75,7 +75,7 @@ class Page:
         self.add('<div class="charts"></div>')
 
     def slider(self, rows: Mapping[str, Mapping[int, str]]) -> None:
-        """Append pictures, {name: {step: data URI}}, with a slider: it shows each name's last one up to a step."""
+        """Append pictures, {name: {step: data URI}}, with a slider: each name shows its newest picture up to a step."""
         steps = sorted({step for pictures in rows.values() for step in pictures})
         figures = []
         for name, pictures in rows.items():
@@ -127,7 +127,7 @@ def filled(name: str, parts: Mapping[str, str]) -> str:
 
 
 def escape(text: object) -> str:
-    """Escape any text for HTML; bytes of file names that are not Unicode are written by their numbers."""
+    """Escape any text for HTML; bytes of file names that are not Unicode become backslash escapes."""
     return html.escape(str(text).encode("utf-8", "backslashreplace").decode("utf-8"))
 
 

@@ -240,7 +240,7 @@ def add_time(page: Page, subject: Subject) -> None:
 
 
 def time_of(run: Found) -> dict[str, float]:
-    """Return the seconds that each part of a run took, in order; records of older code lack some parts."""
+    """Return {part of a run: seconds that it took}, without parts that took none; records of older code lack some."""
     rest = run.status.get("spent")
     records = [*run.records, rest if isinstance(rest, dict) else {}]
 

@@ -1,1 +1,1 @@
-"""Rules that choose tokens, and hooks for models that can't be edited. Copy it together with routing_module.py."""
+"""Rules that choose tokens, and hooks for models that can't be edited. To reuse, copy this and routing_module.py."""

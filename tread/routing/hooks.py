@@ -22,8 +22,8 @@ raises ValueError; the caller can pass two functions instead:
 With `tokens`, both functions find the tokens first in args, however the model called the block. With `output`, join
 gets and returns the tokens alone.
 
-At the first call of one or two blocks of each class on a route, two more forwards check that the order of its tokens
-does not matter (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
+Of each class of blocks on a route, one or two are checked at their first call: two more forwards show whether the
+order of the tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -61,7 +61,7 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
 
 def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     """Like select_first, but raise ValueError if another tensor among the inputs, in lists and dicts too, has an axis
-    of length N, which may be a token axis (if N = B, first axes are batches). This is attach_routes' default."""
+    of length N, which may be a token axis (if N = B, first axes are batch axes). This is attach_routes' default."""
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
     others = {f"input {place}": given for place, given in enumerate(args[1:], 1)} | kwargs
@@ -126,8 +126,9 @@ class Routing:
                 ]
 
     def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
-        """Return a block's inputs with the tokens moved to args[0] if they came by keyword. Raises ValueError if their
-        number, or with a custom `select` that of any input, is not the N that the ids were chosen for."""
+        """Return a block's inputs with the tokens moved to args[0] if they came by keyword. Raises ValueError if there
+        are not N tokens, the number that the ids were chosen from. With a custom `select` it is not known which input
+        is the tokens, so the error is raised only if no input has an axis of length N."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
@@ -147,9 +148,9 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved)
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """Return, once, the inputs that were saved for route `number`: those of its first block, or of block `rejoin`.
-        `args` are the inputs of block `index`, its last. Raises RuntimeError if nothing was saved, or the saved inputs
-        were changed in place."""
+        """Return, and forget, the inputs of block `rejoin` that were saved for route `number`. The route's last block,
+        `index`, is being called with `args`. Raises RuntimeError if nothing was saved, or if the saved inputs were
+        changed in place since."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
@@ -194,7 +195,7 @@ class Routing:
         return tuple(parts)
 
     def _verify(self, number: int, index: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Raise ValueError if a block's output depends on the order of its tokens (the kept ones if N is unknown)."""
+        """Raise ValueError if the order of a block's N tokens matters; if N is unknown, permute the kept ones alone."""
         ids, self._ids = self._ids, None  # the block's own hooks do nothing meanwhile
         every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens
         if count is not None:
@@ -211,8 +212,8 @@ class Routing:
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
         """Return a context in which the model runs with the given ids_keep (B, K) int64, one tensor for each route.
-        `tokens` is N, compared with the tokens, or with a custom `select` with all inputs (None: not compared).
-        Raises ValueError for ids_keep that check_ids refuses."""
+        `tokens` is N: blocks called with another number of tokens raise ValueError (None: any number will do). Raises
+        ValueError for ids_keep that check_ids refuses."""
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         for ids in ids_keep:
@@ -270,14 +271,14 @@ def attach_routes(
 
     blocks        the model's own list, in the order in which it calls the blocks.
     routes        routes that share no block. Hooks can't change precision, so fp32 must be "auto" or "off"; both mean
-                  "off". With an earlier `rejoin`, activation checkpointing of single blocks raises RuntimeError.
+                  "off". If `rejoin` lies before `start`, activation checkpointing of single blocks raises RuntimeError.
     select, join  functions that gather inputs and put outputs back, see the top of this file. Blocks (tokens, …) →
                   tokens need neither. select=select_first allows further inputs with an axis of length N.
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
-    verify        True: the first call on a route, outside compiled graphs, of each class's first block and of the one
-                  whose settings differ most from its raises ValueError if the order of tokens matters (two more
-                  forwards each). False: for blocks that need an order, such as scans.
+    verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of blocks on routes,
+                  the first is checked and the one whose settings differ most from it, each by two more forwards at
+                  its first call on a route outside compiled graphs. False: for blocks that need an order, as scans do.
 
     Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
     default `select`, for blocks that contain a module with batch_first=False.

@@ -4,8 +4,8 @@ Each function returns ids_keep (B, K) int64, the indices of the kept tokens in r
 attach_routes. No function draws random numbers: the caller draws `torch.rand(B, N, generator=…)` for the global batch
 from a generator seeded by (seed, step), and passes each process its rows: any number of processes gets equal ids.
 
-RULES maps names, which Route.select and the setting `model.routes.<n>.select` take, to rules. For a new rule, subclass
-Token and override what differs. If a rule has `scores`, a function of the tokens' values, run_blocks calls it.
+RULES maps names to rules; Route.select and the setting `model.routes.<n>.select` are such names. For a new rule,
+subclass Token and override what differs. If a rule has `scores`, a function of the tokens' values, run_blocks calls it.
 
 This file needs only torch and routing_module.py.
 
@@ -25,8 +25,8 @@ Some = Tensor | None
 
 
 def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
-    """Return noise (B, N) that makes draw_ids keep all tokens where `keep` (B, N) bool is true; K does not change.
-    Raises ValueError if a sample has more than K such tokens; this check synchronises a GPU."""
+    """Return `noise` (B, N) with −∞ where `keep` (B, N) bool is true, so that draw_ids keeps those tokens; K does not
+    change. Raises ValueError if a sample has more than K of them; this check synchronises a GPU."""
     _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
@@ -54,7 +54,7 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tenso
 
 
 def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
-    """Keep the token with the smallest number of each 2×2 group of the grid, as SPRINT does: ids_keep (B, N / 4).
+    """Keep one token of each 2×2 group of the grid, that with the smallest noise, as SPRINT does: ids_keep (B, N / 4).
 
     noise       (B, N) uniform numbers, so the four tokens of a group are equally likely.
     grid        (H, W), both even.
@@ -145,7 +145,7 @@ class Token:
         return replace(route, selection_ratio=ratio)
 
     def for_sampling(self, route: Route) -> Route:
-        """Return the route for sampling, whose rule must choose a sample's ids_keep from its own draws only."""
+        """Return the route for sampling: its rule must choose each sample's tokens from that sample's draws alone."""
         return route
 
 

@@ -27,8 +27,8 @@ def check_positions(
     """Raise ValueError if a block's output depends on the order of its tokens (B, N, D), N > 1. Blocks are called as
     run_blocks(blocks, tokens, *shared, along=along) calls them; each tensor of `along` is (B, N, …).
 
-    Those of blocks_to_check run twice, in eval mode and without gradient, on random parameters, since a fresh
-    adaLN-Zero block adds nothing. Parameters, buffers, mode and global random generators stay as they were.
+    The blocks that blocks_to_check picks run twice, in eval mode without gradient, with random parameters, since a
+    fresh adaLN-Zero block adds nothing. Parameters, buffers, mode and global random generators stay as they were.
     """
 
     def select(args: tuple, kwargs: dict, ids: Tensor) -> tuple[tuple, dict]:
@@ -47,7 +47,8 @@ def check_positions(
 
 
 def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
-    """The first block of each class and the one that differs most from it in its settings, if any does."""
+    """Return the indices of the blocks to check: of each class, the first block and the one whose settings differ most
+    from the first block's, if any differ."""
     alike: dict[type, dict[int, dict]] = {}
     for index, block in blocks.items():
         alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}
@@ -70,8 +71,8 @@ def _settings(block: nn.Module) -> dict[str, Any]:
 
 
 def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:
-    """Return the error text for a block whose output changes by the fraction `difference`, followed by advice: how to
-    mend the block, and `otherwise`, if its order is meant."""
+    """Return the error text for block `index`, whose output changes by the fraction `difference`, with advice: `how`
+    names the argument that passes positions to the block; `otherwise` is for a block that uses the order on purpose."""
     return (
         f"block {index} ({type(block).__name__}) depends on the order of its tokens: when they are permuted, what it "
         f"adds to them changes by {difference:.0%}. If it makes positions by itself, such as rotary angles from "
@@ -82,7 +83,7 @@ def refusal(index: int, block: Any, difference: float, how: str, otherwise: str)
 
 
 def permuted(ids: Tensor, shared: bool = False) -> Tensor:
-    """Return indices (B, K) in a fixed random order, with another order for each sample unless `shared`."""
+    """Return ids (B, K) in a random order, which is the same in each call; each sample has its own unless `shared`."""
     noise = torch.rand(1 if shared else len(ids), ids.shape[1], generator=torch.Generator().manual_seed(0))
     return ids.gather(1, noise.argsort(dim=1).expand(ids.shape).to(ids.device))
 

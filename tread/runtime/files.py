@@ -135,7 +135,7 @@ def size_text(count: float) -> str:
 
 
 def plain_name(name: object, where: object) -> str:
-    """Return `name`, a file name stated in the file `where`. Raises ValueError if it is none or has a folder in it."""
+    """Return `name`, a file name stated in the file `where`. Raises ValueError if it is not a bare file name."""
     if not isinstance(name, str) or name in ("", "..") or PureWindowsPath(name).name != name:
         raise ValueError(f"{where} names the file {name!r}, but must name files beside it, without any folder")
     return name

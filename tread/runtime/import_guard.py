@@ -10,7 +10,8 @@ from pathlib import Path
 
 def guard_imports(script: Mapping) -> None:
     """While a script imports, let Ctrl-C (exit code 130) and a missing package (1) end the process with one line.
-    `script` is the script's globals(): once they hold `main`, both raise as usual. An ignored Ctrl-C stays ignored."""
+    `script` is the script's globals(). Once they hold `main`, its imports are over: Ctrl-C and missing packages raise
+    as usual. An ignored Ctrl-C stays ignored."""
 
     def interrupted(number: int, frame: object) -> None:
         if "main" in script:

@@ -43,7 +43,8 @@ class Chosen(NamedTuple):
     table: Mapping[str, type]
 
     def settle(self, section: object, where: str) -> tuple[type, dict]:
-        """Return the picked dataclass, and the section (dotted key `where`) with only its keys, defaults included.
+        """Return the picked dataclass, and the section with that dataclass's keys alone, defaults included. `where` is
+        the section's dotted key, for messages.
 
         Raises ValueError if the section picks no entry of the table, or sets a key that only other entries have.
         """
@@ -100,7 +101,7 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """Return the error for an unknown key: it names ours if the key is another codebase's, else the nearest one."""
+    """Return the error for an unknown key: it names our key for another codebase's name, else the nearest known key."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
@@ -167,7 +168,7 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return `tree` with ints for null and floats such as 1e3 where `built`, the dataclass read from it, has ints."""
+    """Return `tree` with the ints of `built`, the dataclass read from it, in place of nulls and floats such as 1e3."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree

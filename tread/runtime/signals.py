@@ -74,8 +74,8 @@ class Stop:
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if processes > 1 else None
 
     def poll(self) -> bool:
-        """Return whether to stop. All processes must call this once a step, and all get the same answer; if there are
-        several, it comes one step late."""
+        """Return whether to stop. All processes must call this once a step, and all get the same answer. With several
+        processes, the answer is about the signals that had come by the previous call."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self.reason = self.reason or "the launcher has ended"
         if self._group is None:

@@ -59,7 +59,7 @@ def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, T
 
 
 def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
-    """Read all weights in a file by kind: "ema", "model", or None if the file does not say. Raises ValueError."""
+    """Read all weights in a file, keyed "ema", "model", or None for an unknown kind. Raises ValueError."""
     return {kind: plain_names(_tensors(*part)) for kind, part in _parts(path).items()}
 
 

@@ -7,7 +7,7 @@ mode "self"  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the p
              labels at a lower noise level.
 
 The aligned block may lie inside a route: its output then holds the kept tokens, and their targets are gathered by the
-same ids. The output is taken as the block leaves it. Sampling needs neither projector nor targets.
+same ids. The projector gets the output as the block returns it. Sampling needs neither projector nor targets.
 
 Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
 """
@@ -46,7 +46,7 @@ class Alignment:
     gap: Share = 0.2
 
     def blocks(self, depth: int) -> tuple[int, int]:
-        """Return the indices of the aligned and the teacher's block. Raises ValueError if the network lacks them."""
+        """Return the indices, below `depth`, of the aligned and the teacher's block. Raises ValueError for others."""
         blocks = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
         for name, value in (("block", self.block), ("teacher", self.teacher)):
             if value is not None and not -depth <= value < depth:
@@ -58,7 +58,7 @@ class Alignment:
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
     """Compute the loss of mode "repa" for each sample, −cosine averaged over the tokens: (B,) fp32.
 
-    projected  (B, K, z), the tokens ids_keep (B, K); all N tokens if ids_keep is None.
+    projected  (B, K, z), the projector's output for the tokens ids_keep (B, K); for all N tokens if ids_keep is None.
     targets    (B, N, z).
     """
     return -F.cosine_similarity(projected.float(), _kept(targets, ids_keep), dim=2).mean(dim=1)
@@ -131,9 +131,9 @@ class Aligner:
     ) -> Tensor:
         """Return the targets (B, N, z): in mode "repa" the pictures' features, in mode "self" the teacher's output.
 
-        The teacher sees clean latents x, conditions y and the training's noise at a lower level. `normal` (B,),
-        standard normal, gave the training's level; the teacher's is lower by alignment.gap times `back` (B,), uniform
-        in [0, 1).
+        The teacher gets conditions y, and clean latents x with the network's noise at a lower level. `normal` (B,),
+        standard normal, gave the network's level; the teacher's lies alignment.gap · `back` lower, see Process.cleaner.
+        `back` (B,) is uniform in [0, 1).
         """
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features

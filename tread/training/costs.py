@@ -1,4 +1,4 @@
-"""What training takes: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
+"""Costs of training: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
 
 A step is the sum of its matrix products, its attention, what its blocks read and write besides, embedding and last
 layer, and optimizer and averages; it is never shorter than the host takes to launch it. The constants are predictions
@@ -86,13 +86,13 @@ def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | 
 
 
 class StepMemory(NamedTuple):
-    """Bytes of one training step on one device, of an eager network.
+    """Bytes of memory that one training step takes on one device.
 
-    weights    of the network, in fp32; gradients take as much.
-    averages   of the weights.
-    optimizer  its state.
+    weights    the network's weights, in fp32; gradients take as much.
+    averages   the averaged weights.
+    optimizer  the optimizer's state.
     saved      what the forward pass keeps for the backward pass.
-    peak       the most at once, of all these and of what single operations need.
+    peak       the most bytes in use at any moment of the step, with all of the above and temporary tensors.
     """
 
     weights: int
@@ -157,14 +157,14 @@ def tokens_of_blocks(network: Backbone, routes: Sequence[Route]) -> list[int]:
 
 
 def moved_and_saved(cfg: Settings, network: Backbone, routes: Sequence[Route]) -> BlockBytes:
-    """Return the bytes of a compiled bf16 step for one sample, without optimizer and averages."""
+    """Return the bytes that a compiled bf16 step saves and moves per sample, without optimizer and averages."""
     block, tokens = BLOCK_BYTES.get(cfg.model.architecture, BLOCK_BYTES["dit"]), sum(tokens_of_blocks(network, routes))
     ends = network.num_tokens
     return BlockBytes(*(network.hidden_size * (b * tokens + e * ends) for b, e in zip(block, END_BYTES)))
 
 
 def step_seconds(cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: Device) -> float:
-    """Predict the seconds of a compiled bf16 step of `images` samples on one device, with fp32: off for its routes."""
+    """Predict the seconds of a compiled bf16 step of `images` samples on one device, no block of which runs in fp32."""
     tokens, width = tokens_of_blocks(network, routes), network.hidden_size
     linear = sum(block.multiply_adds(count, attention=False) for block, count in zip(network.blocks, tokens))
     mixing = sum(block.multiply_adds(count) for block, count in zip(network.blocks, tokens)) - linear
@@ -193,9 +193,10 @@ def memory(
 
 
 def largest_micro_batch(few: StepMemory, more: StepMemory, images: int, room: float) -> int:
-    """Return the largest divisor of `images` at which a step fits into so many bytes; 0 if a single sample does not.
+    """Return the largest divisor of `images` at which a step fits a device; 0 if a single sample does not.
 
     few, more  a step's memory with one sample and with two.
+    room       the device's memory in bytes, of which the step may use the share USABLE.
     """
     each = more.saved - few.saved
     fits = (n for n in range(images, 0, -1) if images % n == 0 and few.peak + (n - 1) * each <= USABLE * room)

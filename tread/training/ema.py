@@ -20,9 +20,9 @@ Width = Annotated[float, Range("lie between 0 and 0.288, the uniform average's",
 
 
 def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], float]:
-    """Return the TREAD paper's profile: the decay, there a constant, as a function of the number n of earlier updates.
+    """Return the profile of an exponential average: its decay as a function of the number n of earlier updates.
 
-    warmup  use min(decay, (1+n)/(10+n)), so that the initial weights do not dominate short runs; the paper has none.
+    warmup  limit the decay to (1+n)/(10+n), so that initial weights do not dominate short runs; not in the TREAD paper.
     """
     return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
 

@@ -85,7 +85,7 @@ class Optim:
 
     @property
     def copies(self) -> float:
-        """The size of the optimizer's state, in numbers per number in the parameters (AdamW: 2)."""
+        """The size of the optimizer's state, in values per value of a parameter (AdamW: 2)."""
         return OPTIMIZERS[self.name].copies(self.options or {})
 
 
@@ -93,8 +93,8 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
     """Call optimizer.step(), but keep parameters and state bit for bit as they are if `bad`, a 0-d flag, is set.
 
     The device chooses between the values before and after the step. The host waits for it only if a step makes state,
-    as the first does, or changes state elsewhere: Python numbers, or tensors on another device (with CUDA, `step` of
-    torch's optimizers unless their option `capturable` is true).
+    as the first does, or changes state elsewhere: Python numbers, or tensors on another device (with CUDA,
+    state["step"] of torch's optimizers unless their option `capturable` is true).
     """
     for gradient in gradients:
         gradient.masked_fill_(bad, 0.0)  # a step may raise an error for NaN
@@ -117,7 +117,8 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
 
 
 def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
-    """Return the keys of optimizer.state; all values of state and groups but parameters; and their pytree structure."""
+    """Return the parameters that have state; a flat list of the values in optimizer.state and, parameters left out, in
+    optimizer.param_groups; and the pytree structure of that list."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
 

@@ -51,7 +51,7 @@ class Clock:
         self.first = self.run.step
 
     def tick(self, due: bool) -> None:
-        """Call after each step, before a due log. Prints how long the start took, and two steps later the time left."""
+        """Call after each step, before a log if one is `due`. Prints the time of the start, and later the time left."""
         if self.run.step - self.start_step == 1:
             wait_for(self.run.processes.device)
             self.advance()
@@ -136,14 +136,14 @@ def mostly_bad(sums: dict) -> bool:
 
 
 def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """Return which of the last `steps` steps were bad, that is not finite: numbers of the run's steps, from 0, as far
-    back as StepStatistics keeps flags."""
+    """Return the numbers, from 0, of the bad steps among the run's last `steps` steps, as far back as StepStatistics
+    keeps flags. `sums` are those of read_statistics."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
 
 def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
-    """Return a message on bad steps, described by `what`: their noise levels and samples, and advice."""
+    """Return a message on the bad `steps`, which `what` describes: their noise levels, their samples, and advice."""
     process, device = process_of(run.cfg), run.processes.device
     draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # the same numbers again
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
@@ -186,14 +186,15 @@ DIVERGED = "the training has diverged, or the data is of another scale. Try a sm
 
 
 def interrupts(run: Run) -> bool:
-    """Return whether any work besides training is due after run.step steps."""
+    """Return whether work that pauses training (evaluation, FID, grids, saving) is due after run.step steps."""
     every, cfg = run.cfg.every, run.cfg
     intervals = (every.evaluate, every.sample, every.save, cfg.eval.fid_every, cfg.ema.snapshot_every)
     return any(map(run.due, intervals))
 
 
 def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
-    """Do all work that is due after run.step steps; returns whether to go on, and whether saving waits for a good step.
+    """Do all work that is due after run.step steps, and save if an earlier save was `postponed`. Returns whether to go
+    on, and whether saving now waits for a good step.
 
     If anything but training fails, such as reading a file, the step is saved before the error is raised.
     """
@@ -209,7 +210,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool) -> bool:
-    """Save averages and a checkpoint if due, the latter also if `asked`; returns whether it waits for a good step."""
+    """Save averages if due, and a checkpoint if due or `asked`. Returns whether saving waits for a good step."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))
@@ -253,7 +254,7 @@ def done_before(run: Run) -> set[str]:
 
 def evaluate(run: Run) -> float:
     """Return the mean loss of the EMA weights on held-out data with all tokens, see tread/evaluation/heldout_loss.py.
-    If the run is asked to stop, as run.stop.agreed() then says, evaluation is cut short, and the value is no mean."""
+    If the run is asked to stop (see run.stop.agreed()), evaluation is cut short, and the value means nothing."""
     options, processes, process, network = run.cfg.eval, run.processes, run.model.process, run.ema.network
     total = torch.zeros((), device=processes.device)
     mine = torch.arange(options.points)[processes.rank :: processes.count]
@@ -361,7 +362,7 @@ def save(run: Run) -> bool:
 
 
 def judge_demo(run: Run) -> None:
-    """Record the scores of run.demo_samples EMA samples of an embedded dataset, unless that was done before. Raises
+    """Record the scores of run.demo_samples EMA samples of digits or emoji, unless that was done before. Raises
     ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
     judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())

@@ -92,8 +92,8 @@ def _header(path: Path) -> Snapshot:
 
 
 def usable(run: Path, step: int | None) -> list[Snapshot]:
-    """Return the snapshots from which an average at `step` (None: the newest one's) is computed: all up to that step.
-    Raises FileNotFoundError if there are none, ValueError if none is of that step or their parameters differ."""
+    """Return the snapshots up to `step` (None: the newest one's step), from which an average at `step` is computed.
+    Raises FileNotFoundError if there are no snapshots, ValueError if none is of `step` or parameters differ."""
     snapshots = find_snapshots(run)
     if not snapshots:
         raise FileNotFoundError(f"{run}/ema_snapshots holds no snapshots: ema.power=[0.05,0.1] stores them")
@@ -128,8 +128,8 @@ def inner_products(profiles: Profiles) -> np.ndarray:
 
 
 def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays for profiles scaled to length 1: the inner products of the stored profiles with one another;
-    those with the target profile; and the length of the target, relative to each stored profile, before scaling."""
+    """Return three arrays: the inner products of the stored profiles with one another and with the target profile, all
+    scaled to length 1; and the target's length before scaling, divided by that of each stored profile."""
     products = inner_products([*stored, (step, sigma_rel)])
     lengths = np.sqrt(products.diagonal())
     scaled = products / lengths / lengths[:, None]
@@ -137,7 +137,7 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
-    """Return factors (len(stored),) for a sum of stored averages that best fits the one of width sigma_rel at `step`.
+    """Return the factors (len(stored),) with which the stored averages add up to that of width sigma_rel at `step`.
 
     The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64. The factors sum to 1, so
     that parameters that do not move in training come out as they are; the paper leaves the sum free, which shrinks or
@@ -150,8 +150,8 @@ def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
 
 
 def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, for coefficients x, stored profiles pᵢ and target profile p; 0 is
-    exact, resolved to 1e-7."""
+    """Return ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, for coefficients x, stored profiles pᵢ and target profile p: 0 for
+    an exact fit, accurate to 1e-7."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     x = coefficients(stored, step, sigma_rel) / scale
     return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))

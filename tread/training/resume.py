@@ -19,15 +19,16 @@ GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment":
 
 
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
-    """Return the config of a launch, and warnings. If the launch continues a run, this is the recorded config with
-    today's values only where they were typed, and the warnings name other values of today that it does not take.
+    """Return the config of a launch, and warnings. If the launch continues a run, the config is the run's recorded one,
+    with values from `composed` for keys that were typed or that the record lacks. The warnings name the other keys
+    whose values differ in `composed`.
 
-    composed   today's config, with the typed values.
-    arguments  the command line, which tells what was typed. Another model, dataset, experiment or alignment than the
-               run's counts as typing all that its file sets.
+    composed   the config that Hydra made from today's files and the command line.
+    arguments  the command line, which shows the keys typed. If it names another model, dataset, experiment or alignment
+               than the run has, all keys that this choice's file sets count as typed.
     configs    the folder of config.yaml and of those files.
 
-    Raises FileNotFoundError or ValueError if run=… names no run.
+    Raises FileNotFoundError if run=… names no run, ValueError if name=… or results=… is typed beside it.
     """
     typed = dict(match.groups() for match in map(re.compile(r"[+~]*([^-+~=\s][^=\s]*)=(.*)").match, arguments) if match)
     by_folder = composed["run"] is not None
@@ -71,7 +72,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
 
 
 def find_run(run: str) -> Path:
-    """Return the folder that run=… names, unresolved. Raises FileNotFoundError, which names the runs near it."""
+    """Return the folder that run=… names, its links kept. Raises FileNotFoundError, which names the runs near it."""
     folder = Path(os.path.normpath(run))
     folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))
 
@@ -124,5 +125,5 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Return whether a key awaits its value from the dataset's folder, the encoder (in MaskDiT) or the user."""
+    """Return whether a value is left open, for the dataset's folder, the encoder (in MaskDiT) or the user to state."""
     return key.startswith(("dataset.", "model.decoder_")) and value in (None, "auto")

@@ -62,7 +62,7 @@ class StepStatistics:
         self.recent = torch.cat([self.recent[1:], skip[None]])
 
     def read(self) -> dict[str, float | str]:
-        """Return the sums by name, and "recent", the known flags as text, "1" for a bad step. Waits for the device."""
+        """Return the sums by name, and "recent": the known flags as text, "1" for a bad step. Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def model(self) -> Model:
-        """The model to sample and evaluate: the EMA weights, with the run's process."""
+        """The model to sample and evaluate: the EMA weights, with the run's diffusion process."""
         return Model(process_of(self.cfg), self.ema.network, prompts=self.prompts)
 
     def due(self, interval: int | None) -> bool:
@@ -172,8 +172,8 @@ class Run:
 
 
 def statistics_of(info: dict, process: int, processes: int) -> dict[str, float | str]:
-    """Return a checkpoint's StepStatistics for one process: with its losses, or their mean if the number of processes
-    has changed."""
+    """Return the sums of StepStatistics that a checkpoint's `info` holds for process number `process`. Sums that differ
+    between processes are averaged if the number of `processes` has changed."""
     return {
         name: value if not isinstance(value, list) else value[process] if len(value) == processes else mean(value)
         for name, value in info["tally"].items()
@@ -196,7 +196,7 @@ def leave(run: Run, finished: bool) -> None:
 
 
 def note_failure(run: Run | None, reason: str) -> None:
-    """Record why the run failed, if it had begun and the disk still takes it."""
+    """Record why the run failed, if it had begun (None: not yet) and the disk can still be written."""
     if run is not None:
         with contextlib.suppress(OSError):
             time.sleep(0 if run.processes.main else 2)  # for a failure in all processes, the main one's is recorded

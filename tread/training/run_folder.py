@@ -1,4 +1,4 @@
-"""A run's folder: what was started in it, whether a run may start in it, and its metrics, a JSON object a line."""
+"""A run's folder: what was started in it, whether a run may start in it, and its metrics, one JSON object per line."""
 
 import contextlib
 import datetime

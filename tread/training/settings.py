@@ -195,9 +195,9 @@ MEASURES = ("channels", "size", "num_classes")
 def complete(config: dict) -> tuple[Settings, dict]:
     """Return a composed config's settings and the config itself, both completed.
 
-    The dataset gives dataset.channels, size and num_classes if they are null; a text-conditional network's text
-    settings; and for dataset.heldout=auto the held-out data prepared with it, or null. Section `model` of the config
-    gets exactly the keys of its architecture, with numbers for sizes left at null.
+    From the dataset come dataset.channels, size and num_classes if they are null, and the text settings of a
+    text-conditional network. dataset.heldout=auto becomes the held-out data prepared with the dataset, or null. Section
+    `model` of the config gets exactly the keys of its architecture, with numbers for sizes left at null.
 
     Raises ValueError for settings that do not fit together, FileNotFoundError for missing data.
     """
@@ -223,8 +223,8 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
 
 def read_text_settings(cfg: Settings) -> TextSettings:
-    """Return a text-conditional network's text settings: those that its dataset records for the encoder text.encoder.
-    Raises FileNotFoundError, or ValueError, also if `cfg` states other values."""
+    """Return the text settings for a text-conditional network, as its dataset records them for encoder text.encoder.
+    Raises FileNotFoundError for missing data, ValueError if `cfg` states other values."""
     prepare_embedded(cfg, cfg.dataset.path, "train")
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():
@@ -237,8 +237,8 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Write part "train" or "heldout" of an embedded dataset if it is missing, with encoded captions for a
-    text-conditional network. Does nothing for other datasets."""
+    """Make part "train" or "heldout" of the dataset that dataset.embedded names (digits, emoji) if it is missing, with
+    encoded captions for a text-conditional network. Does nothing if dataset.embedded is null."""
     if cfg.dataset.embedded == "digits":
         digits.prepare_digits(Path(path), part)
     elif cfg.dataset.embedded == "emoji":

@@ -116,7 +116,7 @@ def check_memory(cfg: Settings, device: torch.device) -> None:
 
 
 def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tuple[Decoder, OnlineFID | None]:
-    """Return the decoder that draws sample grids, and the FID scorer to use while training, or None."""
+    """Return the decoder that draws sample grids, and the FID scorer to use while training (None: no FIDs are due)."""
     pictures, online_fid = None, None
     if (processes.main and cfg.sampling.decode) or cfg.eval.fid_every:
         pictures = autoencoder.load_decoder(data.latents, processes.device, cfg.sampling.autoencoder)
@@ -232,7 +232,8 @@ def files_of(data: LatentDataset) -> dict[str, str]:
 
 
 def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
-    """Return a warning if files differ from `before`, made by files_of; with verify=full only hashes count."""
+    """Return a warning if files differ from `before`, an earlier result of files_of; with verify=full, hashes alone
+    are compared."""
     changed = differences(before, files_of(data), nothing="not there")
     if data.verify == "full":
         changed = {name: both for name, both in changed.items() if len({text.partition(",")[0] for text in both}) > 1}
@@ -264,7 +265,8 @@ def data_warnings(run: Run) -> list[str]:
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
-    """Return `prompts` and `captions` of Run for sample grids: first captions of samples spread over the data."""
+    """Return the first captions of samples spread over the data, for sample grids: {"prompts": encoded captions,
+    "captions": the same as text, [] if unknown}, which are fields of Run."""
     samples = spread_classes(len(data), cfg.sampling.classes)
     known = "captions" in read_index(data.folder)  # imports may have encoded captions alone
     captions = [data.captions[sample][0] for sample in samples] if known else []
@@ -304,8 +306,8 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open part "train" or "heldout" of a dataset, and check that it fits the model. An embedded dataset is written
-    first if it is missing. Raises ValueError or FileNotFoundError."""
+    """Open part "train" or "heldout" of a dataset, and check that it fits the model. If missing, digits and emoji
+    (dataset.embedded) are made first. Raises ValueError or FileNotFoundError."""
     prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None

@@ -37,7 +37,7 @@ class Draws:
     path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
 
     def rows(self, rows: slice) -> "Draws":
-        """Return the random numbers of some samples of the batch."""
+        """Return the random numbers of the samples in the slice `rows` of the batch."""
         routes = tuple((route, chosen[rows]) for route, chosen in self.routes)
         drawn = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **drawn, routes=routes)
@@ -90,7 +90,7 @@ def loss(
 ) -> list[Tensor]:
     """Compute the losses of each sample, (B,) fp32: denoising and, with an aligner, alignment, not yet weighted.
 
-    network  the run's network, or its aligner's module; in DDP with several processes.
+    network  the run's network, or aligner.module if there is an aligner; wrapped in DDP if there are several processes.
     latents  the meaning of the batch's stored numbers.
     null     the condition that replaces dropped labels or texts, see Backbone.null.
     """

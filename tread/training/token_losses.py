@@ -3,7 +3,7 @@
 As far as that version is known, the denoising loss is averaged over the patches that each route keeps, and over the
 routes. A masked reconstruction of the skipped patches is added with a coefficient, as in MaskDiT (Zheng et al. 2023,
 arXiv 2306.09305), also averaged over the routes. Its target is the noisy input, normalised within each patch by the
-unbiased variance as in MaskDiT's code (0 if a patch is a single number). In the published TREAD all patches count once.
+unbiased variance as in MaskDiT's code (0 if a patch is a single number). The published TREAD averages over all patches.
 
 MaskDiT is trained by the same two terms, for its one route. Only the denoising term has the process's weight: λ(σ) for
 EDM. For rectified flow the weight is 1 on the velocity's error, which is 1/t² on the error of D = x_t − t·v,
@@ -53,7 +53,7 @@ def reconstruction_error(denoised: Tensor, noisy: Tensor, ids: Sequence[Tensor],
     """Compute the squared error on the patches that a route skips, averaged over patches and routes: (B,).
 
     denoised  (B, C, S, S), the network's estimate of the data, taken as the reconstruction.
-    noisy     (B, C, S, S), its input; the target is each patch of it with mean 0 and variance 1.
+    noisy     (B, C, S, S), the network's input. The target is each of its patches, scaled to mean 0 and variance 1.
     ids       each route's ids_keep (B, K). If a route keeps all patches, its term is 0.
     """
     target = to_patches(noisy, patch_size)
