@@ -184,7 +184,9 @@ def machine(check: Check, options: Options) -> None:
 def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: int, rounds: int) -> None:
     """Time attention's forward and backward pass with each backend, and compare gradients with plain fp32 attention's.
 
-    shape  (samples, tokens, words that the tokens attend to, or 0 for self-attention, width of a head).
+    shape   (samples, tokens, words, width of a head). Tokens attend to so many words, or to each other if words is 0.
+    times   the number of calls in one measurement.
+    rounds  the number of measurements of each backend, which take turns.
     """
     batch, tokens, words, width = shape
     q, k, v = (random(batch, 16, count, width).requires_grad_() for count in (tokens, words or tokens, words or tokens))

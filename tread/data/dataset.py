@@ -171,7 +171,8 @@ class LatentDataset:
     def _chosen(
         self, seed: int, step: int, batch_size: int, rows: slice
     ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray | None]:
-        """Return indices, views and, with text, caption numbers for rows of a step's global batch."""
+        """Return, for rows of a step's global batch, the samples' indices, which of its stored views (plain, mirrored)
+        is read of each, and with text the caption numbers."""
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
         indices = _epoch_order(seed, epoch, len(self))[number * batch_size : (number + 1) * batch_size][rows]
         views, captions = 0, None
