@@ -104,7 +104,7 @@ def noised_states(
 
 
 def adjacent(matrix: Tensor) -> float:
-    """Return the mean similarity of neighbouring states: of `matrix` (states, states), the mean next to the diagonal."""
+    """Return the mean similarity of neighbouring states, the mean of `matrix` (states, states) beside its diagonal."""
     return matrix.diagonal(1).mean().item()
 
 

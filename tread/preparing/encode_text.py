@@ -72,7 +72,8 @@ def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
 
 def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Processes) -> None:
     """Check everything, and encode this process's share of the captions of the dataset in `folder`; the main process
-    then adds the encoded text of all processes to that dataset. `like` is a dataset whose number of tokens and vocabulary the text must share; None: the captions decide."""
+    then adds the encoded text of all processes to that dataset. `like` is a dataset whose number of tokens and
+    vocabulary the text must share; None: the captions decide."""
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain(*captions))
     shape = None if like is None else _shape_of(Path(like), options.encoder)
