@@ -69,9 +69,11 @@ def train(run: Run) -> bool:
                 continue
             with clock.paused():
                 on, postponed = periodic.evaluate_and_save(run, postponed)
-    if run.step != (run.saved or 0):
-        with clock.paused():
+    with clock.paused():
+        if run.step != (run.saving or run.saved or 0):
             periodic.save(run)
+        with run.timed("save"):
+            periodic.finish_saving(run)
     return on and run.step >= cfg.train.steps
 
 

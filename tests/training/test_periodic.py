@@ -196,7 +196,7 @@ def test_seconds_count_training_alone_and_all_launches(tmp_path, monkeypatch):
     taking(failures, "training_step", lambda: next(steps))
     for name in ("heldout_loss", "save_grid"):
         taking(periodic, name, 100.0)
-    taking(periodic.checkpoint, "save", 100.0)
+    taking(periodic.checkpoint, "snapshot", 100.0)
     launch(tmp_path, "train.steps=4", "every.log=2", "every.sample=3")
     launch(tmp_path, "train.steps=8", "every.log=2", "every.sample=3")
     actual = [(record["step"], record["seconds"]) for record in RunLog(tmp_path / RUN).records()]

@@ -2,6 +2,7 @@
 
 The reference is the undisturbed run, bit for bit."""
 
+import concurrent.futures
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, launch, launch_processes, records, same, state
 from forked import run_python
+from PIL import Image
 from torch._dynamo.exc import BackendCompilerFailed
 
 from tread.checkpoints import checkpoint
@@ -78,6 +81,10 @@ def test_two_processes_equal_one_over_20_steps_of_uneven_data(tmp_path):
     assert [r["step"] for r in two if "loss" in r] == list(range(1, 21))  # written once
     for actual, expected in zip(two, this, strict=True):
         assert actual == pytest.approx(expected, rel=1e-5)
+    grids = [
+        np.asarray(Image.open(tmp_path / "results" / name / "samples/step_0000020.png")) for name in ("one", "two")
+    ]
+    assert np.abs(np.subtract(*grids, dtype=int)).max() <= 1  # each process draws half of it
     assert text.count("expected for") <= 1 and text.count("  checkpoint  ") == 1
 
 
@@ -145,6 +152,31 @@ def test_a_full_disk_stops_with_a_message_and_leaves_older_checkpoints_whole(who
     assert status(copied)["state"] == "failed" and "could not be written" in status(copied)["reason"]
     assert checkpoint.find_whole(copied / RUN)[0].step == 8 and same(copied / RUN, whole / RUN)
     assert not list((copied / RUN).glob(".step_*"))
+
+
+@pytest.mark.parametrize("error", [OSError("the disk was pulled out"), SystemExit(3)], ids=["disk", "thread"])
+def test_training_goes_on_while_a_checkpoint_is_written_and_its_failure_ends_the_run(tmp_path, monkeypatch, error):
+    """Step 3's is written once step 5 has begun; its failure is raised by the next log, and leaves nothing behind."""
+    begun, save, training_step = threading.Event(), checkpoint.save, failures.training_step
+
+    def late(run, number, *content):
+        if number == 3:
+            assert begun.wait(60)
+            raise error
+        return save(run, number, *content)
+
+    def watched(run):
+        if run.step == 5:
+            begun.set()
+            concurrent.futures.wait([run.written])
+        return training_step(run)
+
+    monkeypatch.setattr(checkpoint, "save", late)
+    monkeypatch.setattr(failures, "training_step", watched)
+    with pytest.raises((SystemExit, RuntimeError), match="pulled out|writing thread ended: SystemExit"):
+        launch(tmp_path, "train.steps=12", "every.save=3", "every.evaluate=12")
+    assert status(tmp_path)["state"] == "failed" and status(tmp_path)["step"] == 6
+    assert not list((tmp_path / RUN).glob("*step_*"))
 
 
 def spoil(monkeypatch, steps: set[int]) -> None:

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tread.runtime.device import wait_for
 from tread.runtime.files import plain_name, point_to, sha256, whole_folder
 from tread.runtime.tensor_files import save_tensors
 
@@ -52,6 +53,19 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
         (partial / "info.json").write_text(json.dumps(content, indent=1) + "\n")
     point_to(run / "latest", folder.name)
     return folder
+
+
+def snapshot(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Copy the tensors for `save` to the CPU, from a GPU to page-locked memory, and wait until the copies are whole."""
+    copies = {}
+    for name, part in parts.items():
+        copies[name] = {
+            key: torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value, non_blocking=True)
+            for key, value in part.items()
+        }
+        for device in {value.device for value in part.values()}:
+            wait_for(device)
+    return copies
 
 
 def prune(run: Path, keep_last: int, keep_every: int | None) -> None:

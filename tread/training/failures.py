@@ -28,6 +28,8 @@ class Launch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType) -> None:
         try:
+            if error is not None and self.run is not None and self.run.written is not None:
+                self.run.written.exception()  # waits for the checkpoint that a thread is writing
             if isinstance(error, (ValueError, OSError, Failure, torch.OutOfMemoryError)):
                 reason = "its output was closed (a broken pipe)" if isinstance(error, BrokenPipeError) else str(error)
                 if isinstance(error, torch.OutOfMemoryError):

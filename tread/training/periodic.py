@@ -106,6 +106,7 @@ def log(run: Run, clock: Clock) -> str:
             steps = recent_bad_steps(run, sums, int(sums["good"] + sums["bad"]))
             run.processes.say(f"{text}; {look_at_samples(run, steps)[1]}" if steps else text)
     run.statistics.restart()
+    finish_saving(run, wait=False)
     clock.restart()
     return f"loss {values['loss']:.4f}, {speed:.0f} images/s" if "loss" in values else "no good step"
 
@@ -148,6 +149,7 @@ def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
     draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # the same numbers again
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
     spoilt, seen = look_at_samples(run, steps)
+    finish_saving(run)
     advice = "Try a smaller optim.lr, optim.clip_norm=1 or train.precision=fp32, or look at the data"
     kept = f"the last good checkpoint is that of step {run.saved}" if run.saved else "nothing was saved yet"
     return (
@@ -205,6 +207,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
     except Exception:
         with contextlib.suppress(OSError, RuntimeError, Failure):  # the first error is the one to tell
             save_due(run, True)
+            finish_saving(run)
         raise
     return on, save_due(run, postponed)
 
@@ -242,7 +245,7 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
         return False
     if run.due(cfg.every.sample) and "grid" not in done:
         with run.timed("draw"):
-            run.processes.from_main(lambda: draw_grid(run))
+            draw_grid(run)
     return True
 
 
@@ -303,19 +306,28 @@ def grid_path(run: Run) -> Path:
 
 
 def draw_grid(run: Run) -> None:
-    """Save the loss curve, and a grid of EMA samples: a row per class or caption, with the same noise each time."""
-    sampling = run.cfg.sampling
+    """Save the loss curve, and a grid of EMA samples: a row per class or caption, with the same noise each time. The
+    processes share the samples equally; all must call this."""
+    sampling, processes = run.cfg.sampling, run.processes
     classes = spread_classes(run.model.num_labels, sampling.classes)
-    pictures = draw_samples(run, torch.tensor(classes).repeat_interleave(sampling.per_class))
-    with explain_failure(grid_path(run)):
-        save_grid(grid_path(run), pictures.numpy(), sampling.per_class, run.captions)
-        save_curve(run.folder / "loss.png", run.log.records(), bool(run.cfg.model.routes), heldout_titles())
+    labels = torch.tensor(classes).repeat_interleave(sampling.per_class)
+    share = math.ceil(len(labels) / processes.count)
+    seeds = torch.arange(processes.rank * share, (processes.rank + 1) * share) % len(labels)  # some twice, to be even
+    mine = processes.together(lambda: draw_samples(run, seeds.tolist(), labels[seeds]))
+    pictures = processes.gather(mine.to(processes.device))[: len(labels)].cpu().numpy()
+
+    def save_both() -> None:
+        with explain_failure(grid_path(run)):
+            save_grid(grid_path(run), pictures, sampling.per_class, run.captions)
+            save_curve(run.folder / "loss.png", run.log.records(), bool(run.cfg.model.routes), heldout_titles())
+
+    processes.from_main(save_both)
 
 
-def draw_samples(run: Run, labels: Tensor, prompts: Text | None = None) -> Tensor:
-    """Generate EMA samples, seeds 0, 1, …: (n, 1 or 3, H, W) uint8. Labels (n,) are classes, or indices of prompts."""
+def draw_samples(run: Run, seeds: Sequence[int], labels: Tensor, prompts: Text | None = None) -> Tensor:
+    """Generate EMA samples: (n, 1 or 3, H, W) uint8. Labels (n,) are classes, or indices of prompts."""
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
-    return torch.cat(list(draw_pictures(model, run.decoder, range(len(labels)), labels, sampler(run, len(labels)))))
+    return torch.cat(list(draw_pictures(model, run.decoder, seeds, labels, sampler(run, len(labels)))))
 
 
 def sampler(run: Run, samples: int) -> Sampler:
@@ -325,9 +337,10 @@ def sampler(run: Run, samples: int) -> Sampler:
 
 
 def save(run: Run) -> bool:
-    """Write a checkpoint and return True, or return False if this step or most of the last ones were skipped. The last
-    step of a run is saved in any case, but if it was skipped no older checkpoints are removed. Raises OSError if the
-    checkpoint can't be written, Failure if the weights are not finite.
+    """Copy what a checkpoint holds, let a thread write it, and return True; or return False if this step or most of the
+    last ones were skipped. The last step of a run is saved in any case, but if it was skipped no older checkpoints are
+    removed. `finish_saving` waits for the thread; a second checkpoint waits for the first. Raises OSError if the one
+    before could not be written, Failure if the weights are not finite.
     """
     counted = read_statistics(run)
     skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
@@ -348,17 +361,36 @@ def save(run: Run) -> bool:
         "versions": run.log.versions if run.processes.main else None,
     }
 
-    def write() -> None:
-        with explain_failure(run.folder / f"step_{run.step:07d}"):
-            checkpoint.save(run.folder, run.step, run.trained.parts(), info)
+    def write(step: int, parts: dict[str, dict[str, Tensor]]) -> None:
+        with explain_failure(run.folder / f"step_{step:07d}"):
+            checkpoint.save(run.folder, step, parts, info)
             if run.cfg.checkpoints.keep_last is not None and not skipped:
                 checkpoint.prune(run.folder, run.cfg.checkpoints.keep_last, run.cfg.checkpoints.keep_every)
-            run.log.status("running", run.step)
+
+    def begin() -> None:
+        run.written = run.writer.submit(write, run.step, checkpoint.snapshot(run.trained.parts()))
 
     with run.timed("save"):
-        run.processes.from_main(write)
-    run.saved = run.step
+        finish_saving(run)
+        run.processes.from_main(begin)
+    run.saving = run.step
     return True
+
+
+def finish_saving(run: Run, wait: bool = True) -> None:
+    """Wait for the checkpoint that a thread is writing, if any; wait=False only looks whether it is written. All
+    processes must call it. Raises what `save` failed with, an OSError if the checkpoint could not be written."""
+
+    def written() -> bool:
+        if not wait and not run.written.done():
+            return False
+        if error := run.written.exception():
+            raise error if isinstance(error, Exception) else RuntimeError(f"the writing thread ended: {error!r}")
+        run.log.status("running", run.saving)
+        return True
+
+    if run.saving is not None and run.processes.from_main(written):
+        run.saved, run.saving = run.saving, None
 
 
 def judge_demo(run: Run) -> None:
@@ -377,9 +409,9 @@ def judged_samples(run: Run, count: int) -> dict[str, float]:
     cfg = run.cfg
     if cfg.dataset.embedded == "digits":
         labels = torch.arange(count) % cfg.dataset.num_classes
-        return judge_digits(draw_samples(run, labels).numpy(), labels.numpy())
+        return judge_digits(draw_samples(run, range(count), labels).numpy(), labels.numpy())
     asked = ask(run.data, run.heldout, count)
-    pictures = draw_samples(run, torch.arange(count), asked.texts)
+    pictures = draw_samples(run, range(count), torch.arange(count), asked.texts)
     weights = find_at_hand(cfg.eval.inception)
     inception = weights and load_inception(weights, run.processes.device)
     return judge_emoji(pictures, asked, real_emoji(run.data, run.heldout), inception)

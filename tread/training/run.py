@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -118,6 +119,9 @@ class Run:
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
         self.statistics = StepStatistics(device, tally)
         self.saved: int | None = self.earlier and self.earlier.step  # the step of the newest checkpoint
+        self.saving: int | None = None  # the step whose checkpoint a thread is writing, in all processes
+        self.writer = ThreadPoolExecutor(1, "checkpoint")
+        self.written: Future[None] | None = None  # of that thread; in the main process only
         self.step: int = self.saved or 0  # steps done
         self.flops: int = info.get("flops", 0)  # of the training, as far as Clock has counted
         self.seconds: float | None = info.get("seconds", None if self.step else 0.0)  # likewise; None: not counted

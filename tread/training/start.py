@@ -118,8 +118,9 @@ def check_memory(cfg: Settings, device: torch.device) -> None:
 def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tuple[Decoder, OnlineFID | None]:
     """Return the decoder that draws sample grids, and the FID scorer to use while training (None: no FIDs are due)."""
     pictures, online_fid = None, None
-    if (processes.main and cfg.sampling.decode) or cfg.eval.fid_every:
-        pictures = autoencoder.load_decoder(data.latents, processes.device, cfg.sampling.autoencoder)
+    if cfg.sampling.decode or cfg.eval.fid_every:
+        with processes.main_first():  # one process downloads the weights
+            pictures = autoencoder.load_decoder(data.latents, processes.device, cfg.sampling.autoencoder)
     if cfg.eval.fid_every:
         reference, samples = Path(cfg.eval.fid_reference), cfg.eval.fid_samples
         online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, pictures, processes)
