@@ -60,7 +60,7 @@ KERNELS = (  # kind of a GPU's kernel, and what its name contains; the first mat
     ("memory-bound", "triton_poi"),
     ("reduction", "triton_red|triton_per"),
     ("attention", "flash|fmha|sdpa|attention"),
-    ("average", "lerp|ternaryop"),
+    ("average", "lerp|ternaryop|fusedsgd"),
     ("optimizer", "adam|multi_tensor"),
     ("gather", "gather|scatter|index"),
     ("copy", "memcpy|memset|copy"),
@@ -351,7 +351,7 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
         calls = {
             "gather as it is": lambda: gather_tokens(x, ids).sum().backward(),
             "gather by rows": lambda: GatherRows.apply(x, ids).sum().backward(),
-            "average as it is": lambda: run.ema.update(run.network, 1, zero),
+            "average as it is": lambda: run.ema.update(run.network, 1e-4, zero),
             "average in one pass": lambda: flat.lerp_(other, 0.5),
         }
         for name, turn in check.turns({name: repeated(call, times) for name, call in calls.items()}, rounds).items():

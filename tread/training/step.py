@@ -127,5 +127,5 @@ def training_step(run: Run) -> None:
         totals = [total + mean.detach() for total, mean in zip(totals, means)]
     norm, skip = optimizer_step(run.optimizer, learning_rate(cfg, run.step), cfg.optim.clip_norm)
     for average in run.averages:
-        average.update(run.network, run.step, skip)
+        average.update(run.network, average.share(run.step), skip)
     run.statistics.add(totals[0], norm, skip, *totals[1:])
