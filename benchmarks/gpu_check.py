@@ -229,24 +229,23 @@ def calls_of(arms: Kinds) -> dict[str, Callable[[], None]]:
 def host(check: Check, options: Options) -> None:
     """Steps of S's and XL's depth that give the device nothing to do: what launches and Python cost.
 
-    Decides what a step that is launched as one graph can gain.
+    Says what a step that is launched as one graph gains.
     """
-    predicted = {("S", True): 13, ("S", False): 28}  # ms
+    predicted = {("S", "compiled"): 13, ("S", "eager"): 28}  # ms
 
-    def steps_of(size: str, compiled: bool) -> None:
-        small = ["model.hidden_size=24", "model.num_heads=2", "train.batch_size=2", f"train.compile={compiled}"]
+    def steps_of(size: str, how: str) -> None:
+        small = ["model.hidden_size=24", "model.num_heads=2", "train.batch_size=2"]
+        small += [f"train.compile={how != 'eager'}", f"train.cuda_graphs={how == 'graphed'}"]
         with opened(*words_of(size, *small)) as run:
-            arms, how = kinds_of(run), "compiled" if compiled else "eager"
+            arms = kinds_of(run)
             for name, turn in check.turns(calls_of(arms), options.pairs).items():
                 facts = {"stages": stages(*arms[name])}
                 milliseconds = 1e3 * turn.median / BLOCK
-                check.add(
-                    f"{size}'s depth, {name}, {how}", milliseconds, "ms", predicted.get((size, compiled)), **facts
-                )
+                check.add(f"{size}'s depth, {name}, {how}", milliseconds, "ms", predicted.get((size, how)), **facts)
 
     for size in ("S",) if CPU else ("S", "XL"):
-        for compiled in (False, True):
-            check.attempt(f"{size}'s depth", partial(steps_of, size, compiled))
+        for how in ("eager", "compiled") if CPU else ("eager", "compiled", "graphed"):
+            check.attempt(f"{size}'s depth", partial(steps_of, size, how))
 
 
 def steps(check: Check, options: Options) -> None:
