@@ -200,6 +200,7 @@ def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
     """Return {stage: its fraction of a step}; steps take longer than usual, as each stage waits for the device."""
     spent: dict[str, float] = {}
     with ExitStack() as patches:
+        patches.enter_context(patch.object(run, "graphs", None))  # which would replay all stages at once
         for stage, owner, name in (
             ("data wait", run.loader, "batches"),
             ("forward", step, "loss"),

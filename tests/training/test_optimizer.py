@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tread.checkpoints import checkpoint
 from tread.runtime import schema
-from tread.training.ema import EMA, exponential, power
+from tread.training.ema import EMA, exponential, fused_average, power
 from tread.training.optimizer import backward, learning_rate, optimizer_step
 from tread.training.optimizers import OPTIMIZERS, Optim, OptimizerEntry
 from tread.training.run import StepStatistics
@@ -71,14 +71,14 @@ def test_a_bad_gradient_leaves_everything_bit_for_bit(bad):
     give_gradients(model, 0)
     optimizer_step(optimizer, 0.01, None)
     for average in averages:
-        average.update(model, 0, torch.tensor(0.0))
+        average.update(model, average.share(0), torch.tensor(0.0))
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"], [a.network for a in averages]))
     give_gradients(model, 1)
     model.blocks[1].mlp.fc1.weight.grad[3, 2] = bad
     norm, skip = optimizer_step(optimizer, 0.01, 1.0)
     assert skip.item() == 1.0 and not norm.isfinite()
     for average in averages:
-        average.update(model, 1, skip)
+        average.update(model, average.share(1), skip)
     assert equal(model.state_dict(), before[0])
     for index, kept in optimizer.state_dict()["state"].items():
         assert equal(kept, before[1][index])
@@ -86,6 +86,36 @@ def test_a_bad_gradient_leaves_everything_bit_for_bit(bad):
         assert equal(average.network.state_dict(), old.state_dict())
     give_gradients(model, 2)
     assert optimizer_step(optimizer, 0.01, None)[1].item() == 0.0  # and it goes on
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_average_in_one_pass_is_the_lerp(device):
+    """Torch's lerp, up to a unit in the last place of the larger number; a skipped step leaves the average as it is."""
+    model, other = network(0).to(device), network(1).to(device)
+    for share in (1e-4, 0.1, 0.6, 1.0):
+        averaged, current = [p.detach().clone() for p in model.parameters()], list(other.parameters())
+        expected = [a.lerp(w.detach(), share) for a, w in zip(averaged, current)]
+        share, kept = torch.tensor(share, device=device), [a.clone() for a in averaged]
+        with torch.no_grad():
+            fused_average(averaged, current, share, torch.ones((), device=device))
+            assert all(map(torch.equal, averaged, kept))
+            fused_average(averaged, current, share, torch.zeros((), device=device))
+        for found, lerp, old, new in zip(averaged, expected, kept, current):
+            ulp = torch.finfo().eps * torch.stack([lerp.abs(), old.abs(), new.detach().abs()]).amax(0)
+            assert ((found - lerp).abs() <= ulp).all()
+
+
+def test_an_average_takes_whichever_network_it_is_given():
+    """The mean of two, then of another; and weights that were loaded into a network since."""
+    first, second, third = network(0), network(1), network(2)
+    average, zero = EMA(first, exponential(0.5, warmup=False)), torch.tensor(0.0)
+    average.update(second, average.share(0), zero)
+    average.update(third, average.share(1), zero)
+    third.load_state_dict(first.state_dict())
+    average.update(third, average.share(2), zero)
+    models = zip(average.network.parameters(), first.parameters(), second.parameters(), network(2).parameters())
+    for found, a, b, c in models:
+        assert_close(found, ((a + b) / 2 + c) / 4 + a / 2)
 
 
 class Odd(torch.optim.Optimizer):

@@ -60,7 +60,7 @@ def test_a_power_functions_average_is_its_sum(width, gamma):
     average = EMA(network, power(width))
     for step, value in enumerate(values):
         nn.init.constant_(network.weight, value)
-        average.update(network, step, torch.tensor(0.0))
+        average.update(network, average.share(step), torch.tensor(0.0))
     i = np.arange(1, 31)
     factors = (i ** (gamma + 1) - (i - 1) ** (gamma + 1)) / 30 ** (gamma + 1)
     assert average.network.weight.item() == pytest.approx(float(factors @ values.numpy()), abs=2e-3)
@@ -124,7 +124,7 @@ def trained(tmp_path_factory):
             optimizer.step()
             optimizer.zero_grad()
             for average in averages.values():
-                average.update(network, step, torch.tensor(0.0))
+                average.update(network, average.share(step), torch.tensor(0.0))
             if (step + 1) % EVERY == 0:
                 now = {w: {n: v.clone() for n, v in ema.network.named_parameters()} for w, ema in averages.items()}
                 tracked[step + 1] = now

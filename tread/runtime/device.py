@@ -81,6 +81,21 @@ PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from the maker's data s
 }
 
 
+@contextmanager
+def beside(stream: "torch.cuda.Stream | None") -> Iterator[None]:
+    """Context whose work runs on a stream, after the work so far and before the work to come; None: as usual."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
+
+
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return a GPU's peak bf16 FLOP/s, for model FLOPs utilisation; None for fp32 and for unlisted devices."""
     name = device_name(device) if precision == "bf16" else ""

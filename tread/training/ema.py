@@ -51,11 +51,29 @@ class EMA:
     def __init__(self, network: nn.Module, profile: Callable[[int], float]) -> None:
         self.profile = profile
         self.network = copy.deepcopy(network).eval().requires_grad_(False)
+        self._averaged, self._of = list(self.network.parameters()), (None, [])  # kept, as walks over modules take long
+        self._fp32 = all(parameter.dtype == torch.float32 for parameter in self._averaged)
+
+    def share(self, step: int) -> float:
+        """Return 1 − d, the share that the weights after training step `step` (0, 1, …) have in the average."""
+        return 1 - self.profile(step)
 
     @torch.no_grad()
-    def update(self, network: nn.Module, step: int, skip: Tensor) -> None:
-        """Average in the weights of `network` after training step `step` (0, 1, …). `skip` is 0-d fp32 on the
-        parameters' device, so that the host need not wait: 1 leaves the average as it is, 0 updates it."""
-        averaged, current = list(self.network.parameters()), list(network.parameters())
-        share = (1 - self.profile(step)) * (1 - skip)
-        torch._foreach_lerp_(averaged, current, [share] * len(averaged))
+    def update(self, network: nn.Module, share: Tensor | float, skip: Tensor) -> None:
+        """Average in the weights of `network` with `share`, a number or 0-d fp32. `skip` is 0-d fp32 on the parameters'
+        device, so that the host need not wait: 1 leaves the average as it is, 0 updates it."""
+        if network is not self._of[0]:
+            self._of = network, list(network.parameters())
+        if skip.is_cuda and self._fp32:
+            fused_average(self._averaged, self._of[1], share, skip)
+        else:
+            torch._foreach_lerp_(self._averaged, self._of[1], [share * (1 - skip)] * len(self._averaged))
+
+
+def fused_average(averaged: list[Tensor], current: list[Tensor], share: Tensor | float, skip: Tensor) -> None:
+    """Do e ← e − share·(e − w) in one pass, unless `skip` is 1: SGD whose gradient −w has weight decay 1. A foreach
+    lerp by a weight on the device launches a kernel for each parameter."""
+    torch._fused_sgd_(
+        averaged, current, [], weight_decay=1.0, momentum=0.0, lr=share, dampening=0.0, nesterov=False, maximize=True,
+        is_first_step=False, found_inf=skip,
+    )  # fmt: skip

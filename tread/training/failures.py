@@ -63,6 +63,7 @@ def guarded_step(run: Run) -> None:
         run.optimizer.zero_grad()
         training_step(run)
     if full is not None:  # outside the except block, which holds the step's memory
+        run.graphs = None
         raise Failure(explain_memory(run, full))
 
 

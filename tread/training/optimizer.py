@@ -31,20 +31,28 @@ def backward(loss: Tensor) -> None:
     loss.backward(torch.where(loss.detach().isfinite(), 1.0, math.nan))
 
 
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's kernel clips and skips by itself; it also takes the rate as a tensor."""
+    return type(optimizer) in SKIPPING and all(group["fused"] for group in optimizer.param_groups)
+
+
 @torch.no_grad()
-def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, clip_norm: float | None) -> tuple[Tensor, Tensor]:
+def optimizer_step(
+    optimizer: torch.optim.Optimizer, lr: Tensor | float, clip_norm: float | None, hold: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Update the parameters by their gradients, unless these are not finite, and clear the gradients. Gradients whose
-    norm exceeds clip_norm are scaled down to it; None: never.
+    norm exceeds clip_norm are scaled down to it; None: never. If `hold`, 0-d fp32, is 1, the step is skipped as well.
 
     Returns the norm before clipping, and 1.0 if the step was skipped, else 0.0; both 0-d fp32 on the device.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     skip = 1.0 - norm.isfinite().float()
+    skip = skip if hold is None else torch.maximum(skip, hold)
     scale = None if clip_norm is None else (norm / clip_norm).clamp(min=1.0)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if type(optimizer) in SKIPPING and all(group["fused"] for group in optimizer.param_groups):
+    if is_fused(optimizer):
         # attributes that PyTorch's GradScaler sets for fused optimizers, which divide gradients by the first
         optimizer.grad_scale, optimizer.found_inf = scale, skip
         optimizer.step()

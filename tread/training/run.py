@@ -20,6 +20,7 @@ from tread.encoders.autoencoder import Decoder
 from tread.evaluation.scorers import EMBEDDED, OnlineFID
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
+from tread.runtime.device import beside
 from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop
@@ -31,7 +32,7 @@ from tread.training.tracking import Tracker
 
 
 class StepStatistics:
-    """Sums over the steps since the last log, and which of the last steps were bad, on the device.
+    """Sums over the steps since the last log, and which of the last steps were bad, on the device in fixed memory.
 
     values  what `read` returned, to continue from; None: begin at 0.
     sums    (8,) fp32 in the order of NAMES: loss and gradient norm of the good steps; counts of good and bad steps; bad
@@ -59,8 +60,8 @@ class StepStatistics:
         in_a_row = (in_a_row + 1) * skip
         longer = in_a_row > longest
         longest, ago = torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1)
-        self.sums = torch.cat([self.sums[:4] + step, torch.stack([in_a_row, longest, ago, aligned])])
-        self.recent = torch.cat([self.recent[1:], skip[None]])
+        self.sums.copy_(torch.cat([self.sums[:4] + step, torch.stack([in_a_row, longest, ago, aligned])]))
+        self.recent.copy_(torch.cat([self.recent[1:], skip[None]]))
 
     def read(self) -> dict[str, float | str]:
         """Return the sums by name, and "recent": the known flags as text, "1" for a bad step. Waits for the device."""
@@ -71,7 +72,7 @@ class StepStatistics:
     def restart(self) -> None:
         """Reset the sums, but keep counting the bad steps in a row."""
         zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
-        self.sums = torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]])
+        self.sums.copy_(torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]]))
 
 
 class Failure(Exception):
@@ -114,8 +115,11 @@ class Run:
         self.log = RunLog(self.folder)
         device, batch_size = self.processes.device, cfg.train.batch_size
         self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, steps=cfg.train.steps)
-        # in DDP if there are several processes
-        self.wrapped = self.processes.distribute(self.aligner.module if self.aligner else self.network)
+        # in DDP if there are several processes; a graph can't record hooks that were made on the default stream
+        apart = torch.cuda.Stream(device) if cfg.train.cuda_graphs is True and device.type == "cuda" else None
+        with beside(apart):
+            self.wrapped = self.processes.distribute(self.aligner.module if self.aligner else self.network)
+        self.graphs = None  # or what takes the steps by CUDA graphs: tread/training/graphs.py
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
         self.statistics = StepStatistics(device, tally)
         self.saved: int | None = self.earlier and self.earlier.step  # the step of the newest checkpoint

@@ -42,6 +42,7 @@ class Train:
     loss_tokens: Literal["all", "kept"]
     reconstruction: PositiveOrZero
     path_drop: Share = 0.0
+    cuda_graphs: Literal["auto", True, False] = "auto"
 
     def __post_init__(self) -> None:
         if self.reconstruction and self.loss_tokens == "all":

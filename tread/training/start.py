@@ -36,6 +36,7 @@ from tread.training import posthoc_ema
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.costs import training_flops
 from tread.training.ema import EMA, exponential, power
+from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
 from tread.training.run import Run
 from tread.training.run_folder import Claim, claim, differences
@@ -83,6 +84,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         cfg, config, processes, precision, micro_batches, data, heldout, network, ema, [ema, *powers.values()], aligner,
         optimizer, trained, decoder, online_fid, weights, notes, stop, began, earlier, **prompts
     )  # fmt: skip
+    run.graphs = open_graphs(run)
     run.warnings += [*settings_warnings(cfg), *data_warnings(run)]
     if earlier and "flops" not in earlier.info:
         run.flops = training_flops(cfg, network, range(run.step), aligner)  # an old checkpoint has no count

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from tread.routing.ids import pair
 from tread.runtime.device import autocast
 from tread.runtime.randomness import generator
 from tread.training.alignment import Aligner
-from tread.training.optimizer import backward, learning_rate, optimizer_step
+from tread.training.optimizer import backward, is_fused, learning_rate, optimizer_step
 from tread.training.run import Run
 from tread.training.settings import Settings
 from tread.training.token_losses import kept_terms
@@ -111,21 +112,55 @@ def loss(
     return terms
 
 
+class Inputs(NamedTuple):
+    """All that differs from one training step to another of its kind, in tensors on the device."""
+
+    draws: Draws  # for the global batch
+    batches: list[Batch]  # this process's micro-batches
+    rate: Tensor | float  # the learning rate, 0-d; a number for an optimizer that may take no tensor
+    shares: list[Tensor]  # of the weights in each average, 0-d
+    hold: Tensor  # 0-d; 1: the step computes everything and changes nothing but the statistics
+
+
 def training_step(run: Run) -> None:
     """Run one optimizer step on the global batch of step run.step, without waiting for the device."""
+    inputs = step_inputs(run)
+    if run.graphs is None:
+        step_on(run, inputs)
+    else:
+        run.graphs.take(inputs)
+
+
+def step_inputs(run: Run) -> Inputs:
+    """Draw and read the inputs of step run.step."""
+    device, rate = run.processes.device, learning_rate(run.cfg, run.step)
+    if is_fused(run.optimizer):  # a CPU's kernel reads fp64, a GPU's fp32
+        rate = torch.full((), rate, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    return Inputs(
+        step_draws(run.cfg, run.data.latents, run.step, device),
+        run.loader.batches(run.step),
+        rate,
+        [torch.full((), average.share(run.step), device=device) for average in run.averages],
+        torch.zeros((), device=device),
+    )
+
+
+def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
+    """Do a training step's work on the device; returns its mean losses and the gradients' norm, each 0-d. Nothing but
+    the inputs' tensors may change from call to call, as a CUDA graph replays one call for all steps of a kind."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
-    draws = step_draws(cfg, latents, run.step, run.processes.device)
     weights = (1.0, cfg.alignment.weight) if run.aligner else (1.0,)
     totals = [0.0] * len(weights)
-    for rows, batch in zip(run.micro_batches, run.loader.batches(run.step)):
+    for rows, batch in zip(run.micro_batches, inputs.batches):
         last = rows is run.micro_batches[-1]
         with contextlib.nullcontext() if last else run.processes.no_sync(run.wrapped):
             with autocast(run.processes.device, run.precision):
-                terms = loss(cfg, run.wrapped, latents, batch, draws.rows(rows), null, run.aligner)
+                terms = loss(cfg, run.wrapped, latents, batch, inputs.draws.rows(rows), null, run.aligner)
             means = [term.mean() / len(run.micro_batches) for term in terms]
             backward(sum(weight * mean for weight, mean in zip(weights, means)))
         totals = [total + mean.detach() for total, mean in zip(totals, means)]
-    norm, skip = optimizer_step(run.optimizer, learning_rate(cfg, run.step), cfg.optim.clip_norm)
-    for average in run.averages:
-        average.update(run.network, run.step, skip)
+    norm, skip = optimizer_step(run.optimizer, inputs.rate, cfg.optim.clip_norm, inputs.hold)
+    for average, share in zip(run.averages, inputs.shares):
+        average.update(run.network, share, skip)
     run.statistics.add(totals[0], norm, skip, *totals[1:])
+    return [*totals, norm]

@@ -1,0 +1,148 @@
+"""Training steps as CUDA graphs: one launch in the place of thousands, for which small steps would wait.
+
+Steps of a kind have the same routes and shapes. The first ones run as usual, on the stream that records; then one is
+recorded, over buffers into which the inputs of each later step are copied, and replayed. All kinds share one pool of
+memory, as nothing in it outlives a step: weights, optimizer, averages and statistics lie outside. Before a graph is
+trusted, it is rehearsed on two steps' inputs beside the usual step, with `hold`, so that nothing changes. If it fails
+or differs, the run goes on without graphs.
+"""
+
+import contextlib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from tread.runtime.device import beside
+from tread.training.optimizer import is_fused
+from tread.training.run import Run, first_line
+from tread.training.step import Draws, Inputs, step_on
+
+Replay = Callable[[], list[Tensor]]  # does the step, and returns what step_on returned
+CLOSE = {"rtol": 0.01, "atol": 1e-6, "equal_nan": True}  # of losses and gradient norms in bf16
+
+
+@dataclass
+class StepKind:
+    done: int = 0  # steps that ran as usual
+    last: list[Tensor] = field(default_factory=list)  # the inputs of the last of them
+    buffers: list[Tensor] = field(default_factory=list)  # that the graph reads
+    replay: Replay | None = None
+
+
+class Graphs:
+    """Takes a run's steps, by graphs as soon as it can.
+
+    stream  the stream that records, and on which the first steps of each kind run; None on a CPU.
+    record  function that records a step without doing it. A test on a CPU may let the step be its own replay.
+    """
+
+    def __init__(self, run: Run, stream: "torch.cuda.Stream | None", record: Callable[[Replay], Replay]) -> None:
+        self.run, self.stream, self.record = run, stream, record
+        self.kinds: dict[tuple, StepKind] = {}  # by routes, and shapes and types of tensors
+        self.usual = 3 if run.processes.count == 1 else 11  # DDP settles in its first steps
+
+    def take(self, inputs: Inputs) -> None:
+        """Do a training step."""
+        leaves, layout = tree_flatten(inputs._replace(draws=vars(inputs.draws)))
+        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
+        fixed = [leaf for leaf in leaves if isinstance(leaf, Hashable)]  # all but the samples' numbers
+        key = tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in fixed)
+        kind, run, problem = self.kinds.setdefault(key, StepKind()), self.run, None
+        if kind.done < self.usual:
+            with beside(self.stream):
+                step_on(run, inputs)
+            kind.done, kind.last = kind.done + 1, tensors
+            return
+        try:
+            kind.replay = kind.replay or self.prepare(kind, leaves, layout)
+        except Exception as error:  # kernels, libraries and drivers refuse to be recorded in many ways
+            problem = first_line(error)
+        if problem is None:
+            torch._foreach_copy_(kind.buffers, tensors)
+            kind.replay()
+        else:  # outside the except block, which holds the step's memory
+            self.kinds.clear()
+            run.graphs = None
+            run.optimizer.zero_grad()
+            run.processes.say(f"warning: going on without CUDA graphs: {problem}")
+            step_on(run, inputs)
+
+    def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
+        """Record and rehearse a kind of step; only buffers change. Raises the error of what fails, in all processes."""
+        clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
+        current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
+        inputs, run = tree_unflatten(clones, layout), self.run
+        step = partial(step_on, run, inputs._replace(draws=Draws(**inputs.draws)))
+        tallies = [run.statistics.sums, run.statistics.recent]
+        before = [tally.clone() for tally in tallies]
+
+        def rehearse(replay: Replay) -> Tensor:
+            results = []
+            for tensors in (kind.last, current):
+                torch._foreach_copy_(kind.buffers, tensors)
+                inputs.hold.fill_(1.0)
+                results.append(torch.stack(replay()))
+            return torch.stack(results)
+
+        try:
+            with beside(self.stream):
+                expected = rehearse(step)
+            replay = run.processes.together(lambda: self.record(step))
+            found = rehearse(replay)
+            differ = f"its losses and gradient norms are {found.tolist()}, but should be {expected.tolist()}"
+            run.processes.together(lambda: assert_close(found, expected, **CLOSE, msg=differ))
+        finally:
+            torch._foreach_copy_(tallies, before)
+        return replay
+
+
+def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], step: Replay) -> Replay:
+    """Record a step as a CUDA graph. Raises the error of whatever can't be recorded."""
+    groups, graph = run.optimizer.param_groups, torch.cuda.CUDAGraph()
+    before = [group["capturable"] for group in groups]
+    for group in groups:  # fused, the state is on the device in any case, and checkpoints do not see the change
+        group["capturable"] = True
+    threads = "thread_local"  # the loader's go on meanwhile
+    try:
+        with torch.cuda.stream(stream):  # to come back from it after a failure, too
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=threads):
+                results = step()
+    except Exception:
+        with contextlib.suppress(RuntimeError, AttributeError):  # torch may leave it open, and free no batch any more
+            torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+        raise
+    finally:
+        for group, capturable in zip(groups, before):
+            group["capturable"] = capturable
+    free, total = torch.cuda.mem_get_info(stream.device)
+    if free < total / 10:  # the pool keeps a step's memory, where usual steps give it back
+        raise MemoryError("less than a tenth of the device's memory is left for evaluation and samples")
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return results
+
+    return replay
+
+
+def open_graphs(run: Run) -> Graphs | None:
+    """Return what takes the run's steps by graphs, or None if it goes without, by train.cuda_graphs. Raises ValueError
+    if graphs are asked for and can't be."""
+    asked, device, never = run.cfg.train.cuda_graphs, run.processes.device, None
+    if device.type != "cuda":
+        never = f"the run is on {device}, without a CUDA device"
+    elif not is_fused(run.optimizer):
+        never = f"optim.name={run.cfg.optim.name} is no fused AdamW, whose learning rate may be a tensor"
+    if asked is True and never:
+        raise ValueError(f"train.cuda_graphs is true, but {never}")
+    live = run.aligner and run.aligner.encoder
+    unsure = live or run.processes.count > 1 or getattr(run.cfg.model, "kernel", "torch") != "torch"
+    if not asked or never or (asked == "auto" and unsure):
+        return None
+    stream = torch.cuda.Stream(device)
+    return Graphs(run, stream, partial(record_graph, run, stream, torch.cuda.graph_pool_handle()))
