@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import gather_tokens
-from tread.runtime.device import autocast, device_name, wait_for
+from tread.runtime.device import autocast, device_name, set_tf32, wait_for
 from tread.runtime.files import check_file
 from tread.runtime.schema import Count
 from tread.training.run import Run
@@ -472,7 +472,7 @@ def sampling(check: Check, options: Options) -> None:
         model, outputs = model.to(DEVICE).eval(), {}
 
         def run(precision: str) -> None:
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "TF32"
+            set_tf32(["tf32" if precision == "TF32" else "ieee"] * 3)
             with torch.no_grad(), autocast(DEVICE, "bf16" if precision == "bf16" else "fp32"):
                 output = model(*inputs)
             outputs[precision] = getattr(output, "last_hidden_state", output).float()

@@ -178,8 +178,10 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """Return a number of tokens that holds captions of these lengths: a multiple of 8, cut to `limit` and LONGEST."""
-    return min(-(-max([8, *lengths]) // 8) * 8, limit or LONGEST, LONGEST)
+    """Return a number of tokens that holds captions of these lengths: a multiple of 8, cut to `limit` and LONGEST, and
+    72 rather than 64: see attention_fault in tread/runtime/device.py."""
+    tokens = -(-max([8, *lengths]) // 8) * 8
+    return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 
 
 def _minilm_folder() -> Path:
