@@ -222,10 +222,9 @@ class GatherRows(torch.autograd.Function):
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
     """Gather the kept tokens in the order of their indices: (B, N, …), (B, K) → (B, K, …). Raises ValueError if
     check_ids refuses ids_keep."""
-    if len(ids_keep) != len(tokens):
-        raise ValueError(
-            f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row (see expand)"
-        )
+    given, batch = len(ids_keep), len(tokens)
+    if given != batch:
+        raise ValueError(f"ids of {given} samples for tokens of {batch}: each sample needs its own row (see expand)")
     check_ids(ids_keep, *tokens.shape[:2])
     if torch.compiler.is_compiling() or not tokens.is_contiguous():  # torch.compile traces no Function with a jvp
         index = ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
@@ -239,8 +238,8 @@ def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
     check_ids(ids_keep, *saved.shape[:2])
     if kept.shape[:2] != ids_keep.shape:
         raise ValueError(f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}: each needs one id")
-    rows = saved.flatten(0, 1).index_copy(0, _rows(ids_keep, saved), kept.flatten(0, 1).to(saved.dtype))
-    return rows.view(saved.shape)
+    rows, kept = _rows(ids_keep, saved), kept.flatten(0, 1).to(saved.dtype)
+    return saved.flatten(0, 1).index_copy(0, rows, kept).view(saved.shape)
 
 
 def _rows(ids_keep: Tensor, tokens: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ def text_encoder(
     """Return the text encoder named `name` (see the top of this file). Raises ValueError if it can't be loaded.
 
     captions    texts that decide `tokens` and `vocabulary` if these are None.
-    tokens      T; None: CLIP's own 77, else the multiple of 8 that holds the longest caption, at most LONGEST.
+    tokens      T; None: CLIP's own 77, else enough for the longest caption (see settle_tokens).
     vocabulary  the words that the encoder "words" knows; None: those of `captions`.
     """
     if name != "words":
