@@ -195,9 +195,42 @@ def readable(values: Tensor) -> bool:
     return type(values) is Tensor and values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+class GatherRows(torch.autograd.Function):
+    """Rows (R, …) at distinct indices (S,): (S, …). As no row comes twice, gradients are written to their rows; those
+    of Tensor.gather are added up, on a GPU by atomic operations."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, indices: Tensor) -> Tensor:
+        return rows.index_select(0, indices)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.shape = inputs[0].shape
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_zeros(ctx.shape).index_copy_(0, *ctx.saved_tensors, gradient), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.index_select(0, *ctx.saved_tensors)
+
+
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """Gather the kept tokens in the order of their indices: (B, N, …), (B, K) → (B, K, …)."""
-    return tokens.gather(1, _spread(ids_keep, tokens))
+    """Gather the kept tokens in the order of their indices: (B, N, …), (B, K) → (B, K, …). Raises ValueError if
+    check_ids refuses ids_keep."""
+    given, batch = len(ids_keep), len(tokens)
+    if given != batch:
+        raise ValueError(f"ids of {given} samples for tokens of {batch}: each sample needs its own row (see expand)")
+    check_ids(ids_keep, *tokens.shape[:2])
+    if torch.compiler.is_compiling() or not tokens.is_contiguous():  # torch.compile traces no Function with a jvp
+        index = ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
+        return tokens.gather(1, index)
+    return GatherRows.apply(tokens.flatten(0, 1), _rows(ids_keep, tokens)).unflatten(0, ids_keep.shape)
 
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
@@ -206,16 +239,14 @@ def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
     check_ids(ids_keep, *saved.shape[:2])
     if kept.shape[:2] != ids_keep.shape:
         raise ValueError(f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}: each needs one id")
-    return saved.scatter(1, _spread(ids_keep, saved), kept.to(saved.dtype))
+    rows, kept = _rows(ids_keep, saved), kept.flatten(0, 1).to(saved.dtype)
+    return saved.flatten(0, 1).index_copy(0, rows, kept).view(saved.shape)
 
 
-def _spread(ids_keep: Tensor, tokens: Tensor) -> Tensor:
-    """Expand the indices (B, K) to (B, K, …), for gather and scatter along dimension 1 of tokens (B, N, …)."""
-    if len(ids_keep) != len(tokens):  # gather would use only the first samples
-        raise ValueError(
-            f"ids of {len(ids_keep)} samples for tokens of {len(tokens)}: each sample needs its own row (see expand)"
-        )
-    return ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
+def _rows(ids_keep: Tensor, tokens: Tensor) -> Tensor:
+    """Return where the kept tokens (B, K) lie among all B·N: (B·K,). gather refuses other indices, on a GPU as well."""
+    batch, count = tokens.shape[:2]
+    return torch.arange(batch * count, device=tokens.device).view(batch, count).gather(1, ids_keep).flatten()
 
 
 class Rejoin(NamedTuple):

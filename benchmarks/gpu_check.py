@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import gather_tokens
-from tread.runtime.device import autocast, device_name, wait_for
+from tread.runtime.device import autocast, device_name, set_tf32, wait_for
 from tread.runtime.files import check_file
 from tread.runtime.schema import Count
 from tread.training.run import Run
@@ -326,24 +326,14 @@ def variants(check: Check, options: Options) -> None:
             check.attempt(f"{size}, {name}", partial(under, size, name))
 
 
-class GatherRows(torch.autograd.Function):
-    """`gather_tokens` that copies whole rows; as no token is kept twice, its gradient needs no atomic sums."""
-
-    @staticmethod
-    def forward(ctx, tokens: Tensor, ids_keep: Tensor) -> Tensor:
-        B, N, D = ctx.shape = tokens.shape
-        ctx.rows = (ids_keep + N * torch.arange(B, device=tokens.device)[:, None]).flatten()
-        return tokens.reshape(B * N, D).index_select(0, ctx.rows).view(B, -1, D)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        B, N, D = ctx.shape
-        return gradient.new_zeros(B * N, D).index_copy_(0, ctx.rows, gradient.reshape(-1, D)).view(B, N, D), None
+def gather_by_elements(tokens: Tensor, ids_keep: Tensor) -> Tensor:
+    """`gather_tokens` as Tensor.gather does it: an index for each number, and atomic sums for its gradient."""
+    return tokens.gather(1, ids_keep[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
-    """Time gather_tokens against GatherRows, and the update of the averaged weights against one pass over a flat
-    tensor, the least that it can take."""
+    """Time tokens gathered by elements and, as gather_tokens does, by rows; and the update of the averaged weights
+    against one pass over a flat tensor, the least that it can take."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = random(batch, tokens, WIDTHS[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
@@ -352,8 +342,8 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
         flat = torch.zeros(sum(parameter.numel() for parameter in run.network.parameters()), device=DEVICE)
         other = flat.clone()
         calls = {
-            "gather as it is": lambda: gather_tokens(x, ids).sum().backward(),
-            "gather by rows": lambda: GatherRows.apply(x, ids).sum().backward(),
+            "gather by elements": lambda: gather_by_elements(x, ids).sum().backward(),
+            "gather by rows, as it is": lambda: gather_tokens(x, ids).sum().backward(),
             "average as it is": lambda: run.ema.update(run.network, 1e-4, zero),
             "average in one pass": lambda: flat.lerp_(other, 0.5),
         }
@@ -475,7 +465,7 @@ def sampling(check: Check, options: Options) -> None:
         model, outputs = model.to(DEVICE).eval(), {}
 
         def run(precision: str) -> None:
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "TF32"
+            set_tf32(["tf32" if precision == "TF32" else "ieee"] * 3)
             with torch.no_grad(), autocast(DEVICE, "bf16" if precision == "bf16" else "fp32"):
                 output = model(*inputs)
             outputs[precision] = getattr(output, "last_hidden_state", output).float()

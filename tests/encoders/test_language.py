@@ -139,6 +139,8 @@ def test_tokens_hold_the_longest_caption():
     for lengths, limit, expected in (([], None, 8), ([8], None, 8), ([9, 3], None, 16), ([500], None, 128)):
         assert settle_tokens(lengths, limit) == expected
     assert settle_tokens([30], 20) == 20
+    assert [settle_tokens([longest], None) for longest in (56, 57, 64, 65)] == [56, 72, 72, 72]
+    assert settle_tokens([64], 64) == 64
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves as leaves_of
 
 from routing_module import Route, check_routes, draw_ids, gather_tokens, kept_grid, num_keep, run_blocks, scatter_tokens
 from tread.routing.ids import row_ids
@@ -408,3 +409,74 @@ def test_blocks_that_write_into_what_is_to_rejoin_are_refused():
     blocks[1] = lambda x: x * 2
     with torch.inference_mode():  # where nobody counts
         assert torch.isfinite(run_blocks(blocks, torch.randn(2, 8, 1), routes=[(Route(2, 3, rejoin=1), ids)])).all()
+
+
+def gathered(tokens, ids):
+    """Tensor.gather, whose gradient adds up."""
+    return tokens.gather(1, ids.view(*ids.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:]))
+
+
+def scattered(saved, kept, ids):
+    index = ids.view(*ids.shape, *[1] * (saved.ndim - 2)).expand(-1, -1, *saved.shape[2:])
+    return saved.scatter(1, index, kept.to(saved.dtype))
+
+
+def gradients(function, inputs, weight):
+    """The function's values and what they pass back."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]  # which keeps strides
+    output = function(*inputs)
+    return output.detach(), *torch.autograd.grad(output, inputs, weight.expand_as(output).to(output.dtype))
+
+
+@pytest.mark.parametrize("more", [(5,), (), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_rows_come_and_go_as_by_gather_and_scatter(dtype, more):
+    """Bit for bit, both ways: contiguous tokens, transposed ones, one sample expanded; under autocast; kept in fp32."""
+    ids, shape = drawn(3, 7, 0.5, sort=False), (3, 7, *more)
+    whole, kept = torch.randn(shape).to(dtype), torch.randn(3, 4, *more)
+    back, back_kept = torch.randn(shape), torch.randn(3, 4, *more)
+    for tokens in (whole, whole.transpose(0, 1).contiguous().transpose(0, 1), whole[:1].expand(shape)):
+        for autocast in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                ours = gradients(lambda x: gather_tokens(x, ids), [tokens], back_kept)
+                ours += gradients(lambda x, y: scatter_tokens(x, y, ids), [tokens, kept], back)
+                theirs = gradients(lambda x: gathered(x, ids), [tokens], back_kept)
+                theirs += gradients(lambda x, y: scattered(x, y, ids), [tokens, kept], back)
+            for our, their in zip(ours, theirs, strict=True):
+                assert our.dtype == their.dtype and torch.equal(our, their)
+    with torch.no_grad():
+        assert torch.equal(gather_tokens(whole, ids), gathered(whole, ids))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_rows_differentiate_as_gather_and_scatter_do(name):
+    """Numerically, once and twice, forward mode too; by torch.func's maps, compiled whole."""
+    ids = drawn(2, 5, 0.5, sort=False)
+    x, kept = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 3, 3, dtype=torch.float64)
+    inputs, ours, theirs = {
+        "gather": ((x,), lambda x: gather_tokens(x, ids), lambda x: gathered(x, ids)),
+        "scatter": ((x, kept), lambda *given: scatter_tokens(*given, ids), lambda *given: scattered(*given, ids)),
+    }[name]
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    assert torch.autograd.gradcheck(ours, leaves, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(ours, leaves)
+    stacked = [torch.stack([tensor, 2 * tensor]) for tensor in inputs]
+    for call in (
+        lambda function: torch.func.jvp(function, inputs, inputs)[1],
+        lambda function: torch.func.hessian(lambda *given: function(*given).pow(3).sum())(*inputs),
+        lambda function: torch.vmap(function)(*stacked),
+        lambda function: torch.vmap(torch.func.grad(lambda *given: function(*given).pow(2).sum()))(*stacked),
+        lambda function: torch.inference_mode()(function)(*inputs),
+    ):
+        found, expected = call(ours), call(theirs)
+        assert torch.equal(*(torch.cat([part.flatten() for part in leaves_of(tree)]) for tree in (found, expected)))
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, gradients(compiled, inputs, x[:, :1]), gradients(theirs, inputs, x[:, :1])))
+
+
+def test_ids_whose_gradient_would_be_lost_are_refused():
+    x = torch.randn(2, 4, 3)
+    for rows, message in (([[1, 1], [0, 2]], "token 1 twice in sample 0"), ([[0, 1], [0, 4]], "tokens 0 to 4")):
+        with pytest.raises(ValueError, match=message):
+            gather_tokens(x, torch.tensor(rows))

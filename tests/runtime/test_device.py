@@ -8,6 +8,7 @@ torchrun's documented one (OMP_NUM_THREADS=1 beside RANK, LOCAL_RANK, WORLD_SIZE
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from conftest import ROOT
 
-from tread.runtime.device import use_cores
+from tread.runtime.device import attention_fault, avoid_faults, exact, set_tf32, tf32_flags, use_cores, use_precision
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 
@@ -75,3 +76,88 @@ def test_all_cores_are_used_where_a_launcher_left_one():
     environment = {**os.environ, **accelerates(1)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["1", str(len(os.sched_getaffinity(1))), "3"], done.stderr
+
+
+MATMUL, CUDNN, GPU = torch.backends.cuda.matmul, torch.backends.cudnn, torch.device("cuda")
+
+
+@pytest.fixture
+def fp32():
+    """Puts torch's switches of TF32 back."""
+    before = tf32_flags()
+    yield
+    if hasattr(torch.backends, "fp32_precision"):
+        torch.backends.fp32_precision = "none"
+    set_tf32(before)
+
+
+@pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="new switches come with torch 2.9")
+@pytest.mark.parametrize(
+    "owner, name, value",
+    [
+        (MATMUL, "allow_tf32", True),
+        (CUDNN, "allow_tf32", False),
+        (MATMUL, "fp32_precision", "tf32"),
+        (CUDNN.conv, "fp32_precision", "ieee"),  # not that of recurrent networks: reading the old switch raises
+        (torch.backends, "fp32_precision", "tf32"),
+        (torch.backends, "fp32_precision", "ieee"),
+    ],
+)
+def test_exact_numbers_whatever_switch_a_user_sets(fp32, owner, name, value):
+    """By old switches or new ones, before the precision is set or after; both kinds can be read inside and behind."""
+    use_precision("fp32", GPU)
+    setattr(owner, name, value)
+    before = tf32_flags()
+    for _ in range(2):
+        with exact():
+            assert tf32_flags() == ["ieee"] * 3 and not MATMUL.allow_tf32 and not CUDNN.allow_tf32
+        assert tf32_flags() == before and MATMUL.allow_tf32 == (before[0] == "tf32")
+    for precision, expected in (("bf16", "tf32"), ("fp32", "ieee")):
+        use_precision(precision, GPU)
+        assert tf32_flags() == [expected] * 3 and MATMUL.allow_tf32 == CUDNN.allow_tf32 == (expected == "tf32")
+
+
+def test_a_torch_with_old_switches_alone(monkeypatch):
+    matmul, cudnn = SimpleNamespace(allow_tf32=True), SimpleNamespace(allow_tf32=False)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
+    monkeypatch.setattr(torch.backends, "cudnn", cudnn)
+    with exact():
+        assert not matmul.allow_tf32 and not cudnn.allow_tf32
+    assert matmul.allow_tf32 and not cudnn.allow_tf32
+    use_precision("bf16", GPU)
+    assert vars(matmul) == vars(cudnn) == {"allow_tf32": True}
+    use_precision("fp32", GPU)
+    assert vars(matmul) == vars(cudnn) == {"allow_tf32": False}
+
+
+@pytest.mark.parametrize(
+    "release, cudnn, keys, expected",
+    [
+        ("2.9.0+cu128", 91002, None, "169849"),
+        ("2.9.1", 91500, 77, "169849"),
+        ("2.9.1", 91501, None, None),
+        ("2.9.1+cu130", 91501, 64, None),
+        ("2.8.0", 91002, 64, None),
+        ("2.10.0", 91002, 64, None),
+        ("2.11.0", 91900, 64, "196678"),
+        ("2.13.0+cu130", 92000, 192, "196678"),
+        ("2.14.0a0+git1234", 92501, 64, "196678"),
+        ("2.13.0", 92000, 128, None),
+        ("2.13.0", 92000, 77, None),
+        ("2.13.0", 92000, None, None),
+        ("2.15.0", 92600, 64, None),
+        ("2.9.0+cpu", None, 64, None),
+    ],
+)
+def test_faults_of_attention_are_known_and_avoided(monkeypatch, release, cudnn, keys, expected):
+    """Versions: those of PyTorch's issues and of the changes that closed them."""
+    fault = attention_fault(release, cudnn, keys)
+    assert (expected in fault) if expected else fault is None
+    switched = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    monkeypatch.setattr(torch, "__version__", release)
+    monkeypatch.setattr(CUDNN, "version", lambda: cudnn)
+    assert avoid_faults(torch.device("cpu"), keys) is None and not switched
+    line = avoid_faults(GPU, keys)
+    assert switched == [False] * bool(expected)
+    assert line is None or (line.startswith("attention runs without cuDNN") and line.endswith(f"cuDNN {cudnn}"))

@@ -153,7 +153,7 @@ def text_encoder(
     """Return the text encoder named `name` (see the top of this file). Raises ValueError if it can't be loaded.
 
     captions    texts that decide `tokens` and `vocabulary` if these are None.
-    tokens      T; None: CLIP's own 77, else the multiple of 8 that holds the longest caption, at most LONGEST.
+    tokens      T; None: CLIP's own 77, else enough for the longest caption (see settle_tokens).
     vocabulary  the words that the encoder "words" knows; None: those of `captions`.
     """
     if name != "words":
@@ -178,8 +178,10 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """Return a number of tokens, a multiple of 8, that fits captions of these lengths; at most `limit` and LONGEST."""
-    return min(-(-max([8, *lengths]) // 8) * 8, limit or LONGEST, LONGEST)
+    """Return a number of tokens, a multiple of 8, that fits captions of these lengths; at most `limit` and LONGEST. It
+    is 72 rather than 64: see attention_fault in tread/runtime/device.py."""
+    tokens = -(-max([8, *lengths]) // 8) * 8
+    return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 
 
 def _minilm_folder() -> Path:

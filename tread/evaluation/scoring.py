@@ -39,7 +39,7 @@ from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, Unscored
 from tread.preparing.images import Crop
 from tread.runtime import schema
 from tread.runtime.compiling import Compile, compile_blocks, settle_compile
-from tread.runtime.device import Precision, device_name, use_precision
+from tread.runtime.device import Precision, avoid_faults, device_name, use_precision
 from tread.runtime.distributed import Processes
 from tread.runtime.files import check_place, explain_failure
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
@@ -115,6 +115,8 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     """Check everything, then score each checkpoint or picture set. The main process gets the checkpoints' scores."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
+    if faulty := avoid_faults(processes.device):
+        processes.say(f"note: {faulty}")
     compiled, reason = settle_compile(options.compile, processes.device)
     if reason:
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")

@@ -23,7 +23,7 @@ def use_precision(name: Precision, device: torch.device) -> str:
         native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         name = "bf16" if native else "fp32"
     if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "bf16"
+        set_tf32(["tf32" if name == "bf16" else "ieee"] * 3)
     return name
 
 
@@ -32,18 +32,57 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
+def tf32_flags() -> list[str]:
+    """Return how fp32 products, convolutions and recurrent layers compute on a GPU: "tf32", "ieee" or "none"."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(matmul, "fp32_precision"):  # from torch 2.9 on; there the old flags can't be read beside newly set ones
+        return [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
+    return ["tf32" if allowed else "ieee" for allowed in (matmul.allow_tf32, cudnn.allow_tf32, cudnn.allow_tf32)]
+
+
+def set_tf32(flags: list[str]) -> None:
+    """Set what `tf32_flags` returns. The old flags are set as well: torch.compile still reads them in torch 2.9 and
+    2.10, which raises where they differ from the new ones (pytorch #166387)."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul.allow_tf32, cudnn.allow_tf32 = flags[0] == "tf32", flags[1] == "tf32"
+    if hasattr(matmul, "fp32_precision"):  # alone, the old ones would leave convolutions to fp32_precision of all
+        matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags
+
+
+def attention_fault(release: str, cudnn: int | None, masked_keys: int | None) -> str | None:
+    """Return which fault of torch's cuDNN attention this torch and this cuDNN (as 91002) have, or None.
+
+    masked_keys  the number of keys that attention masks by; None: no mask, or no gradients.
+    """
+    version = tuple(int(part) for part in release.split(".")[:2])
+    if cudnn and version == (2, 9) and cudnn < 91501:
+        return "reads beyond its memory (pytorch #169849)"
+    if cudnn and version >= (2, 11) and cudnn < 92600 and masked_keys and masked_keys % 128 == 64:
+        return f"makes NaN of rare gradients under masks over {masked_keys} keys (pytorch #196678)"
+    return None
+
+
+def avoid_faults(device: torch.device, masked_keys: int | None = None) -> str | None:
+    """Switch cuDNN's attention off in this process where it is faulty (see attention_fault); returns why, in a line."""
+    cudnn = torch.backends.cudnn.version() if device.type == "cuda" else None
+    fault = attention_fault(torch.__version__, cudnn, masked_keys)
+    if fault is None:
+        return None
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return f"attention runs without cuDNN, which {fault} in torch {torch.__version__} with cuDNN {cudnn}"
+
+
 @contextmanager
 def exact() -> Iterator[None]:
     """Context that computes in fp32 without TF32 or autocast, whatever sampling or training has set."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    before = tf32_flags()
+    set_tf32(["ieee"] * 3)
     gpu = torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext()
     try:
         with gpu, torch.autocast("cpu", enabled=False):
             yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        set_tf32(before)
 
 
 def use_cores(threads: int | None, processes: int) -> int:

@@ -27,6 +27,7 @@ from tread.evaluation.scorers import OnlineFID, open_online_fid
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile
+from tread.runtime.device import avoid_faults
 from tread.runtime.distributed import Processes, open_training, split_batch
 from tread.runtime.files import check_place, explain_failure, point_to, size_text, write_whole
 from tread.runtime.randomness import generator
@@ -66,6 +67,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         network = build_network(cfg)
     weights, notes = bring_weights(cfg, network, claimed, data)
     network.to(processes.device)
+    faulty = avoid_faults(processes.device, cfg.text.tokens if cfg.model.takes_text else None)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
     powers = {width: EMA(network, power(width)) for width in cfg.ema.power}
     with processes.main_first():  # the main process may fetch an encoder
@@ -85,7 +87,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         optimizer, trained, decoder, online_fid, weights, notes, stop, began, earlier, **prompts
     )  # fmt: skip
     run.graphs = open_graphs(run)
-    run.warnings += [*settings_warnings(cfg), *data_warnings(run)]
+    run.warnings += [*settings_warnings(cfg), *data_warnings(run), *filter(None, [faulty])]
     if earlier and "flops" not in earlier.info:
         run.flops = training_flops(cfg, network, range(run.step), aligner)  # an old checkpoint has no count
     processes.from_main(lambda: take_folder(run, claimed))
