@@ -302,7 +302,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Steps with other settings of torch, and the usual ones before and after; other ways to gather and average."""
+    """Time steps with other settings of torch, and with the usual ones before and after; call gather_and_average."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -328,7 +328,7 @@ def variants(check: Check, options: Options) -> None:
 
 
 class GatherRows(torch.autograd.Function):
-    """`gather_tokens` that copies whole rows; as no token is kept twice, its gradient needs no atomic sums."""
+    """A gather_tokens that copies whole rows. No token is kept twice, so the gradient needs no atomic sums."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, ids_keep: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ class GatherRows(torch.autograd.Function):
 
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
     """Time gather_tokens against GatherRows, and the update of the averaged weights against one pass over a flat
-    tensor, the least that it can take."""
+    tensor of the same size, which is the least time that an update can take."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = random(batch, tokens, WIDTHS[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
@@ -422,7 +422,7 @@ def peers(check: Check, options: Options) -> None:
 
 
 def kinds(check: Check, options: Options) -> None:
-    """Step times of the other networks at B's size, relative to DiT's, with which each takes turns."""
+    """Time training steps of the other networks at B's size, each in turns with DiT's, and record ratios of times."""
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
 
