@@ -66,7 +66,7 @@ class RF(Process):
         return torch.sigmoid(normal * self.time_std + self.time_mean)
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Return the times `noise_level(normal) − step`, at least 0, elementwise."""
+        """Return the times noise_level(normal) − step, but not below 0, elementwise; `normal` is standard normal."""
         return (self.noise_level(normal) - step).clamp(min=0)
 
     def weight(self, t: Tensor) -> Tensor:

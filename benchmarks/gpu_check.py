@@ -301,7 +301,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Steps with other settings of torch, and the usual ones before and after; other ways to gather and average."""
+    """Time steps with other settings of torch, and with the usual ones before and after; call gather_and_average."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -411,7 +411,7 @@ def peers(check: Check, options: Options) -> None:
 
 
 def kinds(check: Check, options: Options) -> None:
-    """Step times of the other networks at B's size, relative to DiT's, with which each takes turns."""
+    """Time training steps of the other networks at B's size, each in turns with DiT's, and record ratios of times."""
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
 

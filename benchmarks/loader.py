@@ -50,7 +50,7 @@ class Files(Dataset):
 
 
 def write(folder: Path) -> None:
-    """Write the same latents as a dataset, a tar and single files."""
+    """Write random latents as a dataset, and the first FILES of them also as a tar and as single .npy files."""
     random_dataset(folder / "ours", SHAPE, CLASSES, SAMPLES, PER_SHARD)
     data = LatentDataset(folder / "ours")
     (folder / "npy").mkdir()
@@ -80,7 +80,7 @@ def through(batches: Iterable) -> None:
 
 
 def tar(folder: Path, workers: int) -> Iterable:
-    """Return the webdataset library's loader of the tar."""
+    """Return the webdataset library's loader of latents.tar in `folder`."""
     pipe = webdataset.WebDataset(str(folder / "latents.tar"), shardshuffle=False, empty_check=False).shuffle(1000)
     pipe = pipe.decode().to_tuple("latent.npy", "cls").batched(BATCH, partial=True)
     return webdataset.WebLoader(pipe, batch_size=None, num_workers=workers)

@@ -5,8 +5,8 @@ step the median time, images/s, FLOP/s, MFU, peak memory, the ratio of times den
 and that ratio divided by the ratio of FLOPs; then the share of each stage in a step. If a kind fails, the others go on.
 Overrides are those of train.py, and
 
-    beside=dit    further models, separated by commas; overrides that only some architectures have don't apply to them
-    pairs=24      turns to measure, each of one step (of 5 on a GPU, where one would show the launch of its kernels)
+    beside=dit    further models, separated by commas; these ignore overrides of architecture-specific options
+    pairs=24      turns to measure; a turn is one step (on a GPU 5 steps, to hide the time to launch the kernels)
     out=…         a JSON file to write as well
 
 python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
@@ -90,8 +90,8 @@ def open_run(folder: Path, overrides: Sequence[str]) -> Run:
 
 
 def random_text(folder: Path, count: int, words: bool) -> None:
-    """Write a caption for each sample of a dataset: 4 to 77 standard normal tokens as wide as CLIP ViT-L's or, with
-    `words`, 2 to 13 word numbers, padded to 16, as the emoji's captions have."""
+    """Write a random caption for each sample of a dataset: 4 to 77 standard normal tokens as wide as CLIP ViT-L's. With
+    words=True, it is 2 to 13 word numbers padded to 16, the format of the emoji's captions."""
     spec = TextSpec("random", None, 77, 768, 768)
     if words:
         spec = TextSpec("words", None, 16, None, None, (BEGIN, UNKNOWN, *map(str, range(2, 2000))))

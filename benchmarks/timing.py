@@ -166,7 +166,7 @@ def circumstances() -> dict[str, str]:
 
 
 def command() -> str:
-    """Return the command line; absolute paths become relative to this checkout or, outside of it, their last name."""
+    """Return the command line, absolute paths made relative to this checkout, or cut to their last name if outside."""
     words = []
     for word in sys.argv[1:]:
         key, equals, value = word.rpartition("=")

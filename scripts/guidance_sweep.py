@@ -179,7 +179,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Return a panel per metric against ω: a line per pair of ratios and interval, and a flat line for no guidance."""
+    """Return a panel per metric against ω: a line per setting of ratios and interval, a flat line for no guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

@@ -55,8 +55,8 @@ def main(composed: DictConfig) -> None:
 
 
 def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
-    """Write a run's folder with one checkpoint, at step 0; return warnings, a summary, and a command that uses it.
-    Raises ValueError or OSError."""
+    """Write a run's folder with one checkpoint, at step 0; return lines to print: warnings, a summary, and a command
+    that uses the checkpoint. Raises ValueError or OSError."""
     folder = Path(cfg.results) / cfg.name
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")

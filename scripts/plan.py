@@ -1,6 +1,6 @@
 """Predicts the cost of a run: python scripts/plan.py experiment=imagenet256_xl2 model=tread devices=8 price=3.5
 
-Parameters, FLOPs, memory of a device by part, the largest micro-batch that fits, images/s, hours, money and disk, dense
+Parameters, FLOPs, device memory by part, the largest micro-batch that fits, images/s, hours, money and disk, dense
 and routed. No GPU or dataset is needed; device=this measures on this machine. Times of listed devices are predictions
 for a compiled network in bf16 (tread/training/costs.py). All options: configs/plan.yaml.
 """

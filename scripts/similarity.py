@@ -118,7 +118,7 @@ def run(options: Options) -> None:
 
 
 def as_json(matrix: Tensor) -> list[list[float | None]]:
-    """Convert a matrix to rows of numbers, with null for NaN: two blocks' outputs without a token in common."""
+    """Convert a matrix to rows of numbers; NaN, for two states that share no token, becomes null."""
     return [[None if value != value else round(value, 6) for value in row] for row in matrix.tolist()]
 
 

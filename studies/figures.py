@@ -47,7 +47,7 @@ def last_values(results: Results, metric: str) -> dict[str, list[float]]:
 
 
 def last_means(results: Results, metric: str) -> dict[str, float]:
-    """Return {arm: mean of its last values}."""
+    """Return {arm: mean of the values that last_values returns}."""
     return {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
 
 
@@ -150,7 +150,7 @@ def _save(path: Path, panels: Sequence[Panel], columns: int = 2) -> None:
 
 
 def draw_curves(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric against images and FLOPs: means over the seeds, with bands of a standard error."""
+    """Draw each metric against images and FLOPs: means over the seeds, with bands of ± one standard error."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
     units = {"images": ("images, thousands", 1e3), "flops": (f"training FLOPs, 10^{power}", 10**power)}
@@ -237,8 +237,8 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """Draw the gap in training loss to the dense arm against the number of blocks in the route, and each final metric
-    against the gap."""
+    """Draw each routed arm's gap in training loss to the dense arm against the number of blocks in its route, and each
+    arm's final metrics against its gap."""
     mean_gaps = {arm: statistics.mean(less) for arm, less in loss_gaps(results).items()}
     if not mean_gaps:
         return
@@ -332,7 +332,7 @@ def when_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_when(study: Study, results: Results, path: Path) -> None:
-    """Draw routed minus dense runs at equal FLOPs: a panel per metric, a line per pair."""
+    """Draw the metrics of routed runs minus those of dense runs at equal FLOPs: a panel per metric, a line per pair."""
     panels = []
     for metric in study.metrics:
         lines = []
@@ -359,7 +359,7 @@ FIGURES = {
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML,
-    for the requested runs and the study's own ones. The table names those of them that are missing."""
+    from the runs in the study's file and the requested `runs`. The table names the runs that are missing."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):

@@ -29,7 +29,7 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint is damaged. Raised with (problem, folder); its message adds the newest whole one before it."""
+    """A checkpoint is damaged. Raised with (problem, folder); the message names the newest undamaged one before it."""
 
     def __str__(self) -> str:
         problem, folder = self.args

@@ -107,7 +107,7 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return the settings that tensors' names and shapes show; num_heads and rotary positions need rotary tables."""
+    """Return the settings that names and shapes of tensors show, num_heads and positions only by rotary tables."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -132,7 +132,7 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults of an architecture's options, and its constants, by dotted name."""
+    """Return the default options and the constants of the architecture that `settings` name, by dotted name."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
@@ -168,8 +168,8 @@ class StoredWeights:
         return f"{kind} of {self.where}, step {self.source.step:,}{origin}"
 
     def recorded(self) -> dict[str, object] | None:
-        """Return the recorded settings of model and text, by dotted name; None without a record. Options that did not
-        exist yet when the record was made have their defaults."""
+        """Return the recorded settings of model and text, by dotted name; None if there is no record. Options
+        that did not exist yet when the record was made have their defaults."""
         if self.source is None:
             return None
         config = self.source.info.get("config", {})
@@ -217,7 +217,7 @@ class StoredWeights:
         return lines
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
-        """Return facts besides the options that decide what weights mean: name → (recorded value, present value)."""
+        """Return what decides the weights' meaning besides the network's options: name → (recorded, present value)."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}

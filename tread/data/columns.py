@@ -189,7 +189,7 @@ class TextSpec:
         return int(np.prod(self.token_shape)) * np.dtype(self.dtype).itemsize + 2 * (self.pooled or 0) + 4
 
     def describe(self) -> str:
-        """Return the encoder, the shape of its text and its hash in a few words."""
+        """Describe the text encoder, the shape of its output and its fingerprint in a few words."""
         what = f"{self.tokens} tokens of {self.width}"
         if self.width is None:
             what = f"{self.tokens} word numbers below {len(self.vocabulary):,}"
@@ -232,7 +232,7 @@ class EncodedText:
 
 
 def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
-    """Build a Text on the tokens' device from stored tokens, `lengths` (B,) without padding, and the pooled output."""
+    """Build a Text on the tokens' device from stored tokens; `lengths` (B,) counts the tokens before padding."""
     mask = (torch.arange(spec.tokens) < lengths[:, None]).to(tokens.device)
     return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
 

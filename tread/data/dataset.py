@@ -146,8 +146,8 @@ class LatentDataset:
 
     def normalize(self, std: float) -> None:
         """Scale each channel of the network latents to mean 0 and standard deviation `std`, by index.json's
-        `normalize_by` (given by an import), else by measured statistics. Raises ValueError without statistics,
-        or if a channel is constant."""
+        `normalize_by` (given by an import), else by measured statistics. Raises ValueError if there are no
+        statistics, or a channel is constant."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(
                 f"{self.folder} can't be normalised: its index.json has no channel_mean and channel_std above 0. "
@@ -171,8 +171,8 @@ class LatentDataset:
     def _chosen(
         self, seed: int, step: int, batch_size: int, rows: slice
     ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray | None]:
-        """Return, for rows of a step's global batch, the samples' indices, which of its stored views (plain, mirrored)
-        is read of each, and with text the caption numbers."""
+        """Return for `rows` of a step's global batch: sample indices, the stored view to read of each (0 plain, 1
+        mirrored; a single 0 if only one is stored), and caption numbers (None without text)."""
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
         indices = _epoch_order(seed, epoch, len(self))[number * batch_size : (number + 1) * batch_size][rows]
         views, captions = 0, None
@@ -202,7 +202,7 @@ class LatentDataset:
         pin       use page-locked memory.
         captions  a caption number per sample, counted over the dataset; None: each sample's first caption.
 
-        Tensors are in CPU memory, except for stored numbers and text with placement "device".
+        Tensors are in CPU memory; placement "device" puts latents, text, and pictures made from latents on the device.
         """
         indices, views = np.asarray(indices), np.asarray(views)
         if len(indices) and not (0 <= indices.min() <= indices.max() < len(self) and 0 <= views.min()):

@@ -4,7 +4,7 @@
     network latents --from_network--> the autoencoder's z --decode--> pixels
 
 Network latents are (z − shift)·scale of the autoencoder's z, and then (x − channel_shift)·channel_scale in runs that
-normalise channels. No other file converts between the two.
+normalise channels. No other file converts between stored and network latents.
 """
 
 import functools

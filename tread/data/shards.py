@@ -167,8 +167,8 @@ class ShardRows:
         return batch
 
     def expect(self, indices: np.ndarray, views: np.ndarray | int = 0) -> None:
-        """Make the operating system prefetch all that `read` will need, unless `place` has read it. A gather alone
-        would wait for the disk page after page."""
+        """Make the operating system prefetch all rows that `read` will need, unless `place` has copied them. Without
+        this, `read` would wait for the disk page by page."""
         if not self._in_place:
             return
         size = self._arrays[0][0, 0].nbytes

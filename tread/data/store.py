@@ -50,7 +50,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards made by another plan, which otherwise raise ValueError.
-        begun  entries that replace the plan's own when it is compared with the plan of unfinished work.
+        begun  entries that replace those of `plan` when it is compared with the recorded plan of unfinished work.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """

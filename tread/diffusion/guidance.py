@@ -38,7 +38,7 @@ Shape = Literal["cosine", "linear"]
 @dataclass(frozen=True)
 class Kind:
     """Properties of a kind of guidance: which branches see the class, whether they are routed, whether the weak branch
-    may be another network, and whether it leaves out SPRINT's sparse part."""
+    may be another network, and whether the weak branch leaves out SPRINT's sparse part."""
 
     strong_class: bool
     weak_class: bool | None  # None: there is no weak branch

@@ -194,7 +194,7 @@ def _routes(
 ) -> Callable[[int], Routes]:
     """Return a function from the number of a denoiser call to the model's routes for this call, with their ids_keep.
     A route gets the ratio ratios[call]; one that skips nothing is left out. ids_keep are drawn from each sample's own
-    seed, even if all samples of a batch kept the same tokens in training; another `stream` draws others."""
+    seed and the name `stream`, even if all samples of a batch kept the same tokens in training."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     uniform = [

@@ -44,7 +44,7 @@ def call_order(solver: str, steps: int) -> list[int]:
 
 
 def _start(noise: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first state noise·levels[0] and the levels, on the noise's device and in the state's precision."""
+    """Return the first state, noise·levels[0], and the levels, on the noise's device in fp64 (on MPS in fp32)."""
     precision = torch.float32 if noise.device.type == "mps" else torch.float64
     levels = levels.to(noise.device, precision)
     return noise.to(precision) * levels[0], levels

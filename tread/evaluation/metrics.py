@@ -20,7 +20,7 @@ Seen = Callable[[int], object]  # called with a number of rows that are done, fo
 
 
 def nobody(rows: int) -> None:
-    """Do nothing; the default of `seen`, for callers that show no progress."""
+    """Do nothing; the default of the argument `seen` below, for callers that show no progress."""
 
 
 @dataclass(frozen=True)

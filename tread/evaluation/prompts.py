@@ -99,7 +99,7 @@ class ScoredPrompts:
 
     data    the captions' dataset.
     count   number of captions.
-    sha256  of the dataset's latents, its captions and their encoder.
+    sha256  one hash of the dataset's latents, its captions and their encoder.
     read    caption numbers (n,) → encoded text.
     words   the captions as text, if they were requested; else ().
     """

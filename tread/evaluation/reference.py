@@ -113,8 +113,8 @@ class Unavailable(ValueError):
 
 @dataclass(frozen=True)
 class FeatureSets:
-    """Inception features of samples and of a reference's pictures, from which metrics are computed. `features` is None
-    if the reference has no pictures. Methods raise Unavailable if something that they need is missing."""
+    """Inception features from which metrics are computed: `samples`, of the samples, and `features`, of the reference's
+    pictures (None if it has none). Methods raise Unavailable if something that they need is missing."""
 
     samples: ShardStore
     features: ShardStore | None

@@ -129,8 +129,8 @@ class SampleFiles:
         check_place(self.out if self.form == "folder" else self.out.parent, 0)
 
     def write(self, batches: Iterable[np.ndarray], facts: Mapping) -> tuple[Path, bool]:
-        """Write pictures, in batches (b, 1 or 3, H, W) uint8, or latents, in the order of `pairs`. Returns their path,
-        and whether grey pictures became RGB, as they do in single files and ADM's format."""
+        """Write batches of pictures (b, 1 or 3, H, W) uint8 or of latents, in the order of self.pairs. Returns the path
+        written, and whether grey pictures became RGB, as they do in a folder's files and ADM's format."""
         grey, labels = False, [label for label, _ in self.pairs]
         grid_facts = {**facts, "rows": [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]}
 

@@ -74,7 +74,7 @@ class Unscored(Scorer):
 class ReferenceScorer:
     """Compares samples with a reference by Inception features.
 
-    features  the features of the reference's pictures, once `extract_reference` has run; None: it has no pictures.
+    features  the features of the reference's pictures; None before `extract_reference`, or if there are no pictures.
     seconds   time that extracting these features took.
     """
 

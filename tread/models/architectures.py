@@ -49,7 +49,7 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """Settings, keyed text.<name>, that change the function of trained weights; fingerprint covers vocabulary."""
+        """Settings that decide what trained weights compute, keyed "text.<name>"; fingerprint covers vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
@@ -63,7 +63,7 @@ class NetworkOptions:
     masks       True: after a route, mask tokens replace the skipped tokens, so sampling runs all tokens.
     along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
-    constants   names of attributes, options in other architectures, that change the function of trained weights.
+    constants   names of attributes that change the function of trained weights and are options in other architectures.
     undecisive  names of options that do not change the function of trained weights.
     marks       tensor names; a state dict that has one of them is of this architecture.
     """

@@ -26,7 +26,9 @@ LEVEL = 8  # most chunks in a chunk of the next level
 
 
 def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """Return y of all tokens: x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B, C (S, T, G, N) → (S, T, G·R, P) fp32.
+    """Return y of all tokens (see the top of this file), (S, T, G·R, P) fp32.
+
+    x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B and C (S, T, G, N).
 
     Δ ≥ 0 and A ≤ 0 may have any size: each decay is the exponential of a sum over the tokens that it spans, never a
     quotient or a difference of sums, so nothing overflows or cancels. Computed in fp32 for any input precision

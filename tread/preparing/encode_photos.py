@@ -61,8 +61,8 @@ class Crops(Dataset):
 
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
-    """Collate items of `Crops`: return the readable pictures as one tensor (None: none is), and each item's reason and
-    size."""
+    """Collate items of `Crops`: return the readable pictures as one tensor (None if there are none), and a list with
+    the reason and photo size of each item."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None  # one tensor, as each takes a file descriptor
     if good and get_worker_info() is not None:

@@ -114,7 +114,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 def centre_crop(image: Image.Image, size: int) -> np.ndarray:
     """Return ADM's centre crop, (size, size, 3) uint8.
 
-    While its shorter side is at least 2·size, the picture is halved by averaging 2×2 boxes; then it is resized
+    The picture is halved by averaging 2×2 boxes while its shorter side is at least 2·size; then it is resized
     bicubically until that side equals `size`, and cropped at the centre. A picture over STRIP times as
     long as wide is not enlarged as a whole, but only in the part that is kept: the same result in less memory.
     """

@@ -64,7 +64,7 @@ class ForeignText:
     """Encoded captions, in the order of the samples.
 
     counts    (n,) number of captions of each sample.
-    read      function: index of a caption among those of all samples → its tokens (T, C); the last: the empty caption.
+    read      function: index of a caption among all samples' captions → its tokens (T, C); sum(counts) → the empty one.
     captions  each sample's captions as text; None if they are not known.
     """
 

@@ -195,7 +195,8 @@ class Routing:
         return tuple(parts)
 
     def _verify(self, number: int, index: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Raise ValueError if the order of a block's N tokens matters; if N is unknown, permute the kept ones alone."""
+        """Raise ValueError if the order of tokens matters to block `index`, which is on route `number`. The check
+        permutes all N tokens, or the kept ones alone if N is unknown."""
         ids, self._ids = self._ids, None  # the block's own hooks do nothing meanwhile
         every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens
         if count is not None:
@@ -244,7 +245,7 @@ class Routing:
         prefix: int = 0,
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model runs with tokens chosen by uniform noise (B, N), one tensor per route or
-        one for all. `ratio` replaces the routes' selection_ratio, e.g. at inference; the rest goes to choose_ids."""
+        one for all. `ratio` replaces the routes' selection_ratio, e.g. at inference; see choose_ids for the rest."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if len(each) != len(self.routes):
             raise ValueError(f"{len(noise)} tensors of noise for {len(self.routes)} routes: give one for each, or one")

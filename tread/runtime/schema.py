@@ -1,6 +1,6 @@
 """Reads nested dicts into dataclasses by their annotations; unknown keys and wrong types raise ValueError.
 
-Choices are Literals. Annotated[…] adds a Range, in which a number must lie; a text, which errors show in brackets; or
+Choices are Literals. Annotated[…] adds a Range, in which a number must lie; a string, which errors show in brackets; or
 Chosen, for a section whose dataclass is picked from a table. Numbers without a Range must be finite.
 """
 

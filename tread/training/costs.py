@@ -128,7 +128,7 @@ class Alive(TorchDispatchMode):
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Trace one step of `images` samples under these routes, without a compiler and without alignment."""
+    """Return the memory of a step of `images` samples under these routes, traced without compiling or alignment."""
     process, shape = process_of(cfg), (images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)

@@ -51,7 +51,7 @@ class Clock:
         self.first = self.run.step
 
     def tick(self, due: bool) -> None:
-        """Call after each step, before a log if one is `due`. Prints the time of the start, and later the time left."""
+        """Call after each step, before a log if one is `due`. Prints how long the start took, later the time left."""
         if self.run.step - self.start_step == 1:
             wait_for(self.run.processes.device)
             self.advance()

@@ -97,7 +97,7 @@ def leaves(key: str, value: object) -> list[str]:
 
 
 def keys_of(configs: Path, name: str) -> set[str]:
-    """Return the dotted keys that a config file, if it exists, and the files it chooses by `override /…` set."""
+    """Return the dotted keys set by a config file (none if it is missing) and the files it names by `override /…`."""
     path = configs / f"{name}.yaml"
     tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
     lists = [item for item in tree.pop("defaults", ()) if isinstance(item, dict)]
@@ -125,5 +125,6 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Return whether a value is left open, for the dataset's folder, the encoder (in MaskDiT) or the user to state."""
+    """Return whether a setting's value is null or "auto", to be completed later: by the dataset's folder, the
+    encoder's size (MaskDiT's decoder_…) or the user."""
     return key.startswith(("dataset.", "model.decoder_")) and value in (None, "auto")

@@ -133,7 +133,7 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
 
 def take_folder(run: Run, claimed: Claim) -> None:
     """Record the start, and reset the run's folder to the step from which it continues; in the main process only.
-    Raises OSError, also if the disk has no room for a checkpoint, or ValueError if the tracker refuses."""
+    Raises OSError, also if the disk has no room for a checkpoint, or ValueError if the tracker can't be opened."""
     say, optim = run.processes.say, run.cfg.optim
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
@@ -211,7 +211,7 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
 
 
 def settings_warnings(cfg: Settings) -> list[str]:
-    """Return warnings about settings that are of no use in this run."""
+    """Return warnings about settings that have no effect in this run, or are likely mistakes."""
     warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
     if cfg.alignment.kind == "self" and block >= teacher:
         said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"

@@ -58,7 +58,7 @@ Tracker = Wandb | TensorBoard
 
 
 def open_tracker(cfg: Settings, config: dict, folder: Path, step: int) -> Tracker | None:
-    """Open the tracker of a run that continues after `step` steps, or None. Raises ValueError if a tracker refuses."""
+    """Open a run's tracker, if it has one, to log steps after `step`. Raises ValueError if wandb refuses the run."""
     if cfg.tracker == "wandb":
         return Wandb(cfg.wandb.project, cfg.name, config, folder)
     return TensorBoard(folder, step) if cfg.tracker == "tensorboard" else None
