@@ -15,7 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from conftest import ROOT
 
-from tread.runtime.device import use_cores
+from tread.runtime.device import use_cores, use_expandable_segments
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 
@@ -75,3 +75,27 @@ def test_all_cores_are_used_where_a_launcher_left_one():
     environment = {**os.environ, **accelerates(1)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["1", str(len(os.sched_getaffinity(1))), "3"], done.stderr
+
+
+@pytest.mark.parametrize("own", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
+def test_segments_grow_unless_the_user_said_how_memory_is_allocated(environ, own):
+    """And only where there is a GPU: its allocator is told before CUDA is used."""
+    told = []
+    environ.setattr("torch.cuda.memory._set_allocator_settings", told.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environ.delenv(name, raising=False)
+    if own:
+        environ.setenv(own, "max_split_size_mb:64")
+    for there in (False, True):
+        environ.setattr("torch.cuda.is_available", lambda there=there: there)
+        use_expandable_segments()
+    assert told == ([] if own else ["expandable_segments:True"])
+
+
+@pytest.mark.gpu
+def test_segments_grow_on_a_gpu():
+    """As the allocator itself says; in a process that has not used CUDA."""
+    code = "import torch; from tread.runtime.distributed import open_training; open_training('auto', None)"
+    said = "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
+    done = subprocess.run([sys.executable, "-c", f"{code}; {said}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split()[-1] == "True", done.stdout + done.stderr
