@@ -154,7 +154,7 @@ def measure(kinds: Kinds, pairs: int) -> dict:
         "parameters": sum(parameter.numel() for parameter in run.network.parameters()),
         "batch": batch,
         "micro_batch": run.micro_batches[0].stop - run.micro_batches[0].start,
-        "activation_checkpointing": run.cfg.train.activation_checkpointing,
+        "memory": run.memory,
         "pairs": pairs,
         "block": BLOCK,
         "kinds": rows,

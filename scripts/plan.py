@@ -1,15 +1,15 @@
 """Predicts the cost of a run: python scripts/plan.py experiment=imagenet256_xl2 model=tread devices=8 price=3.5
 
-Parameters, FLOPs, device memory by part, the largest micro-batch that fits, images/s, hours, money and disk, dense
-and routed. No GPU or dataset is needed; device=this measures on this machine. Times of listed devices are predictions
-for a compiled network in bf16 (tread/training/costs.py). All options: configs/plan.yaml.
+Parameters, FLOPs, device memory by part, the largest micro-batch that fits and by which train.memory, images/s, hours,
+money and disk, dense and routed, with a live encoder. No GPU or dataset is needed; device=this measures on this
+machine. Times of listed devices are predictions for a compiled network in bf16 (tread/training/costs.py). All options:
+configs/plan.yaml.
 """
 
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import hydra
@@ -20,11 +20,22 @@ from routing_module import Route
 from tread.checkpoints.network import build_network
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
-from tread.runtime.device import device_name, use_precision
+from tread.runtime.device import device_name, memory_of, use_precision
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count, Positive
 from tread.training import settings
-from tread.training.costs import DEVICES, count_parameters, largest_micro_batch, measured_seconds, memory, step_seconds
+from tread.training.costs import (
+    DEVICES,
+    blank_aligner,
+    count_parameters,
+    largest_micro_batch,
+    live_bytes,
+    measured_seconds,
+    memory,
+    plan_memory,
+    sample_flops,
+    step_seconds,
+)
 from tread.training.settings import Settings
 
 KEYS = ("devices", "device", "price")
@@ -77,22 +88,25 @@ def column(cfg: Settings, network: torch.nn.Module, routes: tuple[Route, ...], i
     this, steps = options.device == "this", cfg.train.steps
     precision = use_precision(cfg.train.precision, here) if this else "bf16"
     compiled = cfg.train.compile is not False and not (this and here.type == "cpu")
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if not this:
-        room = DEVICES[options.device].memory
-    elif here.type == "cuda":
-        room = torch.cuda.get_device_properties(here).total_memory
-    few, more = (memory(cfg, network, routes, count, precision, compiled) for count in (1, 2))
-    micro = largest_micro_batch(few, more, images, room)
+    room = memory_of(here) if this else DEVICES[options.device].memory
+    aligner = blank_aligner(cfg, network)
+    encoder = aligner.encoder if aligner else None
+    live = live_bytes(cfg, images, encoder)
+    how = plan_memory(cfg, network, [routes], images, room - live, precision, compiled).how
+    saving = replace(cfg, train=replace(cfg.train, memory=how))
+    few, more = (memory(saving, network, routes, count, precision, compiled) for count in (1, 2))
+    micro = largest_micro_batch(few, more, images, room - live)
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
-    flops = 3 * network.forward_flops(routes)
+    flops = sample_flops(network, routes, aligner)
     lines = {
         "FLOPs an image": f"{flops:.3e}",
         "FLOPs of the run": f"{flops * cfg.train.batch_size * steps:.3e}",
         "memory: weights and gradients": size_text(2 * few.weights),
         "  optimizer and averages": size_text(few.optimizer + few.averages),
         "  activations of a micro-batch": size_text(saved),
+        **({"  live encoder": size_text(live)} if live else {}),
         "largest micro-batch a device": f"{micro} of {images}" if micro else "none fits",
+        "  by train.memory": how,
     }
     if not micro:
         return lines | {"images/s": "–", "hours": "–"}
@@ -100,7 +114,7 @@ def column(cfg: Settings, network: torch.nn.Module, routes: tuple[Route, ...], i
         least = min(micro, 8)
         seconds = measured_seconds(cfg, routes, least, here, precision) * images / least
     else:
-        seconds = step_seconds(cfg, network, routes, images, DEVICES[options.device])
+        seconds = step_seconds(cfg, network, routes, images, DEVICES[options.device], aligner)
     hours = steps * seconds / 3600
     lines |= {"images/s": f"{cfg.train.batch_size / seconds:,.0f}", "hours": f"{hours:,.1f}"}
     lines |= {"device-hours": f"{hours * options.devices:,.1f}", "on": device_name(here) if this else options.device}

@@ -3,22 +3,30 @@
 The reference is the network that is not compiled."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import CPU, launch, logged, raising, random_network, records
 from forked import run_python
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch import config as functorch
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import compile_fx, graph, ir, scheduler
+from torch._inductor import config as inductor
 from torch.testing import assert_close
 
 from routing_module import Route, draw_ids
+from tread.checkpoints.network import build_network
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.runtime import compiling
 from tread.runtime.device import autocast
-from tread.training import failures, start
+from tread.training import failures, settings, start
+from tread.training.costs import BLOCK_BYTES, blank_loss
 
 GPU = torch.device("cuda")
 
@@ -88,6 +96,112 @@ def test_a_guidance_has_a_graph_for_each_of_its_ratios():
     assert counter.frame_count == 3  # all tokens, three quarters, a quarter; the short batch is padded
 
 
+@pytest.fixture
+def built(composed):
+    """A function from model and sizes to the settings and network of a run on 4 channels, with texts of 77 words."""
+
+    def build(model, *words):
+        data = ["dataset=folder", "dataset.path=x", "dataset.channels=4", "dataset.num_classes=10", "model.num_heads=2"]
+        text = ["text.encoder=clip-l", "text.tokens=77", "text.width=768", "text.pooled=768"] * ("text" in model)
+        cfg = settings.read(composed(*data, *text, f"model={model}", *words))
+        return cfg, build_network(cfg)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "words, graphs",
+    [
+        (["tread"], 3),
+        (["tread_lightning", "model.routes.0.fp32=end"], 3),
+        (["tread_text"], 3),
+        (["tread_rwkv"], 3),
+        (["tread_mamba"], 3),
+        (["tread_mamba", "model.attention_every=4"], 5),
+        (["sprint"], 2),
+        (["maskdit"], 3),
+    ],
+)
+def test_a_dense_and_a_routed_step_have_few_graphs(built, words, graphs):
+    """In bf16, whose routes end in fp32: blocks on all tokens, on kept ones, and the last of these. Of SPRINT's routes
+    none ends in fp32; MaskDiT's decoder is a block of another kind. A hybrid has two kinds of blocks."""
+    cfg, network = built(*words, "dataset.size=16", "model.hidden_size=64", "model.depth=8")
+    counter = counted(backend="eager")
+    compiling.compile_blocks(network.compiled(), counter)
+    for routes in ((), cfg.model.resolved_routes) * 2:
+        blank_loss(cfg, network, routes, 2, CPU, "bf16").backward()
+    assert counter.frame_count == graphs
+
+
+class Lowered(Exception):
+    pass
+
+
+def lowered(built, model: str, budget: float) -> tuple[float, float, int]:
+    """Bytes for each token and channel that a block saves for its backward pass, and that its fused kernels read and
+    write, from the difference of two batches; and the number of products. Inductor lowers and fuses for the CPU, and
+    writes no code; what it was given runs as it is."""
+    found = []
+
+    def count(lowering):
+        lowering.init_wrapper_code()
+        lowering._update_scheduler()
+        for node in lowering.scheduler.nodes:
+            if isinstance(node, scheduler.ExternKernelSchedulerNode):
+                found[-1][2] += not isinstance(node.node, ir.MultiOutput)
+            elif not isinstance(node, scheduler.NopKernelSchedulerNode):
+                found[-1][1] += node.get_read_write_buffers_sizes()
+        raise Lowered
+
+    def lower(module, inputs, **more):
+        as_given = copy.deepcopy(module)
+        if not more.get("is_backward"):
+            kept = [node.meta["val"] for node in module.graph.output_node().args[0][1:] if "val" in node.meta]
+            storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in kept}
+            found[-1][0] += sum(storages.values())
+        with pytest.raises(Exception, match="Lowered"):
+            compile_fx.compile_fx_inner(module, inputs, **more)
+        return make_boxed_func(as_given.forward)
+
+    for images in (2, 4):
+        torch._dynamo.reset()
+        found.append([0, 0, 0])
+        cfg, network = built(model, "dataset.size=32", "model.hidden_size=128", "model.depth=2")
+        with pytest.MonkeyPatch.context() as patch, functorch.patch(activation_memory_budget=budget):
+            patch.setattr(graph.GraphLowering, "codegen", count)
+            with inductor.patch(force_disable_caches=True):
+                compiling.compile_blocks(network.blocks, partial(compile_fx.compile_fx, inner_compile=lower))
+                blank_loss(cfg, network, (), images, CPU, "bf16").backward()
+    (saved, moved, _), (more_saved, more_moved, products) = found
+    each = 2 * network.num_tokens * network.hidden_size
+    return (more_saved - saved) / each, (more_moved - moved) / each, products
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.skipif(
+    not hasattr(graph.GraphLowering, "_update_scheduler") or torch.__version__ < "2.13",
+    reason="the numbers are of torch 2.13's fusions",
+)
+@pytest.mark.parametrize(
+    "model, products",
+    [
+        ("dit", 17),
+        slow("lightning", 17),
+        slow("dit_text", 28),
+        slow("lightning_text", 28),
+        slow("rwkv", 35),
+        slow("mamba", 36),
+    ],
+)
+def test_a_compiled_block_moves_no_more_bytes_than_planned(built, model, products):
+    """By inductor, beside the constants that plans are made of, within 2%; a budget computes no product again."""
+    (saved, moved, ours), (less, _, same) = (lowered(built, model, budget) for budget in (1.0, compiling.BUDGET))
+    assert (saved, moved, less) == pytest.approx(tuple(BLOCK_BYTES[model]), rel=0.02)
+    assert ours == same == products
+
+
 DDP = """
 import os, torch
 from test_compiling import counted, random_network
@@ -110,6 +224,12 @@ def test_a_block_in_ddp_is_one_graph():
     assert done.stdout == "1 graphs\n", done.stdout + done.stderr
 
 
+BROKEN = aot_autograd(
+    fw_compiler=lambda module, inputs: make_boxed_func(module.forward),
+    bw_compiler=raising(RuntimeError("no such register")),
+)
+
+
 def test_settings_say_when(read_config, monkeypatch):
     monkeypatch.setattr(compiling, "why_not", lambda device: None)
     cases = (("auto", CPU, False), (True, CPU, True), ("auto", GPU, True), (False, GPU, False))
@@ -126,6 +246,32 @@ def test_without_a_compiler_a_run_goes_on_with_one_warning(tmp_path, monkeypatch
     assert logged(tmp_path / "results/digits-tread", "loss", "step") == [1, 2]
 
 
+def test_a_block_whose_backward_pass_does_not_compile_runs_as_it_is(tmp_path, monkeypatch):
+    """The layer that is tried first does; the run gives the uncompiled one's numbers. Reference: the eager run."""
+    monkeypatch.setattr(start, "compile_blocks", partial(compiling.compile_blocks, backend=BROKEN))
+    monkeypatch.setattr(compiling, "why_not", lambda device: None)
+    options = ["train.steps=2", "every.sample=2", "eval.points=8"]
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    try:
+        text = launch(tmp_path / "a", *options, "train.compile=true")
+    finally:
+        torch.compiler.set_stance("default")
+    launch(tmp_path / "b", *options)
+    assert text.count("running without torch.compile, which fails here: ") == 1 and "no such register" in text
+    assert logged(tmp_path / "a/results/digits-tread", "loss") == logged(tmp_path / "b/results/digits-tread", "loss")
+
+
+def test_a_budget_without_compiled_blocks_is_warned_of(tmp_path):
+    text = launch(tmp_path, "train.memory=budget", "train.steps=1", "every.sample=2", "eval.points=8")
+    assert text.count("warning: train.memory=budget is of compiled blocks") == 1 and "  memory    budget\n" in text
+
+
+def test_memory_that_does_not_suffice_says_nothing_of_the_compiler(monkeypatch):
+    assert compiling.why_failing(raising(torch.OutOfMemoryError("CUDA out of memory"))) is None
+    assert compiling.why_failing(raising(ValueError("one\ntwo"))) == "ValueError: one"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision, graphs", [("fp32", 4), ("bf16", 5)])
 def test_a_run_compiles_no_more_than_its_kinds_of_steps(tmp_path, monkeypatch, precision, graphs):
@@ -135,7 +281,7 @@ def test_a_run_compiles_no_more_than_its_kinds_of_steps(tmp_path, monkeypatch, p
     """
     counters = []
 
-    def counting(blocks):
+    def counting(blocks, saving):
         counters.append(CompileCounterWithBackend("inductor"))
         compile_blocks(blocks, counters[-1])
 

@@ -16,7 +16,16 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from conftest import ROOT
 
-from tread.runtime.device import attention_fault, avoid_faults, exact, set_tf32, tf32_flags, use_cores, use_precision
+from tread.runtime.device import (
+    attention_fault,
+    avoid_faults,
+    exact,
+    set_tf32,
+    tf32_flags,
+    use_cores,
+    use_expandable_segments,
+    use_precision,
+)
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 
@@ -161,3 +170,27 @@ def test_faults_of_attention_are_known_and_avoided(monkeypatch, release, cudnn, 
     line = avoid_faults(GPU, keys)
     assert switched == [False] * bool(expected)
     assert line is None or (line.startswith("attention runs without cuDNN") and line.endswith(f"cuDNN {cudnn}"))
+
+
+@pytest.mark.parametrize("own", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
+def test_segments_grow_unless_the_user_said_how_memory_is_allocated(environ, own):
+    """And only where there is a GPU: its allocator is told before CUDA is used."""
+    told = []
+    environ.setattr("torch.cuda.memory._set_allocator_settings", told.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environ.delenv(name, raising=False)
+    if own:
+        environ.setenv(own, "max_split_size_mb:64")
+    for there in (False, True):
+        environ.setattr("torch.cuda.is_available", lambda there=there: there)
+        use_expandable_segments()
+    assert told == ([] if own else ["expandable_segments:True"])
+
+
+@pytest.mark.gpu
+def test_segments_grow_on_a_gpu():
+    """As the allocator itself says; in a process that has not used CUDA."""
+    code = "import torch; from tread.runtime.distributed import open_training; open_training('auto', None)"
+    said = "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
+    done = subprocess.run([sys.executable, "-c", f"{code}; {said}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split()[-1] == "True", done.stdout + done.stderr

@@ -81,7 +81,7 @@ def test_two_processes_equal_one(runs):
 
 def test_without_a_route_with_recomputation_and_aligned_with_itself(runs, seen):
     options = (*SMALL, "alignment=self", "train.steps=2", "every.evaluate=9", "every.sample=9")
-    text = launch(runs[0], "model=mamba", *options, "train.activation_checkpointing=true")
+    text = launch(runs[0], "model=mamba", *options, "train.memory=checkpointing")
     assert "routes    none" in text and "alignment self" in text and not any(seen)
     launch(runs[0], "model=tread_mamba", *options, "train.steps=1", "name=aligned")
     assert [(2, 2, "row", 8)] in seen

@@ -1,23 +1,34 @@
 """Predicted costs against the sums that they are, by hand; what fits a memory; and the plan of a run."""
 
+import re
 from dataclasses import replace
+from functools import partial
 
 import plan
 import pytest
 import torch
 from conftest import launch_door
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tread.checkpoints.network import build_network
+from tread.encoders.vision import WIDTHS, Encoder
 from tread.training import settings
 from tread.training.costs import (
     BANDWIDTH,
     DEVICES,
     LAUNCH,
+    LAYERS,
     UPDATE_BYTES,
     Device,
     StepMemory,
+    count_parameters,
+    dinov2_cost,
+    kinds_to_come,
     largest_micro_batch,
+    live_bytes,
     memory,
+    plan_memory,
     step_seconds,
     tokens_of_blocks,
 )
@@ -71,16 +82,109 @@ def test_compiled_blocks_save_less_than_eager_ones(xl):
 
 
 def test_a_plan_says_what_a_run_takes(tmp_path):
-    """XL/2 needs micro-batches of 128 on an H100 without its route; twice the devices take half the hours, but
-    for the optimizer, which each of them runs."""
+    """XL/2 needs micro-batches of 128 on an H100 without its route, unless it saves memory; twice the devices take half
+    the hours, but for the optimizer, which each of them runs."""
     words = ["experiment=imagenet256_xl2", "model=tread", "device=h100", "price=2"]
     said = [launch_door(plan.main, "plan", tmp_path, *words, f"devices={count}") for count in (1, 2)]
     rows = [{line[:34].strip(): line[34:].split() for line in text.splitlines()} for text in said]
-    assert rows[0]["largest micro-batch a device"] == ["128", "of", "256", "256", "of", "256"]
+    assert rows[0]["largest micro-batch a device"] == ["256", "of", "256", "256", "of", "256"]
+    assert rows[0]["by train.memory"] == ["budget", "plain"]
+    plain = launch_door(plan.main, "plan", tmp_path, *words, "train.memory=plain")
+    assert re.search(r"largest micro-batch a device +128 of 256 +256 of 256", plain)
     (alone, routed), (both, _) = ([float(hours) for hours in row["hours"]] for row in rows)
     assert both == pytest.approx(alone / 2, rel=0.03) and routed < alone / 1.6
     assert float(rows[0]["price"][0].replace(",", "")) == pytest.approx(2 * alone, abs=1)
     assert "674,816,272 parameters" in said[0] and not any(tmp_path.iterdir())
+
+
+def test_a_plan_counts_a_live_encoder(tmp_path):
+    """DINOv2-B on pictures of 256×256 takes 46 GFLOP; weights of 340 MB; per picture about 8 MB while it runs."""
+    words = ["experiment=imagenet256_b2", "model=dit", "alignment=repa", "alignment.source=live", "devices=8"]
+    said = launch_door(plan.main, "plan", tmp_path, *words, "alignment.encoder=dinov2-b")
+    stored = launch_door(plan.main, "plan", tmp_path, *words, "alignment.encoder=dinov2-b", "alignment.source=stored")
+    rows, other = ({line[:34].strip(): line[34:].split() for line in text.splitlines()} for text in (said, stored))
+    assert "live encoder" in rows and "live encoder" not in other
+    assert float(rows["FLOPs an image"][0]) - float(other["FLOPs an image"][0]) == pytest.approx(46e9, rel=0.03)
+    assert float(rows["hours"][0]) > float(other["hours"][0])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_cost_of_dinov2_is_that_of_transformers_model(name, monkeypatch):
+    """Of its first layer, by torch's counter."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setitem(LAYERS, name, 1)
+    sizes = {"hidden_size": WIDTHS[name], "num_hidden_layers": 1, "num_attention_heads": WIDTHS[name] // 64}
+    config = transformers.Dinov2Config(**sizes, use_swiglu_ffn=name == "dinov2-g", image_size=518, patch_size=14)
+    network = transformers.Dinov2Model(config).eval()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(torch.zeros(1, 3, 224, 224))
+    cost = dinov2_cost(name, 256)
+    assert cost == (256, WIDTHS[name], counter.get_total_flops())
+    assert 12 * WIDTHS[name] ** 2 == pytest.approx(count_parameters(network.encoder), rel=0.005)
+
+
+def test_an_open_encoder_is_traced_on_a_picture(composed):
+    """A layer of 3×8 weights and its output of a picture of 16×16: 8 channels in fp32, beside what casts it to fp32."""
+    layer = torch.nn.Conv2d(3, 8, 1, bias=False)
+    encoder = Encoder("own", partial(run_layer, layer), torch.device("cpu"), None, "")
+    words = ["alignment=repa", "alignment.source=live", "alignment.encoder=own:run", "dataset.path=x"]
+    words += ["dataset.channels=3", "dataset.size=16", "dataset.num_classes=10", "dataset=folder"]
+    cfg = settings.read(composed(*words))
+    traced = [live_bytes(cfg, images, encoder) for images in (0, 1, 2)]
+    assert traced[0] == 4 * 3 * 8 and traced[2] - traced[1] == traced[1] - traced[0]
+    assert 4 * 256 * (3 + 8) <= traced[1] - traced[0] <= 4 * 256 * (3 + 8) + 3 * 256
+
+
+def run_layer(layer, pictures):
+    return layer(pictures.float()).flatten(2).transpose(1, 2)
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    "room, compiled, how, micro",
+    [
+        (141, True, "plain", 256),
+        (80, True, "budget", 256),
+        (40, True, "checkpointing", 256),
+        (24, True, "checkpointing", 128),
+    ],
+)
+def test_memory_is_saved_as_far_as_a_device_needs_it(xl, room, compiled, how, micro):
+    """XL/2 at 256 images: 91 GB, 65 by a budget; where nothing fits, a warning names the micro-batch that would."""
+    cfg, network = xl
+    plan = plan_memory(cfg, network, [cfg.model.resolved_routes, ()], 256, room * GB, "bf16", compiled)
+    assert plan.how == how and plan.said.startswith(f"{how}, predicted ")
+    assert (plan.warning is None) == (micro == 256) and (micro == 256 or f"micro_batch_size={micro} " in plan.warning)
+    routed = plan_memory(cfg, network, [cfg.model.resolved_routes], 256, room * GB, "bf16", compiled)
+    assert routed.how != "budget"  # which it needs for steps without its route alone
+    asked = replace(cfg, train=replace(cfg.train, memory="plain"))
+    assert plan_memory(asked, network, [()], 256, room * GB, "bf16", compiled).how == "plain"
+    assert "nor would a single one" in plan_memory(cfg, network, [()], 256, 8 * GB, "bf16", compiled).warning
+
+
+def test_an_eager_network_has_no_budget(xl):
+    """Traced: plain, or computed again."""
+    cfg, _ = xl
+    small = replace(cfg, model=replace(cfg.model, depth=6, routes=()))
+    with torch.device("meta"):
+        network = build_network(small)
+    plain = plan_memory(small, network, [()], 32, 100 * GB, "bf16", False)
+    assert plain.how == "plain"
+    assert plan_memory(small, network, [()], 32, 4 * GB, "bf16", False).how == "checkpointing"
+
+
+def test_kinds_of_steps_to_come(composed):
+    """The present one, a schedule's ends, and the dense one after the routes; none is counted twice or looked back."""
+    words = ["experiment=imagenet256_s2", "model=tread", "train.steps=100", "train.routes_until=80"]
+    cfg = settings.read(composed(*words))
+    assert kinds_to_come(cfg, range(0, 100)) == [cfg.model.resolved_routes, ()]
+    assert kinds_to_come(cfg, range(80, 100)) == [()] and kinds_to_come(cfg, range(100, 100)) == []
+    cfg = settings.read(composed(*words, "train.ratio_schedule={start: 0.75, end: 0.25, first: 10, last: 60}"))
+    for begun, ratios in ((0, {0.75, 0.25}), (70, {0.25})):
+        kinds = kinds_to_come(cfg, range(begun, 100))
+        assert {route.selection_ratio for kind in kinds for route in kind} == ratios and len(kinds) == len(ratios) + 1
 
 
 def test_a_plan_measures_this_machine(tmp_path):

@@ -1,8 +1,9 @@
 """The traced memory of a training step against bytes by hand, and against what real steps allocate."""
 
 import pytest
+import torch
 
-from tread.training.costs import step_memory
+from tread.training.costs import memory, step_memory
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_activations_of_xl_at_256_images(plan, routed, gigabytes):
     assert plan(256, "bf16", *words, routed=routed).saved / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
-@pytest.mark.parametrize("words", [("model=tread",), ("model=tread", "train.activation_checkpointing=true")])
+@pytest.mark.parametrize("words", [("model=tread",), ("model=tread", "train.memory=checkpointing")])
 def test_a_real_step_allocates_what_was_traced(plan, benchmark, tmp_path, words):
     """Within 1% of the profiler's peak, with routes and without."""
     step_time, timing = benchmark("step_time"), benchmark("timing")
@@ -43,3 +44,31 @@ def test_a_real_step_allocates_what_was_traced(plan, benchmark, tmp_path, words)
         step_time.take_steps(*kind, 2)  # which make the optimizer's state
         real = step_time.held_by(run) + timing.most_allocated(lambda kind=kind: step_time.take_steps(*kind, 1))
         assert plan(64, "fp32", *words, routed=name != "dense").peak == pytest.approx(real, rel=0.01), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["s2", "b2"])
+def test_a_step_of_published_sizes_allocates_what_was_traced(plan, benchmark, tmp_path, size):
+    """Within 10% of the profiler's peak, for 8 images in fp32, with routes and without."""
+    step_time, timing = benchmark("step_time"), benchmark("timing")
+    words = [f"experiment=imagenet256_{size}", "model=tread", "dataset.path=x", "train.batch_size=8"]
+    run = step_time.open_run(tmp_path, words)
+    for name, kind in step_time.kinds_of(run).items():
+        step_time.take_steps(*kind, 1)
+        real = step_time.held_by(run) + timing.most_allocated(lambda kind=kind: step_time.take_steps(*kind, 1))
+        assert plan(8, "fp32", *words, routed=name != "dense").peak == pytest.approx(real, rel=0.1), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["plain", "budget", "checkpointing"])
+def test_a_compiled_step_on_a_gpu_allocates_what_was_planned(benchmark, tmp_path, how):
+    """Within 15% of the allocator's peak, and what steps save memory by is in effect."""
+    step_time, precision = benchmark("step_time"), "bf16"
+    words = ["experiment=imagenet256_s2", "model=tread", "train.batch_size=64", f"train.memory={how}"]
+    run = step_time.open_run(tmp_path, [*words, f"train.precision={precision}"])
+    run_of, cfg = step_time.kinds_of(run)["dense"]
+    step_time.take_steps(run_of, cfg, 2)
+    torch.cuda.reset_peak_memory_stats()
+    step_time.take_steps(run_of, cfg, 1)
+    planned = memory(cfg, run.network, (), 64, precision, compiled=True).peak
+    assert torch.cuda.max_memory_allocated() == pytest.approx(planned, rel=0.15)

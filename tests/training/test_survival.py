@@ -345,7 +345,7 @@ def test_activation_checkpointing_changes_no_bit(whole, tmp_path, monkeypatch):
     calls, recompute = [], backbone.checkpoint
     watched = lambda *given, **options: calls.append(1) or recompute(*given, **options)  # noqa: E731
     monkeypatch.setattr(backbone, "checkpoint", watched)
-    launch(tmp_path, *OPTIONS, "train.activation_checkpointing=true")
+    launch(tmp_path, *OPTIONS, "train.memory=checkpointing")
     assert len(calls) == 8 * 2 * 6 and same(tmp_path / RUN, whole / RUN)
 
 

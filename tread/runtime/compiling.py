@@ -4,20 +4,32 @@ A kind of call is a batch shape, a number of tokens, a precision, and whether th
 handful of graphs, however deep its network is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
 from torch import nn
 
 Compile = Literal["auto", True, False]
+BUDGET = 0.9  # of what torch would keep for the backward pass; the products are not computed again
 GRAPHS = 64  # per block, more than any run needs; torch's limit, 8, is too small for routes and sampling
 
 
 def why_not(device: torch.device) -> str | None:
     """Return None if torch.compile works on a device, else why not, in a line. It compiles a layer to find out."""
-    try:
+
+    def compile_layer() -> None:
         torch.compile(nn.LayerNorm(8, device=device), dynamic=False)(torch.ones(2, 8, device=device)).sum().backward()
+
+    return why_failing(compile_layer)
+
+
+def why_failing(attempt: Callable[[], None]) -> str | None:
+    """Return None if `attempt`, which compiles, succeeds or runs out of memory, else why it fails, in a line."""
+    try:
+        attempt()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
     except Exception as error:  # compilers, drivers and caches fail in many ways
         return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
     return None
@@ -31,11 +43,16 @@ def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | No
     return reason is None, reason
 
 
-def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
-    """Compile each block in place; the network's parameter names, weights and copies are unaffected."""
+def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor", saving: bool = False) -> None:
+    """Compile each block in place; the network's parameter names, weights and copies are unaffected. With `saving` the
+    blocks that this process compiles keep fewer activations, and compute what is cheap again."""
     import torch._dynamo  # imported here because it takes seconds
 
     torch._dynamo.config.cache_size_limit = max(GRAPHS, torch._dynamo.config.cache_size_limit)
     torch._dynamo.config.optimize_ddp = False  # it would split blocks; DDP's sums overlap between blocks anyway
+    if saving:
+        import torch._functorch.config
+
+        torch._functorch.config.activation_memory_budget = BUDGET
     for block in blocks:
         block.compile(dynamic=False, fullgraph=True, backend=backend)

@@ -106,6 +106,21 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of memory of a GPU, or of this machine for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def use_expandable_segments() -> None:
+    """Let CUDA's allocator grow its segments, so that kinds of steps of different sizes leave no holes; a user's own
+    PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF stays. To be called before CUDA is used."""
+    own = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys()
+    if not own and torch.cuda.is_available() and hasattr(torch.cuda.memory, "_set_allocator_settings"):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
 PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from the maker's data sheets; the first match counts
     "H200": 989e12,
     "H100 PCIe": 756e12,

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list, gather, gather_object, reduc
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from tread.runtime.device import use_cores, use_precision
+from tread.runtime.device import use_cores, use_expandable_segments, use_precision
 from tread.runtime.files import Lock
 from tread.runtime.signals import PATIENCE
 
@@ -31,6 +31,7 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
             "accelerate was asked for several processes and started one, as it does on CPUs: launch them by "
             "torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
         )
+    use_expandable_segments()
     # device.autocast sets the precision, as in sampling; without cpu=True, torchrun on CPUs would start one process
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=PATIENCE)]
     on_cpu = not torch.accelerator.is_available()

@@ -12,22 +12,25 @@ import itertools
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from routing_module import Route, check_routes
 from tread.checkpoints.network import build_network, process_of
+from tread.encoders.vision import WIDTHS, Cost, Encoder, open_encoder
 from tread.models.backbone import Backbone
 from tread.routing.ids import count_run, pair
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, wait_for
-from tread.training.alignment import Aligner
+from tread.runtime.files import size_text
+from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.settings import Settings
 from tread.training.step import active_routes
 
@@ -41,11 +44,12 @@ class Device(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a compiled bf16 block for each token and channel: kept for the backward pass, and read or written
-    outside of matrix products and attention, forward and backward."""
+    """Bytes of a compiled bf16 block for each token and channel: kept for the backward pass; read or written outside of
+    matrix products and attention, forward and backward; and kept under train.memory=budget."""
 
     saved: float
     moved: float
+    budget: float
 
 
 DEVICES = {
@@ -55,19 +59,20 @@ DEVICES = {
     "4090": Device(24e9, 165e12, 1.01e12),
 }
 BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py holds them against what torch's compiler makes
-    "dit": BlockBytes(36.2, 179),
-    "maskdit": BlockBytes(36.2, 179),
-    "lightning": BlockBytes(37.5, 217),
-    "sprint": BlockBytes(37.5, 217),
-    "dit_text": BlockBytes(49, 242),
-    "lightning_text": BlockBytes(49, 242),
-    "rwkv": BlockBytes(74, 560),
-    "mamba": BlockBytes(144, 1435),
+    "dit": BlockBytes(36.2, 179, 24.2),
+    "maskdit": BlockBytes(36.2, 179, 24.2),
+    "lightning": BlockBytes(40.2, 217, 32.9),
+    "sprint": BlockBytes(40.2, 217, 32.9),
+    "dit_text": BlockBytes(48.1, 239, 32.2),
+    "lightning_text": BlockBytes(52.1, 275, 42.9),
+    "rwkv": BlockBytes(77, 557, 53),
+    "mamba": BlockBytes(151, 1571, 119),
 }
-END_BYTES = BlockBytes(30, 280)  # of embedding and last layer together, likewise
+END_BYTES = BlockBytes(30, 280, 30)  # of embedding and last layer together, likewise
 UPDATE_BYTES = 44  # read or written by clipping, AdamW and one average, for each parameter
-WIDTHS, REACHED = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # network's width → share of `products` reached
+REACHED = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # network's width → share of `products` reached
 ATTENTION = {64: 0.19, 72: 0.13}  # width of a head → share of `products` that attention reaches
+LAYERS = {"dinov2-s": 12, "dinov2-b": 12, "dinov2-l": 24, "dinov2-g": 40}
 BANDWIDTH = 0.875  # share of `bandwidth` reached
 LAUNCH = 1.1e-3  # seconds of the host for a block's forward pass, backward pass and update, compiled
 USABLE = 0.94  # share of `memory`; the rest is CUDA's and fragments'
@@ -127,19 +132,26 @@ class Alive(TorchDispatchMode):
         self.now -= size
 
 
+def blank_loss(
+    cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: torch.device, precision: str
+) -> Tensor:
+    """Return the mean loss of a forward pass under these routes on `images` blank samples."""
+    x = torch.zeros(images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=device)
+    level = torch.full((images,), 0.5, device=device)
+    chosen = [pair(route, torch.zeros(images, network.num_tokens, device=device), network.grid) for route in routes]
+    with autocast(device, precision):
+        return process_of(cfg).loss(network, x, network.null(images), level, torch.zeros_like(x), chosen).mean()
+
+
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
     """Return the memory of a step of `images` samples under these routes, traced without compiling or alignment."""
-    process, shape = process_of(cfg), (images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
-        network.activation_checkpointing = cfg.train.activation_checkpointing
+        network.activation_checkpointing = cfg.train.memory == "checkpointing"
         weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
         before = alive.now
-        x, noise, level = torch.empty(shape), torch.empty(shape), torch.empty(images)
-        chosen = [pair(route, torch.empty(images, network.num_tokens), network.grid) for route in routes]
         alive.peak = alive.now
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            loss = process.loss(network, x, network.null(images), level, noise, chosen).mean()
+        loss = blank_loss(cfg, network, routes, images, torch.device("cpu"), precision)
         saved = alive.now - before
         loss.backward()
     averages = weights * (1 + len(cfg.ema.power))
@@ -156,23 +168,26 @@ def tokens_of_blocks(network: Backbone, routes: Sequence[Route]) -> list[int]:
     return tokens
 
 
-def moved_and_saved(cfg: Settings, network: Backbone, routes: Sequence[Route]) -> BlockBytes:
-    """Return the bytes that a compiled bf16 step saves and moves per sample, without optimizer and averages."""
-    block, tokens = BLOCK_BYTES.get(cfg.model.architecture, BLOCK_BYTES["dit"]), sum(tokens_of_blocks(network, routes))
-    ends = network.num_tokens
-    return BlockBytes(*(network.hidden_size * (b * tokens + e * ends) for b, e in zip(block, END_BYTES)))
-
-
-def step_seconds(cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: Device) -> float:
+def step_seconds(
+    cfg: Settings,
+    network: Backbone,
+    routes: Sequence[Route],
+    images: int,
+    device: Device,
+    aligner: Aligner | None = None,
+) -> float:
     """Predict the seconds of a compiled bf16 step of `images` samples on one device, no block of which runs in fp32."""
     tokens, width = tokens_of_blocks(network, routes), network.hidden_size
     linear = sum(block.multiply_adds(count, attention=False) for block, count in zip(network.blocks, tokens))
     mixing = sum(block.multiply_adds(count) for block, count in zip(network.blocks, tokens)) - linear
     head = width // getattr(cfg.model, "num_heads", width)
     attention = ATTENTION[min(ATTENTION, key=lambda known: abs(known - head))]
-    products = linear / float(np.interp(width, WIDTHS, REACHED)) + mixing / attention
-    moved = images * moved_and_saved(cfg, network, routes).moved + UPDATE_BYTES * count_parameters(network)
-    seconds = 6 * images * products / device.products + moved / (BANDWIDTH * device.bandwidth)
+    reached = float(np.interp(width, *REACHED))
+    products = 6 * (linear / reached + mixing / attention) + (aligner.flops(routes) / reached if aligner else 0)
+    block = BLOCK_BYTES.get(cfg.model.architecture, BLOCK_BYTES["dit"])
+    each = width * (block.moved * sum(tokens) + END_BYTES.moved * network.num_tokens)
+    moved = images * each + UPDATE_BYTES * count_parameters(network)
+    seconds = images * products / device.products + moved / (BANDWIDTH * device.bandwidth)
     return max(seconds, LAUNCH * len(tokens))
 
 
@@ -183,13 +198,105 @@ def count_parameters(network: Backbone) -> int:
 def memory(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool
 ) -> StepMemory:
-    """Return the bytes of a step on one device: traced for an eager network, by BLOCK_BYTES for a compiled one."""
+    """Return the bytes of a step on one device: traced for an eager network, by BLOCK_BYTES for a compiled one, of
+    which fp32 keeps twice as many. Of train.memory `auto` and, uncompiled, `budget` are as `plain`."""
     if not compiled:
         return step_memory(cfg, routes, images, precision)
-    weights = 4 * count_parameters(network)
+    weights, how = 4 * count_parameters(network), cfg.train.memory
     averages, optimizer = weights * (1 + len(cfg.ema.power)), int(weights * cfg.optim.copies)
-    saved = int(weights / 2 + images * moved_and_saved(cfg, network, routes).saved)  # autocast keeps weights in bf16
+    block, tokens = BLOCK_BYTES.get(cfg.model.architecture, BLOCK_BYTES["dit"]), tokens_of_blocks(network, routes)
+    kept = (block.budget if how == "budget" else block.saved) * sum(tokens)
+    if how == "checkpointing":  # each block's fp32 input, and one block that is computed again
+        kept = 4 * sum(tokens) + block.saved * max(tokens)
+    each = network.hidden_size * (kept + END_BYTES.saved * network.num_tokens) * (1 if precision == "bf16" else 2)
+    saved = int(weights / 2 + images * each)  # autocast keeps weights in bf16
     return StepMemory(weights, averages, optimizer, saved, weights + averages + optimizer + max(saved, weights))
+
+
+class MemoryPlan(NamedTuple):
+    """How a run's steps save memory: `how` is a value of train.memory but auto, `said` tells why, and `warning` names
+    a micro-batch if nothing fits."""
+
+    how: str
+    said: str
+    warning: str | None = None
+
+
+def plan_memory(
+    cfg: Settings, network: Backbone, kinds: Sequence[Sequence[Route]], images: int, room: int, precision: str,
+    compiled: bool,
+) -> MemoryPlan:  # fmt: skip
+    """Choose how steps on micro-batches of `images` samples under each of these routes save memory: by train.memory,
+    or for auto the first of plain, budget (of compiled blocks alone) and checkpointing that fits `room` bytes."""
+    ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
+    kinds, peaks, micro = kinds or [()], {}, images
+    for how in ways if cfg.train.memory == "auto" else (cfg.train.memory,):
+        saving = replace(cfg, train=replace(cfg.train, memory=how))
+        peaks[how] = max(memory(saving, network, kind, images, precision, compiled).peak for kind in kinds)
+        if peaks[how] <= USABLE * room:
+            break
+    else:
+        pairs = ([memory(saving, network, kind, count, precision, compiled) for count in (1, 2)] for kind in kinds)
+        micro = min(largest_micro_batch(few, more, images, room) for few, more in pairs)
+    others = "".join(f", {way} {size_text(peak)}" for way, peak in peaks.items() if way != how)
+    said = f"{how}, predicted {size_text(peaks[how])} of {size_text(room)}{others}"
+    if micro == images:
+        return MemoryPlan(how, said)
+    advice = f"train.micro_batch_size={micro} would, with the same results" if micro else "nor would a single one"
+    return MemoryPlan(how, said, f"{images} images at once may not fit the device's memory; {advice}")
+
+
+def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
+    """Return the different routes of these steps; of a ratio's schedule the first and the outermost ones."""
+    schedule = cfg.train.ratio_schedule
+    places = (steps.start, cfg.train.routes_until, *((schedule.first, schedule.last) if schedule else ()))
+    return list(dict.fromkeys(active_routes(cfg, place) for place in places if place in steps))
+
+
+def dinov2_cost(name: str, side: int) -> Cost:
+    """Return the cost of DINOv2 on one picture of side × side pixels, without its weights."""
+    patches, width = max(1, round(side * 224 / 256 / 14)) ** 2, WIDTHS[name]
+    tokens = patches + 1
+    products = LAYERS[name] * (12 * tokens * width**2 + 2 * tokens**2 * width) + patches * 3 * 14**2 * width
+    return Cost(patches, width, 2 * products)
+
+
+def picture_side(cfg: Settings) -> int:
+    """Return the side of the pictures beside a dataset's latents, which is 8 times that of latents of autoencoders."""
+    return cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8)
+
+
+def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> int:
+    """Return what a live encoder holds, in fp32, besides `images` pictures: traced on one, or of DINOv2 not given."""
+    alignment = cfg.alignment
+    if alignment.kind != "repa" or alignment.source != "live":
+        return 0
+    if encoder is None:
+        cost = dinov2_cost(alignment.encoder, picture_side(cfg))
+        return 4 * 12 * LAYERS[alignment.encoder] * cost.width**2 + images * 40 * (cost.tokens + 1) * cost.width
+    parts = [part for part in (encoder.run, *getattr(encoder.run, "args", ())) if isinstance(part, nn.Module)]
+    with Alive() as alive:
+        encoder.encode(torch.zeros(1, 3, *[picture_side(cfg)] * 2, dtype=torch.uint8))
+    return sum(weight.nbytes for part in parts for weight in part.parameters()) + images * alive.peak
+
+
+def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
+    """Return a run's aligner without weights, or None; encoders that are not DINOv2 are opened for their cost."""
+    alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
+    if alignment.kind == "none":
+        return None
+    live = alignment.source == "live"
+    if alignment.kind == "repa" and live and alignment.encoder in LAYERS:
+        _, width, flops = dinov2_cost(alignment.encoder, picture_side(cfg))
+    elif alignment.kind == "repa" and (live or alignment.encoder not in WIDTHS):
+        encoder = open_encoder(alignment.encoder, "cpu", grid=network.grid[0], inception=cfg.eval.inception)
+        _, width, flops = encoder.cost(picture_side(cfg))
+    elif alignment.kind == "repa":
+        width = WIDTHS[alignment.encoder]
+    with torch.device("meta"):
+        projector = build_projector(alignment, network.hidden_size, width)
+    module, teacher = Aligned(network, projector, alignment.blocks(cfg.model.depth)[0]), alignment.kind == "self"
+    return Aligner(alignment, module, network if teacher else None, encoder if live else None, live * flops)
 
 
 def largest_micro_batch(few: StepMemory, more: StepMemory, images: int, room: float) -> int:
@@ -206,23 +313,14 @@ def largest_micro_batch(few: StepMemory, more: StepMemory, images: int, room: fl
 def measured_seconds(
     cfg: Settings, routes: Sequence[Route], images: int, device: torch.device, precision: str
 ) -> float:
-    """Measure forward and backward pass of `images` samples on this machine: the median of three, on random data."""
+    """Measure forward and backward pass of `images` samples on this machine: the median of three, on blank samples."""
     network = build_network(cfg).to(device)
     if device.type == "cuda":
         compile_blocks(network.compiled())
-    shape = (images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size)
-    x, noise, level = (
-        torch.randn(shape, device=device),
-        torch.randn(shape, device=device),
-        torch.zeros(images, device=device),
-    )
-    draws = torch.rand(images, network.num_tokens, device=device)
-    chosen, seconds = [pair(route, draws, network.grid) for route in routes], []
+    seconds = []
     for _ in range(5):
         began = time.perf_counter()
-        with autocast(device, precision):
-            loss = process_of(cfg).loss(network, x, network.null(images), level.sigmoid(), noise, chosen).mean()
-        loss.backward()
+        blank_loss(cfg, network, routes, images, device, precision).backward()
         wait_for(device)
         seconds.append(time.perf_counter() - began)
     return sorted(seconds[2:])[1]

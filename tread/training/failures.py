@@ -104,4 +104,4 @@ def explain_memory(run: Run, error: str) -> str:
     fits = f"train.micro_batch_size={size} would fit, with the same results"
     said = f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}"
     advice = fits if size else "even one image does not fit"
-    return f"{said}\n  {advice}. train.activation_checkpointing=true needs less memory too"
+    return f"{said}\n  {advice}. train.memory=checkpointing needs less memory too"

@@ -102,6 +102,7 @@ class Run:
     warnings: list[str]  # about its settings, data or weights
     stop: Stop
     began: float  # when the start began, by time.perf_counter
+    memory: str  # how its steps save memory, and why
     earlier: Checkpoint | None = None  # the checkpoint that it continues
     prompts: Text | None = None  # the grids' texts, for a network that takes texts
     captions: Sequence[str] = ()  # the grids' captions

@@ -99,11 +99,14 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 
 def migrate(config: dict) -> dict:
     """Convert a recorded config to today's keys; those that it lacks have their defaults. In the oldest records,
-    section `recipe` is dropped, and wandb.enabled becomes `tracker`."""
+    section `recipe` is dropped, wandb.enabled becomes `tracker`, and train.activation_checkpointing `memory`."""
     kept = {key: value for key, value in config.items() if key != "recipe"}
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
         kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}
+    if (again := config.get("train", {}).get("activation_checkpointing")) is not None:
+        memory = {"memory": "checkpointing"} if again else {}
+        kept["train"] = {**config["train"], "activation_checkpointing": None, **memory}
     return fill(kept, Settings)
 
 

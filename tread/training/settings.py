@@ -18,7 +18,7 @@ from tread.runtime import schema
 from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
 from tread.runtime.plugins import absolute
-from tread.runtime.schema import BelowOne, Count, CountOrZero, PositiveOrZero, Range, Share, TwoOrMore
+from tread.runtime.schema import BelowOne, Count, CountOrZero, PositiveOrZero, Range, Share, TwoOrMore, written
 from tread.runtime.tensor_files import Weights
 from tread.training.alignment import Alignment
 from tread.training.ema import Width
@@ -34,7 +34,6 @@ class Train:
     cpu_threads: Count | None
     processes: Count | None
     compile: Compile
-    activation_checkpointing: bool
     label_drop: Share
     routes_until: CountOrZero | None
     max_bad_steps: Count
@@ -43,8 +42,16 @@ class Train:
     reconstruction: PositiveOrZero
     path_drop: Share = 0.0
     cuda_graphs: Literal["auto", True, False] = "auto"
+    memory: Literal["auto", "plain", "budget", "checkpointing"] = "auto"
+    activation_checkpointing: bool | None = None  # an older name: true is memory=checkpointing
 
     def __post_init__(self) -> None:
+        again, memory = self.activation_checkpointing, self.memory
+        if again is not None and memory != "auto" and again != (memory == "checkpointing"):
+            both = f"activation_checkpointing is {written(again)}, but train.memory is {memory}"
+            raise ValueError(f"{both}: memory alone decides, and checkpointing is a value of it")
+        if again:
+            object.__setattr__(self, "memory", "checkpointing")
         if self.reconstruction and self.loss_tokens == "all":
             raise ValueError(f"train.reconstruction is {self.reconstruction}, but that needs train.loss_tokens=kept")
 

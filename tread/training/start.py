@@ -2,7 +2,6 @@
 
 import datetime
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,8 +25,8 @@ from tread.encoders.vision import encoder_name, open_encoder
 from tread.evaluation.scorers import OnlineFID, open_online_fid
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
-from tread.runtime.compiling import compile_blocks, settle_compile
-from tread.runtime.device import avoid_faults
+from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
+from tread.runtime.device import avoid_faults, memory_of
 from tread.runtime.distributed import Processes, open_training, split_batch
 from tread.runtime.files import check_place, explain_failure, point_to, size_text, write_whole
 from tread.runtime.randomness import generator
@@ -35,7 +34,15 @@ from tread.runtime.schema import written
 from tread.runtime.signals import Stop
 from tread.training import posthoc_ema
 from tread.training.alignment import Aligned, Aligner, build_projector
-from tread.training.costs import training_flops
+from tread.training.costs import (
+    MemoryPlan,
+    blank_loss,
+    count_parameters,
+    kinds_to_come,
+    live_bytes,
+    plan_memory,
+    training_flops,
+)
 from tread.training.ema import EMA, exponential, power
 from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
@@ -77,17 +84,16 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     trained = checkpoint.Trained(network, ema.network, optimizer, {w: p.network for w, p in powers.items()}, projector)
     if earlier:
         trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))
-    network.activation_checkpointing = cfg.train.activation_checkpointing
-    compiled, uncompiled = settle_compile(cfg.train.compile, processes.device)
-    if compiled:
-        compile_blocks([*network.compiled(), *ema.network.compiled()])
+    rest = range(earlier.step if earlier else 0, cfg.train.steps)
+    lasting = processes.count > 1 or len(micro_batches) > 1
+    memory, uncompiled = prepare_blocks(cfg, network, ema, aligner, micro_batches[0], precision, rest, lasting)
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
         cfg, config, processes, precision, micro_batches, data, heldout, network, ema, [ema, *powers.values()], aligner,
-        optimizer, trained, decoder, online_fid, weights, notes, stop, began, earlier, **prompts
+        optimizer, trained, decoder, online_fid, weights, notes, stop, began, memory.said, earlier, **prompts
     )  # fmt: skip
     run.graphs = open_graphs(run)
-    run.warnings += [*settings_warnings(cfg), *data_warnings(run), *filter(None, [faulty])]
+    run.warnings += [*settings_warnings(cfg), *data_warnings(run), *filter(None, [faulty, memory.warning])]
     if earlier and "flops" not in earlier.info:
         run.flops = training_flops(cfg, network, range(run.step), aligner)  # an old checkpoint has no count
     processes.from_main(lambda: take_folder(run, claimed))
@@ -96,6 +102,46 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     if uncompiled:
         processes.say(f"warning: running without torch.compile, which fails here: {uncompiled}")
     return run
+
+
+def prepare_blocks(
+    cfg: Settings, network: Backbone, ema: EMA, aligner: Aligner | None, rows: slice, precision: str, steps: range,
+    lasting: bool,
+) -> tuple[MemoryPlan, str | None]:  # fmt: skip
+    """Choose how the steps save memory, and compile the blocks, forward and backward, before processes wait for one
+    another in a step. Returns the choice, and the reason if compiling is wanted but fails.
+
+    rows     a micro-batch.
+    lasting  whether gradients stay in memory between passes.
+    """
+    device, images, kinds = network.pos_embed.device, rows.stop - rows.start, kinds_to_come(cfg, steps)
+
+    def choose(compiled: bool) -> MemoryPlan:
+        if device.type == "cpu":
+            how = "plain" if cfg.train.memory == "auto" else cfg.train.memory
+            return MemoryPlan(how, how)
+        more = lasting * 4 * count_parameters(network) + live_bytes(cfg, images, aligner and aligner.encoder)
+        return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled)
+
+    def attempt() -> None:
+        for routes in kinds:
+            blank_loss(cfg, network, routes, images, device, precision).backward()
+
+    compiled, uncompiled = settle_compile(cfg.train.compile, device)
+    plan = choose(compiled)
+    network.activation_checkpointing = plan.how == "checkpointing"
+    if compiled:
+        compile_blocks([*network.compiled(), *ema.network.compiled()], saving=plan.how == "budget")
+        uncompiled = why_failing(attempt)
+        network.zero_grad()
+        if uncompiled:
+            torch.compiler.set_stance("force_eager")
+            compiled, plan = False, choose(compiled=False)
+            network.activation_checkpointing = plan.how == "checkpointing"
+    if plan.how == "budget" and not compiled:
+        said = "train.memory=budget is of compiled blocks, and these are not: all activations are kept"
+        plan = plan._replace(warning=plan.warning or said)
+    return plan, uncompiled
 
 
 def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDataset) -> None:
@@ -110,9 +156,7 @@ def check_memory(cfg: Settings, device: torch.device) -> None:
     model, copies = cfg.model, 3 + cfg.optim.copies + len(cfg.ema.power)
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of any architecture; most have more
     needed = int(4 * copies * least)
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
+    room = memory_of(device)
     if needed > room:
         asked = f"model.hidden_size={model.hidden_size}, depth={model.depth} and mlp_ratio={model.mlp_ratio:g}"
         takes = f"with gradients, optimizer and averages {size_text(needed)}"

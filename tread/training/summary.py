@@ -37,6 +37,7 @@ def describe(run: Run) -> str:
         "batch": f"{train.batch_size} = {split}; optimizer: {optim.name}"
         f"{f' {written(optim.options)}' if optim.options else ''}",
         "device": f"{run.processes.device}, {run.precision}",
+        "memory": run.memory,
         "disk": f"{size_text(run.checkpoint_bytes())} a checkpoint, every {cfg.every.save:,} steps",
     }
     if run.aligner:
