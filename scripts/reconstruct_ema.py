@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import hydra
 from omegaconf import DictConfig
 
-from tread.checkpoints import checkpoint
+from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.for_sampling import open_network
+from tread.checkpoints.posthoc_ema import Width
 from tread.diffusion.guidance import NO_GUIDANCE
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.files import check_place, explain_failure, whole_folder
-from tread.training import posthoc_ema
-from tread.training.ema import Width
 
 POOR_FIT = 0.05  # relative L2 distance of profiles
 COARSE = 0.002  # relative rounding error of a parameter, about that of bf16

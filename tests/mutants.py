@@ -38,7 +38,7 @@ TESTS = {  # core file → the nearest tests, those that fail soonest first; fol
     "tread/training/step.py": "test_recorded.py training/test_draws.py training/test_survival.py",
     "tread/training/optimizer.py": "training/test_optimizer.py training/test_runs.py",
     "tread/training/ema.py": "checkpoints/test_checkpoint.py training/test_posthoc_ema.py training/test_optimizer.py",
-    "tread/training/token_losses.py": "training/test_token_losses.py",
+    "tread/diffusion/token_losses.py": "training/test_token_losses.py",
     "tread/training/alignment.py": "training/test_alignment.py",
     "tread/evaluation/metrics.py": "evaluation/test_metrics.py",
 }

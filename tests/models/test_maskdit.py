@@ -18,9 +18,9 @@ from torch.testing import assert_close
 
 from routing_module import Record, Route
 from tread.diffusion.edm import EDM
+from tread.diffusion.token_losses import kept_error, reconstruction_error
 from tread.models.maskdit import MaskDiT
 from tread.runtime.tensor_files import plain_names
-from tread.training.token_losses import kept_error, reconstruction_error
 
 DECODER = {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_heads": 4}
 TINY = {"input_size": 8, "hidden_size": 64, "depth": 4, "num_heads": 4, "num_classes": 10, **DECODER}

@@ -18,10 +18,10 @@ from tread.checkpoints.network import build_network
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
+from tread.diffusion.token_losses import EPSILON, kept_error, reconstruction_error, to_patches
 from tread.models.rwkv import RWKV
 from tread.training.run_folder import RunLog
 from tread.training.step import active_routes, loss, step_draws
-from tread.training.token_losses import EPSILON, kept_error, reconstruction_error, to_patches
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 TWO = "model.routes=[{start:1,end:2},{start:4,end:4,selection_ratio:0.25}]"

@@ -7,16 +7,11 @@ widths from stored ones.
 
 import copy
 from collections.abc import Callable
-from typing import Annotated
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tread.runtime.schema import Range, check
-
-# a possible σ_rel
-Width = Annotated[float, Range("lie between 0 and 0.288, the uniform average's", lambda width: 0 < width < 12**-0.5)]
+from tread.checkpoints.posthoc_ema import exponent
 
 
 def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], float]:
@@ -25,14 +20,6 @@ def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], f
     warmup  limit the decay to (1+n)/(10+n), so that initial weights do not dominate short runs; not in the TREAD paper.
     """
     return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
-
-
-def exponent(sigma_rel: float) -> float:
-    """Return the exponent γ for which the profile t^γ has standard deviation sigma_rel, as a fraction of the training
-    time (EDM2, Eq. 4 and 123). Raises ValueError outside (0, 0.288); 0.288 is the width of a uniform average."""
-    check("sigma_rel", sigma_rel, Width)
-    inverse = sigma_rel**-2  # σ_rel² = (γ+1)/((γ+2)²(γ+3)), a cubic equation in γ
-    return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
 
 def power(sigma_rel: float) -> Callable[[int], float]:

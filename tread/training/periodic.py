@@ -12,7 +12,7 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from tread.checkpoints import checkpoint
+from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.network import process_of
 from tread.data.dataset import Batch, LatentDataset
 from tread.diffusion.labels import spread_classes
@@ -28,7 +28,6 @@ from tread.evaluation.scorers import judge_digits
 from tread.models.conditions import Text
 from tread.runtime.device import autocast, peak_flops, wait_for
 from tread.runtime.files import explain_failure
-from tread.training import posthoc_ema
 from tread.training.costs import sample_flops, training_flops
 from tread.training.optimizer import learning_rate
 from tread.training.run import Failure, Run, StepStatistics

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from rf import RF
 from tread.checkpoints.network import Dataset, Objective, process_of
+from tread.checkpoints.posthoc_ema import Width
 from tread.data.dataset import LatentDataset
 from tread.data.index import prepared_heldout
 from tread.diffusion.edm import EDM
@@ -21,7 +22,6 @@ from tread.runtime.plugins import absolute
 from tread.runtime.schema import BelowOne, Count, CountOrZero, PositiveOrZero, Range, Share, TwoOrMore, written
 from tread.runtime.tensor_files import Weights
 from tread.training.alignment import Alignment
-from tread.training.ema import Width
 from tread.training.optimizers import Optim
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from tread.checkpoints import checkpoint
+from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.weights import load_weights
 from tread.data.columns import check_grid
@@ -32,7 +32,6 @@ from tread.runtime.files import check_place, explain_failure, point_to, size_tex
 from tread.runtime.randomness import generator
 from tread.runtime.schema import written
 from tread.runtime.signals import Stop
-from tread.training import posthoc_ema
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.costs import (
     MemoryPlan,

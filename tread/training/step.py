@@ -14,6 +14,7 @@ from routing_module import Record, Route
 from tread.checkpoints.network import process_of
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec, to_network
+from tread.diffusion.token_losses import kept_terms
 from tread.models.conditions import Condition, drop
 from tread.routing.ids import pair
 from tread.runtime.device import autocast
@@ -22,7 +23,6 @@ from tread.training.alignment import Aligner
 from tread.training.optimizer import backward, is_fused, learning_rate, optimizer_step
 from tread.training.run import Run
 from tread.training.settings import Settings
-from tread.training.token_losses import kept_terms
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -19,13 +20,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tread.runtime.files import explain_failure, sync, whole_file
+from tread.runtime.schema import Range, check
 from tread.runtime.tensor_files import save_tensors, what_is_wrong
-from tread.training.ema import exponent
 
 FORMAT = {"format": "ema_snapshot", "version": 1}
 NEGLIGIBLE = 1e-8  # a coefficient this small changes nothing in fp32
 Profiles = Sequence[tuple[int, float]]  # (step, sigma_rel) of each average
 FP16_ROUNDING = 2e-4  # root mean square of the relative error of rounding to fp16
+# a possible σ_rel
+Width = Annotated[float, Range("lie between 0 and 0.288, the uniform average's", lambda width: 0 < width < 12**-0.5)]
+
+
+def exponent(sigma_rel: float) -> float:
+    """Return the exponent γ for which the profile t^γ has standard deviation sigma_rel, as a fraction of the training
+    time (EDM2, Eq. 4 and 123). Raises ValueError outside (0, 0.288); 0.288 is the width of a uniform average."""
+    check("sigma_rel", sigma_rel, Width)
+    inverse = sigma_rel**-2  # σ_rel² = (γ+1)/((γ+2)²(γ+3)), a cubic equation in γ
+    return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
 
 @dataclass(frozen=True)
