@@ -46,7 +46,7 @@ class Alignment:
     gap: Share = 0.2
 
     def blocks(self, depth: int) -> tuple[int, int]:
-        """Return the 0-based indices of the aligned and the teacher's block. Raises ValueError if they are out of range."""
+        """Return the 0-based indices of the aligned and the teacher's block. Raises ValueError if out of range."""
         blocks = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
         for name, value in (("block", self.block), ("teacher", self.teacher)):
             if value is not None and not -depth <= value < depth:
