@@ -146,7 +146,7 @@ def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str
 
 
 def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return the metrics by which runs are compared and that some group has."""
+    """Return the metrics that tables compare and of which at least one group has a value."""
     return [name for name, metric in METRICS.items() if metric.compared and any(group.last(name) for group in groups)]
 
 

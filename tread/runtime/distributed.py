@@ -180,7 +180,7 @@ class Processes:
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
     """Return the rows of the global batch that belong to process `rank`, as one slice for each of its micro-batches.
-    micro_batch_size=None makes one slice. Raises ValueError if the batch or a process's share does not divide."""
+    micro_batch_size=None makes one slice. Raises ValueError if batch or share do not divide evenly."""
     share, rest = divmod(batch_size, ranks)
     if rest:
         raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")
