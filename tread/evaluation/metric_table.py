@@ -125,7 +125,7 @@ def names_of(what: str) -> list[str]:
 
 
 def scored_names(record: Mapping) -> list[str]:
-    """Return the keys of the columns in a table of scores: all of "samples", and those of "demo" that `record` has."""
+    """Return the keys of a score table's columns: metrics of="samples", and those of="demo" that `record` has."""
     return names_of("samples") + [name for name in names_of("demo") if name in record]
 
 

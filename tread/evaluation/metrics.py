@@ -98,8 +98,8 @@ def frechet_distance(mean1: np.ndarray, covariance1: np.ndarray, mean2: np.ndarr
 def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
     """Return exp(mean KL(p(y|x) ‖ p(y))) (Salimans et al. 2016, arXiv 1606.03498), averaged over splits.
 
-    probabilities  (n, classes), rows that sum to 1, in the pictures' order. Every `split` rows are scored alone, and so
-                   is a shorter last split, as in ADM's evaluator.
+    probabilities  (n, classes), rows that sum to 1, in the pictures' order. Every `split` rows are scored alone, and a
+                   shorter last split too, as in ADM's evaluator.
     """
     scores = []
     for start in range(0, len(probabilities), split):

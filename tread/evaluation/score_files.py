@@ -96,7 +96,7 @@ def columns(record: Mapping) -> list[str]:
 
 
 def add_line(path: Path, record: dict) -> None:
-    """Append a score to a .csv with the columns columns(record); an existing file with others is renamed first."""
+    """Append a score to a .csv whose columns are columns(record); an existing file with others is renamed first."""
     head = columns(record)
     if path.exists() and path.read_text().partition("\n")[0].strip() != ",".join(head):
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())

@@ -104,7 +104,7 @@ class LightningDiT(Backbone):
     positions  "sincos": fixed sines and cosines are added to the tokens; "rope": in addition queries and keys rotate by
                their token's position, as in public checkpoints.
     qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
-    block      creates a block, with LightningBlock's arguments.
+    block      class or function that creates a block from LightningBlock's arguments.
     """
 
     def __init__(
