@@ -12,6 +12,7 @@ from tread.data.index import prepared_heldout
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
 from tread.models.architectures import CHOSEN, AnyOptions, TextSettings
+from tread.models.backbone import Residual
 from tread.preparing import digits, emoji
 from tread.routing.ids import RULES, RatioSchedule, check_ratio
 from tread.runtime import schema
@@ -42,8 +43,11 @@ class Train:
     loss_tokens: Literal["all", "kept"]
     reconstruction: PositiveOrZero
     path_drop: Share = 0.0
+    residual: Residual = "fp32"
 
     def __post_init__(self) -> None:
+        if self.residual == "bf16" and self.precision == "fp32":
+            raise ValueError("train.residual is bf16, but under train.precision=fp32 nothing is: leave it fp32")
         if self.reconstruction and self.loss_tokens == "all":
             raise ValueError(f"train.reconstruction is {self.reconstruction}, but that needs train.loss_tokens=kept")
 

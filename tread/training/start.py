@@ -63,6 +63,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
+    network.residual = cfg.train.residual  # and so are the copies that hold averages
     weights, notes = bring_weights(cfg, network, claimed, data)
     network.to(processes.device)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
