@@ -13,6 +13,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,14 +48,20 @@ def sincos_positions(dim: int, grid_size: int) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D)."""
+    """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D).
+    Compiled it is one matrix product, which differs from the convolution by rounding."""
 
     def __init__(self, in_channels: int, patch_size: int, hidden_size: int) -> None:
         super().__init__()
         self.proj = nn.Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, residual: Residual = "fp32") -> Tensor:
-        tokens = self.proj(x).flatten(2).transpose(1, 2).contiguous()
+        if torch.compiler.is_compiling():
+            p = self.proj.stride[0]
+            patches = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)  # (B, rows, columns, …)
+            tokens = F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
+        else:
+            tokens = self.proj(x).flatten(2).transpose(1, 2).contiguous()
         if positions is None:
             return tokens
         return kept_as(residual, tokens + positions, tokens)
@@ -190,7 +197,7 @@ class Backbone(nn.Module):
 
     def compiled(self) -> list[nn.Module]:
         """Return the modules to compile; blocks of equal sizes share their graphs."""
-        return list(self.blocks)
+        return [self.x_embedder, *self.blocks, self.final_layer]
 
     def along(self, batch: int) -> Sequence[Tensor]:
         """Return the blocks' inputs that have one row per token, each (B, N, …), e.g. rotary tables; here none."""

@@ -63,7 +63,7 @@ class MaskDiT(DiT):
             table.weight[self.num_classes].zero_()
 
     def compiled(self) -> list[nn.Module]:
-        return [*self.blocks, *self.decoder_blocks]
+        return [*super().compiled(), *self.decoder_blocks]
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
         """Return Backbone's FLOPs plus the decoder's; with `upto`, only those of the encoder up to that block."""
