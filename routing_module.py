@@ -294,9 +294,10 @@ def times_written(tokens: Tensor) -> int:
 
 
 def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed)."""
+    """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed). The first of them are
+    tokens, whose type the output has."""
     with torch.autocast(inputs[0].device.type, enabled=False):
-        return block(*(a.float() if a.is_floating_point() else a for a in inputs))
+        return block(*(a.float() if a.is_floating_point() else a for a in inputs)).to(inputs[0].dtype)
 
 
 @dataclass

@@ -117,8 +117,8 @@ def assert_rounds_inputs_alone(
 
 
 def assert_modes_agree(network: Backbone, run: Callable[[], Sequence[Tensor]], graphs: int) -> None:
-    """Outputs and gradients are the plain network's, bit for bit or to rounding; compiled, its blocks have so many
-    graphs."""
+    """Outputs and gradients are the plain network's, bit for bit or to rounding; compiled, it has so many graphs,
+    of which two are of embedding and last layer."""
 
     def results(precision: str = "fp32") -> list[Tensor]:
         network.zero_grad()

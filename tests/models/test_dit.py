@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
-from conftest import hidden_states, size_of
+from conftest import CPU, hidden_states, random_network, size_of
 from modes import assert_near, assert_starts_at_zero, batch, counted_flops
 from safetensors.torch import load_file
 
 from dit import DiT
 from routing_module import Record, Route, draw_ids
+from tread.runtime.compiling import compile_blocks
+from tread.runtime.device import autocast
 
 SIZES = {  # dim, depth, heads, trainable parameters at 4×32×32, 1000 classes, no learned sigma
     "S/2": (384, 12, 6, 32_858_896),
@@ -147,6 +149,28 @@ def test_patches_are_put_back_where_they_were_taken():
     patches = x.unfold(2, 2, 2).unfold(3, 2, 2)  # (B, C, rows, columns, p, p)
     tokens = patches.permute(0, 2, 3, 4, 5, 1).reshape(2, 16, -1)
     assert torch.equal(network.unpatchify(tokens), x)
+
+
+@pytest.mark.parametrize("patch_size", [1, 2])
+def test_compiled_ends_are_those_that_are_not(patch_size):
+    """The convolution itself, and the last layer; outputs and gradients to rounding, in fp32 and in bf16."""
+    network = random_network(0, patch_size=patch_size, hidden_size=64, depth=0, num_heads=4)
+    results = []
+    for compiled in (False, True):
+        if compiled:
+            torch._dynamo.reset()
+            compile_blocks(network.compiled(), "aot_eager")
+        for precision in ("fp32", "bf16"):
+            network.zero_grad()
+            with autocast(CPU, precision):
+                out = network(*batch(3, 8)).float()
+            out.square().sum().backward()
+            results.append([out.detach(), *(p.grad for p in network.parameters())])
+    torch._dynamo.reset()
+    plain, rounded, ours, ours_rounded = results
+    for limit, pair in ((1e-5, (plain, ours)), (0.02, (rounded, ours_rounded))):
+        for expected, actual in zip(*pair):
+            assert (actual - expected).norm() <= limit * expected.norm()
 
 
 @pytest.mark.parametrize("labels, shown", [([0, 11], "0..11"), ([-1, 3], "-1..3")])

@@ -200,7 +200,7 @@ def test_flops_agree_with_torchs_counter(more, routes):
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network():
     """Without a dtype's mismatch in norms or attention; one graph for all tokens and one for kept ones."""
     network, routes = tiny(depth=4, qk_norm=True), drawn(Route(1, 2, 0.5, "end"))
-    assert_modes_agree(network, lambda: [network(*batch(), which) for which in ((), routes)], graphs=2)
+    assert_modes_agree(network, lambda: [network(*batch(), which) for which in ((), routes)], graphs=2 + 2)
 
 
 def tables(head_dim, side):

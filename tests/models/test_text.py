@@ -270,10 +270,10 @@ def test_flops_are_those_that_torch_counts(encoder, routes):
 @pytest.mark.parametrize("choices", [{}, LIGHTNING], ids=["dit", "lightning"])
 @pytest.mark.slow
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network(choices):
-    """One graph for all tokens and one for kept ones, whatever the lengths of the captions."""
+    """One graph for all tokens, one for kept ones, and two of the ends, whatever the lengths of the captions."""
     network, (x, t) = tiny(**ENCODER, **choices), batch()
     captions, routes = (texts(network), texts(network, lengths=(1, 1, 4))), drawn(Route(1, 2, 0.5, "end"))
-    assert_modes_agree(network, lambda: [network(x, t, y, which) for y in captions for which in ((), routes)], graphs=2)
+    assert_modes_agree(network, lambda: [network(x, t, y, which) for y in captions for which in ((), routes)], graphs=4)
 
 
 @pytest.mark.parametrize(

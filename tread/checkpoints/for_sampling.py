@@ -58,8 +58,9 @@ class SavedNetwork:
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
-        """Build the network in eval mode and load its weights."""
+        """Build the network in eval mode, with the residual stream that it was trained with, and load its weights."""
         network = build_network(self.cfg)
+        network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))
         return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))
 

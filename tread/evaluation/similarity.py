@@ -51,7 +51,7 @@ def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Rou
         hook.remove()
     resolved = [(route.resolve(len(network.blocks)), ids) for (route, _), ids in zip(routes, record.ids)]
     ending = {route.end: (route, ids) for route, ids in resolved if network.skipped_return}
-    whole = (embedded[0] + network.pos_embed).float()
+    whole = embedded[0].float()
     all_held = torch.ones(whole.shape[:2], dtype=torch.bool, device=whole.device)
     states = [(whole, all_held)]
     for block in record.blocks:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,11 +22,15 @@ from tread.routing.ids import count_run
 from tread.runtime.schema import check
 
 Init = Literal["adaln_zero", "xavier"]
+Residual = Literal["fp32", "bf16"]
 WAVES = 256  # number of cosines and sines that embed the noise input
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D)."""
+    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D). Under autocast always in fp32: on CPUs, unlike
+    CUDA, norms of bf16 tokens return bf16."""
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        x = x.float()
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
@@ -43,14 +48,29 @@ def sincos_positions(dim: int, grid_size: int) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Embed non-overlapping patches as tokens in raster order: (B, C, S, S) → (B, N, D)."""
+    """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D).
+    Compiled it is one matrix product, which differs from the convolution by rounding."""
 
     def __init__(self, in_channels: int, patch_size: int, hidden_size: int) -> None:
         super().__init__()
         self.proj = nn.Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
+    def forward(self, x: Tensor, positions: Tensor | None = None, residual: Residual = "fp32") -> Tensor:
+        if torch.compiler.is_compiling():
+            p = self.proj.stride[0]
+            patches = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)  # (B, rows, columns, …)
+            tokens = F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
+        else:
+            tokens = self.proj(x).flatten(2).transpose(1, 2).contiguous()
+        if positions is None:
+            return tokens
+        return kept_as(residual, tokens + positions, tokens)
+
+
+def kept_as(residual: Residual, tokens: Tensor, product: Tensor) -> Tensor:
+    """Return tokens as the residual stream holds them: with residual="bf16" in the type of a layer's product, which is
+    bf16 under autocast, and from then on all sums are."""
+    return tokens.to(product.dtype) if residual == "bf16" else tokens
 
 
 class TimestepEmbedder(nn.Module):
@@ -148,6 +168,7 @@ class Backbone(nn.Module):
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid, self.num_tokens = (side, side), side**2
         self.activation_checkpointing = False  # True: keep blocks' inputs only, recompute the rest in backward
+        self.residual: Residual = "fp32"  # "bf16": under autocast tokens are bf16 between blocks; norms stay in fp32
 
         self.x_embedder = PatchEmbed(in_channels, patch_size, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
@@ -176,7 +197,7 @@ class Backbone(nn.Module):
 
     def compiled(self) -> list[nn.Module]:
         """Return the modules to compile; blocks of equal sizes share their graphs."""
-        return list(self.blocks)
+        return [self.x_embedder, *self.blocks, self.final_layer]
 
     def along(self, batch: int) -> Sequence[Tensor]:
         """Return the blocks' inputs that have one row per token, each (B, N, …), e.g. rotary tables; here none."""
@@ -253,4 +274,4 @@ class Backbone(nn.Module):
         """Return tokens (B, N, D), conditioning (B, D), and further inputs of the blocks that stay whole on a route.
         Raises ValueError for inputs that do not fit."""
         self.check_inputs(x, y)
-        return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + self.y_embedder(y)
+        return self.x_embedder(x, self.pos_embed, self.residual), self.t_embedder(t) + self.y_embedder(y)

@@ -199,5 +199,5 @@ class Mamba(Backbone):
         self.kernel, self.needs_grid = kernel, not allow_token_routes
 
     def compiled(self) -> list[nn.Module]:
-        """Return the modules to compile: all blocks but those with a fused kernel."""
-        return [block for block in self.blocks if self.kernel == "torch" or isinstance(block, AttentionBlock)]
+        """Return the modules to compile: all but the blocks with a fused kernel."""
+        return [part for part in super().compiled() if self.kernel == "torch" or not isinstance(part, MambaBlock)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dit import DiT, DiTBlock
 from routing_module import Record, Route, Routes, gather_tokens, run_blocks, scatter_tokens, settle_ids
-from tread.models.backbone import FinalLayer, Init, sincos_positions
+from tread.models.backbone import FinalLayer, Init, kept_as, sincos_positions
 from tread.routing.ids import count_kept
 
 
@@ -63,7 +63,7 @@ class MaskDiT(DiT):
             table.weight[self.num_classes].zero_()
 
     def compiled(self) -> list[nn.Module]:
-        return [*self.blocks, *self.decoder_blocks]
+        return [*super().compiled(), *self.decoder_blocks]
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
         """Return Backbone's FLOPs plus the decoder's; with `upto`, only those of the encoder up to that block."""
@@ -86,7 +86,7 @@ class MaskDiT(DiT):
             [(route, chosen)] = routes
             ids_keep = settle_ids(route, chosen, x)
             x = gather_tokens(x, ids_keep)
-        x = self.decoder_layer(run_blocks(self.called(self.blocks), x, c, record=record), c)
+        x = product = self.decoder_layer(run_blocks(self.called(self.blocks), x, c, record=record), c)
         if record is not None and ids_keep is not None:
             record.ids = [ids_keep]
             record.outputs = {block: (output, ids_keep) for block, (output, _) in record.outputs.items()}
@@ -94,7 +94,8 @@ class MaskDiT(DiT):
             x = x + 0 * self.mask_token  # mask_token needs a gradient in every step of distributed training
         else:
             x = scatter_tokens(self.mask_token.expand(batch, tokens, -1), x, ids_keep)
-        x = run_blocks(self.called(self.decoder_blocks), x + self.decoder_pos_embed, c)
+        x = kept_as(self.residual, x + self.decoder_pos_embed, product)
+        x = run_blocks(self.called(self.decoder_blocks), x, c)
         return self.unpatchify(self.final_layer(x, c))
 
 

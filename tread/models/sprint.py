@@ -109,7 +109,7 @@ class Sprint(LightningDiT):
                 kept = kept & torch.zeros_like(from_g).scatter(1, ids_keep[:, :, None], True)
             x, f = torch.where(kept, x, self.mask_token.to(x.dtype)), behind_f.pop()
             fused = self.fusion_proj(torch.cat([f, x], dim=2))  # low precision under autocast, unlike the tokens
-            return blocks[-DENSE](fused.to(f.dtype), *given)
+            return blocks[-DENSE](fused.to(x.dtype), *given)
 
         return [*blocks[: DENSE - 1], end_f, *blocks[DENSE:-DENSE], begin_h, *blocks[1 - DENSE :]]
 

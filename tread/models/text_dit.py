@@ -197,4 +197,4 @@ class TextDiT(LightningDiT):
         """Return tokens (B, N, D), conditioning (B, D), and the text (B, T, D) with its mask (B, T) for the blocks."""
         self.check_inputs(x, y)
         pooled, text = self.y_embedder(y)
-        return self.x_embedder(x) + self.pos_embed, self.t_embedder(t) + pooled, text, y.mask
+        return self.x_embedder(x, self.pos_embed, self.residual), self.t_embedder(t) + pooled, text, y.mask

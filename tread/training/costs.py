@@ -148,6 +148,7 @@ def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: 
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
+        network.residual = cfg.train.residual
         weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
         before = alive.now
         alive.peak = alive.now

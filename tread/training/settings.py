@@ -13,6 +13,7 @@ from tread.data.index import prepared_heldout
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
 from tread.models.architectures import CHOSEN, AnyOptions, TextSettings
+from tread.models.backbone import Residual
 from tread.preparing import digits, emoji
 from tread.routing.ids import RULES, RatioSchedule, check_ratio
 from tread.runtime import schema
@@ -44,6 +45,7 @@ class Train:
     cuda_graphs: Literal["auto", True, False] = "auto"
     memory: Literal["auto", "plain", "budget", "checkpointing"] = "auto"
     activation_checkpointing: bool | None = None  # an older name: true is memory=checkpointing
+    residual: Residual = "fp32"
 
     def __post_init__(self) -> None:
         again, memory = self.activation_checkpointing, self.memory
@@ -52,6 +54,8 @@ class Train:
             raise ValueError(f"{both}: memory alone decides, and checkpointing is a value of it")
         if again:
             object.__setattr__(self, "memory", "checkpointing")
+        if self.residual == "bf16" and self.precision == "fp32":
+            raise ValueError("train.residual is bf16, but under train.precision=fp32 nothing is: leave it fp32")
         if self.reconstruction and self.loss_tokens == "all":
             raise ValueError(f"train.reconstruction is {self.reconstruction}, but that needs train.loss_tokens=kept")
 

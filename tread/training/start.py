@@ -71,6 +71,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
+    network.residual = cfg.train.residual  # and so are the copies that hold averages
     weights, notes = bring_weights(cfg, network, claimed, data)
     network.to(processes.device)
     faulty = avoid_faults(processes.device, cfg.text.tokens if cfg.model.takes_text else None)
