@@ -58,10 +58,11 @@ class SavedNetwork:
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
-        """Build the network in eval mode and load its weights."""
+        """Build the network in eval mode and load its weights. They are not frozen: of frozen ones autocast keeps no
+        casts from call to call."""
         network = build_network(self.cfg)
         network.load_state_dict(self.found.tensors(self.weights))
-        return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))
+        return Model(self.process, network.to(device).eval(), self.routes(guidance))
 
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:

@@ -20,11 +20,15 @@ def use_precision(name: Precision, device: torch.device) -> str:
     """
     check("precision", name, Precision)
     if name == "auto":
-        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        name = "bf16" if native else "fp32"
+        name = "bf16" if has_bf16(device) else "fp32"
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "bf16"
     return name
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return whether a device is a GPU that computes in bf16 in hardware."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
@@ -33,17 +37,23 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager:
 
 
 @contextmanager
-def exact() -> Iterator[None]:
-    """Context that computes in fp32 without TF32 or autocast, whatever sampling or training has set."""
+def exact(tf32: bool = False) -> Iterator[None]:
+    """Context that computes in fp32 without autocast, and with TF32 only if asked, whatever sampling or training has
+    set."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    matmul.allow_tf32 = cudnn.allow_tf32 = tf32
     gpu = torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext()
     try:
         with gpu, torch.autocast("cpu", enabled=False):
             yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def computing(device: torch.device, precision: str) -> AbstractContextManager:
+    """Return the context in which a frozen network beside the trained one runs: fp32 exactly, "tf32" or "bf16"."""
+    return autocast(device, precision) if precision == "bf16" else exact(tf32=precision == "tf32")
 
 
 def use_cores(threads: int | None, processes: int) -> int:
