@@ -60,11 +60,13 @@ class Options:
     out: str | None
     overwrite: bool
     plugins: tuple[str, ...] = ()
+    decode_precision: autoencoder.Decoding = "fp32"
 
     def __post_init__(self) -> None:
         check_name(self.out, self.save_latents)
-        if self.save_latents and self.autoencoder is not None:
-            raise ValueError("save_latents=true writes latents and decodes none: leave it out, or autoencoder=…")
+        if self.save_latents and (self.autoencoder is not None or self.decode_precision != "fp32"):
+            decoding = "autoencoder=… and decode_precision=…"
+            raise ValueError(f"save_latents=true writes latents and decodes none: leave it out, or {decoding}")
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
@@ -109,7 +111,8 @@ def open_decoder(options: Options, latents: LatentSpec, device: torch.device) ->
     latents, decoded pictures, or previews."""
     if options.save_latents:
         return partial(from_network, latents=latents)
-    return autoencoder.load_decoder(latents, device, options.autoencoder) if options.decode else autoencoder.preview
+    how = (options.autoencoder, options.decode_precision)
+    return autoencoder.load_decoder(latents, device, *how) if options.decode else autoencoder.preview
 
 
 if __name__ == "__main__":

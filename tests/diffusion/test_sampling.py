@@ -1,18 +1,22 @@
 """Sampling: order, seeds and labels, against drawing each sample alone and a known network."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, assert_refused, random_network, take_samples
+from conftest import CPU, assert_refused, opened, random_network, randomized, save_checkpoint, take_samples
 from PIL import Image
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rf import RF
 from routing_module import Route
 from sample import parse_seeds
+from tread.checkpoints.network import build_network, read_network
 from tread.data.latents import to_uint8
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS as GUIDANCE_KINDS
@@ -322,6 +326,52 @@ def test_the_door_refuses_a_bare_state_dict(tmp_path, tiny):
     bare, none = (f"checkpoint={tmp_path / name}" for name in ("dit.pt", "none"))
     shown = "error: .*timesteps 0..999"
     assert_refused(partial(take_samples, tmp_path), (bare, shown), (none, "error: no checkpoint at"))
+
+
+class Casts(TorchDispatchMode):
+    """Counts, by parameter of some networks, how often it is cast to bf16."""
+
+    def __init__(self, *networks):
+        super().__init__()
+        self.names = {item.data_ptr(): name for network in networks for name, item in network.named_parameters()}
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operator, types, given=(), more=None):
+        cast = operator is torch.ops.aten._to_copy.default and more.get("dtype") is torch.bfloat16
+        if cast and given[0].data_ptr() in self.names:
+            self.counts[self.names[given[0].data_ptr()]] += 1
+        return operator(*given, **more or {})
+
+
+@pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda item: item.kind)
+def test_a_batch_casts_each_weight_once_and_pictures_stay_the_same_bits(tmp_path, composed, guidance):
+    """Against the same network frozen, of which autocast keeps no casts; with a block of the route in fp32."""
+    save_checkpoint(tmp_path / "run", composed)
+    model = opened(tmp_path / "run").load(CPU)
+    model = replace(model, routes=(Route(1, 3, fp32="end"),))
+    sampler = Sampler(steps=3, batch_size=4, precision="bf16", guidance=guidance)
+    calls, results = len(sampler.plan(model.process)), []
+    for least, most in ((1, 1), (calls, 2 * calls)):  # branches of other numbers of tokens run one after the other
+        with Casts(model.network) as casts:
+            results.append(torch.cat(list(draw(model, range(7), torch.arange(7) % 5, sampler))))
+        inner = {name: count for name, count in casts.counts.items() if "blocks.0." in name}
+        assert len(inner) == 10 and all(2 * least <= count <= 2 * most for count in inner.values()), inner
+        model.network.requires_grad_(False)
+    assert calls == 5 and torch.equal(*results) and results[0].isfinite().all() and not results[0].requires_grad
+
+
+@pytest.mark.parametrize("name", ["lightning", "rwkv", "mamba", "maskdit", "sprint"])
+def test_cached_casts_change_no_bits_of_other_networks(composed, name):
+    sizes = ("hidden_size=32", "depth=6", "num_heads=2", *(("head_dim=8",) if name == "mamba" else ()))
+    config = composed(f"model={name}", *(f"model.{size}" for size in sizes))
+    network = randomized(partial(build_network, read_network(config)), 0, 0.1).eval()
+    sampler, results, counts = Sampler(steps=4, batch_size=3, precision="bf16"), [], []
+    for _ in range(2):
+        with Casts(network) as casts:
+            results.append(*draw(Model(EDM(), network), range(3), torch.arange(3), sampler))
+        counts.append(casts.counts.total())
+        network.requires_grad_(False)
+    assert torch.equal(*results) and 0 < counts[0] < counts[1] / 2
 
 
 @pytest.mark.gpu

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_KL
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tread.data.latents import LatentSpec, to_network
 from tread.encoders import autoencoder
+from tread.preparing.archives import Tar
+from tread.preparing.images import read_rgb
 
 PLAIN = LatentSpec(shape=(4, 8, 8), classes=("a",), autoencoder="pixels", scale=0.5, shift=0.25)
 
@@ -59,6 +62,72 @@ def test_decoding_is_diffusers_own(tmp_path, kind):
     assert pictures.dtype == torch.uint8 and pictures.shape == expected.shape and pictures.shape[1] == 3
     expected = np.clip(np.rint(expected.numpy() * 127.5 + 127.5), 0, 255)
     assert np.abs(pictures.numpy() - expected).max() <= 1  # a value on the edge may round either way
+
+
+def bf16_differences(folder, x):
+    """Differences in grey levels between decoding in bf16 and in fp32. TF32 is fp32 on a CPU."""
+    latents = replace(PLAIN, autoencoder=str(folder), scale=1.0, shift=0.0)
+    exact, tf32, bf16 = (autoencoder.load_decoder(latents, precision=kind)(x) for kind in ("fp32", "tf32", "bf16"))
+    assert torch.equal(tf32, exact)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # as within a training step
+        assert torch.equal(autoencoder.load_decoder(latents)(x), exact)
+    with torch.no_grad():
+        model = autoencoder.load_autoencoder(str(folder))
+        assert torch.equal(exact, autoencoder.to_uint8(model.decode(x).sample))
+    return (bf16.int() - exact.int()).abs()
+
+
+def test_decoding_in_bf16_is_close(tmp_path):
+    """A random AutoencoderKL: on average half a grey level, at most 8."""
+    import diffusers
+
+    torch.manual_seed(0)
+    diffusers.AutoencoderKL(**TINY_KL).save_pretrained(tmp_path)
+    differences = bf16_differences(tmp_path, torch.randn(8, 4, 8, 8))
+    assert 0 < differences.float().mean() < 0.5 and differences.max() <= 8
+
+
+def test_decoding_of_photos_in_bf16_is_close(asset, tmp_path):
+    """TAESD's latents of photos: on average a grey level, 99.9% within 8."""
+    import diffusers
+
+    weights = {name: value.float() for name, value in load_file(asset("weights/taesd.fp8.safetensors")).items()}
+    model = diffusers.AutoencoderTiny()
+    model.load_state_dict(weights)
+    model.save_pretrained(tmp_path)
+    tar = Tar(asset("data/imagenet1000_adm256.tar"))
+    names = sorted(name for name in tar.names if name.endswith(".jpg"))[::250]
+    photos = torch.stack([torch.from_numpy(np.array(read_rgb(tar.read(name)))) for name in names]).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        x = model.eval().encode(photos / 127.5 - 1).latents
+    differences = bf16_differences(tmp_path, x)
+    assert differences.float().mean() < 1 and (differences <= 8).float().mean() > 0.999, differences.float().mean()
+
+
+@pytest.mark.parametrize("kind, tf32, low", [("fp32", False, False), ("tf32", True, False), ("bf16", None, True)])
+def test_a_decoder_runs_in_its_precision_and_leaves_settings_as_they_were(tmp_path, monkeypatch, kind, tf32, low):
+    import diffusers
+
+    diffusers.AutoencoderKL(**TINY_KL).save_pretrained(tmp_path)
+    seen, load, matmul = [], autoencoder.load_autoencoder, torch.backends.cuda.matmul
+
+    def watched(*given):
+        model = load(*given)
+        model.decoder.register_forward_hook(
+            lambda *_: seen.append((matmul.allow_tf32, torch.is_autocast_enabled("cpu")))
+        )
+        return model
+
+    monkeypatch.setattr(autoencoder, "load_autoencoder", watched)
+    decode = autoencoder.load_decoder(replace(PLAIN, autoencoder=str(tmp_path)), precision=kind)
+    usual = matmul.allow_tf32
+    try:
+        for before in (False, True):
+            matmul.allow_tf32 = before
+            decode(torch.randn(1, 4, 8, 8))
+            assert seen.pop() == (before if tf32 is None else tf32, low) and matmul.allow_tf32 == before
+    finally:
+        matmul.allow_tf32 = usual
 
 
 def test_an_autoencoder_that_can_not_be_had_is_named(tmp_path):

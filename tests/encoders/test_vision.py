@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,6 +71,42 @@ def test_flops_are_those_of_the_products(dinov2):
     block = tokens * width * (4 * width + 2 * 2 * width) + 2 * tokens**2 * width
     expected = 2 * (16 * 3 * 14**2 * width + 2 * block)
     assert open_encoder(str(dinov2), CPU).cost(64).flops == expected
+
+
+def features_agree(encoder, pictures):
+    """bf16's features beside fp32's, which are the same bits within training's autocast."""
+    exact, coarse = (replace(encoder, precision=kind).encode(pictures) for kind in ("fp32", "bf16"))
+    with torch.autocast(encoder.device.type, dtype=torch.bfloat16):
+        assert torch.equal(encoder.encode(pictures), exact)
+    assert coarse.dtype == exact.dtype == torch.float32 and not torch.equal(coarse, exact)
+    assert F.cosine_similarity(coarse, exact, dim=-1).min() > 0.99
+    assert (coarse - exact).norm() / exact.norm() < 0.05
+    assert replace(encoder, precision="bf16").cost(64) == encoder.cost(64)
+
+
+def test_bf16_is_close_and_an_encoding_makes_no_constants(dinov2, inception_file, monkeypatch):
+    """Constants made of numbers of the host would be copied to the device at each step."""
+    pictures = draw(2, 64)
+    encoders = [open_encoder(str(dinov2), CPU), open_encoder("inception", CPU, inception=str(inception_file))]
+    for encoder in encoders:
+        features_agree(encoder, pictures)
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a constant is made of numbers of the host"))
+    for encoder in encoders:
+        encoder.encode(pictures)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu_an_encoding_does_not_wait(dinov2, inception_file, precision):
+    """By PyTorch's watch over waiting; features beside the CPU's."""
+    for name in (str(dinov2), "inception"):
+        ours, theirs = (open_encoder(name, device, inception=str(inception_file)) for device in ("cuda", CPU))
+        features_agree(ours, draw(2, 64))
+        ours, pictures = replace(ours, precision=precision), draw(2, 64).cuda()
+        torch.cuda.set_sync_debug_mode("error")
+        features = ours.encode(pictures)
+        torch.cuda.set_sync_debug_mode("default")
+        assert F.cosine_similarity(features.cpu(), theirs.encode(pictures.cpu()), dim=-1).min() > 0.99
 
 
 def test_fewer_tokens_are_averages_and_more_are_refused(dinov2):

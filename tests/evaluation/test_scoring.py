@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import RGB, ROOT, assert_refused, interrupt, open_pictures, read_csv, read_json, save_checkpoint
+from conftest import RGB, ROOT, TINY_KL, assert_refused, interrupt, open_pictures, read_csv, read_json, save_checkpoint
 from conftest import score as launch
 from forked import run_python
 from PIL import Image
 
 from tread.checkpoints import checkpoint
+from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.diffusion.labels import seeded_labels
 from tread.diffusion.sampling import Model, Sampler, draw_pictures
@@ -305,6 +306,29 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     assert settings_of(guidance=sparse, config=config)["routes"] == [own | {"rejoin": 0}]
 
 
+def test_a_score_says_if_its_pictures_were_not_decoded_in_fp32(tmp_path, run, composed):
+    """It is another score than that in fp32; pictures that no autoencoder decodes have one score."""
+    import diffusers
+
+    torch.manual_seed(0)
+    diffusers.AutoencoderKL(**TINY_KL).save_pretrained(tmp_path / "kl")
+    kl = LatentSpec((4, 8, 8), RGB.classes, str(tmp_path / "kl"), scale_applied=True)
+    save_checkpoint(tmp_path / "results/b", composed, kl)
+    scored = ("checkpoint=results/b", *SCORED[1:], "save_samples=true")
+    usual, text = launch(tmp_path, *scored), launch(tmp_path, *scored, "decode_precision=bf16")
+    note = "pictures were decoded in bf16; published numbers are of fp32"
+    assert f"note: {note}" in text and note not in usual
+    folder = tmp_path / "results/b/step_0000003"
+    new, old = read_json(folder / "fid.json"), read_json(folder / "fid-1.json")
+    assert note in new["warnings"] and note not in old["warnings"]
+    assert new["settings"] == old["settings"] | {"decode_precision": "bf16"} != old["settings"]
+    with np.load(folder / "samples.npz") as ours, np.load(folder / "samples-1.npz") as theirs:
+        differences = np.abs(ours["arr_0"].astype(int) - theirs["arr_0"])
+    assert 0 < differences.mean() < 1
+    launch(tmp_path, *SCORED)
+    assert "scored already" in launch(tmp_path, *SCORED, "decode_precision=bf16")
+
+
 def test_a_reference_is_read_as_the_training_photos_were(tmp_path, run, composed, pictures_of):
     """By what the checkpoint's dataset recorded, unless asked otherwise; upright and on white without a checkpoint."""
     (tmp_path / "photos").mkdir()
@@ -353,5 +377,6 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, pictures_
         ("samples=reference.npz", "reference=fid_stats.npz", "another network: the Inception gives 128"),
         ("checkpoint=results/cut", "reference=reference.npz", "ema.safetensors is damaged"),
         ("reference=reference.npz", "save_reference=stats.txt", "must end in .npz"),
+        ("checkpoint=results/a", "reference=reference.npz", "decode_precision=fp16", "decode_precision is 'fp16'"),
     )
     assert not list((tmp_path / "results/a/step_0000003").glob("*fid*"))

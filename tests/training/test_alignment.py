@@ -40,7 +40,7 @@ from tread.diffusion.edm import EDM
 from tread.routing.ids import Token
 from tread.runtime import compiling
 from tread.runtime.device import autocast
-from tread.training import step
+from tread.training import alignment, step
 from tread.training.alignment import BETA, Aligned, Aligner, Alignment, alignment_loss, build_projector, self_distance
 from tread.training.costs import sample_flops
 from tread.training.start import settings_warnings
@@ -403,6 +403,43 @@ def test_stored_and_live_features_give_equal_losses(repa):
     path.write_text(before)
 
 
+@pytest.mark.parametrize(
+    "asked, training, gpu, expected",
+    [
+        ("auto", "bf16", True, "bf16"),
+        ("auto", "fp32", True, "fp32"),
+        ("auto", "bf16", False, "fp32"),  # a CPU, or a GPU that emulates bf16
+        ("bf16", "fp32", False, "bf16"),
+        ("fp32", "bf16", True, "fp32"),
+    ],
+)
+def test_a_live_encoders_precision(monkeypatch, asked, training, gpu, expected):
+    monkeypatch.setattr(alignment, "has_bf16", lambda device: gpu)
+    assert Alignment(precision=asked).encoder_precision(training, CPU) == expected
+
+
+def test_a_run_older_than_the_encoders_precision_goes_on_in_fp32_unless_told(repa, monkeypatch):
+    """As its record, which lacks the key, was made; today's auto would be bf16 on this "GPU"."""
+    folder, _ = repa
+    live = (*REPA[:-1], "alignment.source=live")
+    monkeypatch.setattr(alignment, "has_bf16", lambda device: True)
+    new = ("name=new", "train.precision=bf16", "train.steps=1")
+    assert "live features of own_encoder:patches in bf16" in launch(folder, *live, *new)
+    launch(folder, *live, "name=old", "train.steps=3")
+    run = folder / "results/old"
+    for path in (run / "run.json", run / "step_0000003/info.json"):
+        tree = read_json(path)
+        del (tree[0] if isinstance(tree, list) else tree)["config"]["alignment"]["precision"]
+        write_json(path, tree)
+    text = launch(folder, *live, "name=old", "train.steps=4", "train.precision=bf16")
+    assert "live features of own_encoder:patches in fp32" in text and read_json(run / "run.json")[-1]["step"] == 3
+    assert "alignment.precision stay as the run has them, though a new run would have others; key=value changes" in text
+    text = launch(folder, *live, "name=old", "train.steps=5", "alignment.precision=bf16")
+    assert "warning: alignment.precision was fp32, is bf16" in text and "own_encoder:patches in bf16" in text
+    stored = launch(folder, *REPA[:-1], "name=stored", "train.steps=1", "alignment.precision=bf16")
+    assert "warning: alignment.precision is bf16, but only a live encoder of alignment=repa computes in it" in stored
+
+
 def test_what_does_not_fit_is_named_before_training(repa):
     folder, _ = repa
     assert_refused(
@@ -411,6 +448,7 @@ def test_what_does_not_fit_is_named_before_training(repa):
         (*REPA[:3], "model.patch_size=4", "features in .*digits/train have 4×4 tokens, but the network has 2×2"),
         (*REPA[:3], "alignment.source=live", "model.patch_size=1", "4×4.*8×8"),
         ("alignment=self", "alignment.teacher=-7", "alignment.teacher is -7"),
+        ("alignment=self", "alignment.precision=fp16", "alignment.precision is 'fp16'"),
         (*REPA[:3], "alignment.teacher=3", "alignment.teacher is 3, which is of alignment=self, not of .*=repa"),
         ("alignment.encoder=dinov2-b", "alignment.encoder is dinov2-b, which is of alignment=repa, not of .*=none"),
     )

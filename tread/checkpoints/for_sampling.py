@@ -58,11 +58,12 @@ class SavedNetwork:
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
-        """Build the network in eval mode, with the residual stream that it was trained with, and load its weights."""
+        """Build the network in eval mode, with the residual stream that it was trained with, and load its weights. They
+        are not frozen: of frozen ones autocast keeps no casts from call to call."""
         network = build_network(self.cfg)
         network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))
-        return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))
+        return Model(self.process, network.to(device).eval(), self.routes(guidance))
 
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:

@@ -156,6 +156,7 @@ def draw(
         yield _draw_batch(model, weak, padded, y, sampler)[: len(part)]
 
 
+@torch.no_grad()
 def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tensor, sampler: Sampler) -> Tensor:
     network, device = model.network, next(model.network.parameters()).device
     plan, row = sampler.plan(model.process), sampler.guidance.row
@@ -178,7 +179,8 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
         return seeded_normal(seeds, shape, f"churn {step}").to(device)
 
     noise, levels = seeded_normal(seeds, shape).to(device), model.process.schedule(sampler.steps)
-    return solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise).float()
+    with torch.autocast(device.type, enabled=False):  # autocast keeps its casts of weights until the outermost one ends
+        return solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise).float()
 
 
 def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, Tensor, Condition, Routes], Tensor]:

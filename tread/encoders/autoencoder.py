@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tread.data.latents import LatentSpec, from_network, to_uint8
 from tread.encoders import ldm_names
-from tread.runtime.device import exact
+from tread.runtime.device import computing
 from tread.runtime.hub import is_cached
 from tread.runtime.tensor_files import listed, read_state_dict
 
@@ -34,6 +34,7 @@ INSTEAD = (
     "(sampling.decode=false); sample.py save_latents=true writes them into a file"
 )
 Content = Literal["auto", "moments", "latents"]
+Decoding = Literal["fp32", "tf32", "bf16"]
 PIXELS_UP_TO = 128  # longest side in pixels of pictures stored without an autoencoder
 # Stable Diffusion 1's autoencoder, for weight files in diffusers' names that come without a config
 SD_CONFIG = {
@@ -218,7 +219,12 @@ def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32
     return encode
 
 
-def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoencoder: str | None = None) -> Decoder:
+def load_decoder(
+    latents: LatentSpec,
+    device: torch.device | str = "cpu",
+    autoencoder: str | None = None,
+    precision: Decoding = "fp32",
+) -> Decoder:
     """Return a function from network latents (B, C, S, S) to pictures (B, 1 or 3, H, W) uint8. `autoencoder` (a name as
     in load_autoencoder) replaces latents.autoencoder. Raises ValueError if the autoencoder can't be loaded, has
     another number of channels or, unless `autoencoder` is given, is not the one that made the latents."""
@@ -242,7 +248,7 @@ def load_decoder(latents: LatentSpec, device: torch.device | str = "cpu", autoen
 
     @torch.no_grad()
     def decode(x: Tensor) -> Tensor:
-        with exact():
+        with computing(x.device, precision):
             return to_uint8(model.decode(from_network(x, latents)).sample)
 
     return decode

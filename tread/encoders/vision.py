@@ -4,7 +4,7 @@
     dinov2-s|b|l|g   DINOv2 from the hub; also a hub id or a folder of such a model; loaded with transformers
     module:function  a function or torch module: pictures (B, 3, H, W) uint8 → (B, T, z), T = side², row by row
 
-All are frozen and run in fp32, whatever the precision of training.
+All are frozen and run in fp32, whatever the precision of training, unless alignment.precision asks for bf16.
 """
 
 import functools
@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tread.encoders.autoencoder import fingerprint
 from tread.encoders.inception import SIZE, Inception, as_input, check_pictures, find_weights, load_inception
 from tread.encoders.pretrained import load_pretrained
-from tread.runtime.device import exact
+from tread.runtime.device import computing
 
 DINOV2 = {f"dinov2-{size[0]}": f"facebook/dinov2-{size}" for size in ("small", "base", "large", "giant")}
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of RGB
@@ -50,6 +50,7 @@ class Encoder:
     run          the network: pictures → features, before they are averaged to `grid`.
     fingerprint  hash of the weights; for module:function also of the module's source.
     grid         tokens along a side, to which larger feature maps are averaged; None: as many as the network gives.
+    precision    "fp32", or "bf16" for autocast.
     """
 
     name: str
@@ -57,13 +58,14 @@ class Encoder:
     device: torch.device
     grid: int | None
     fingerprint: str
+    precision: str = "fp32"
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
         """Return the features (B, T, z) of pictures (B, 3, H, W) uint8, on the encoder's device. Raises ValueError for
         pictures or features of other shapes, and if the network makes fewer than grid² tokens."""
         check_pictures(pictures)
-        with exact():
+        with computing(self.device, self.precision):
             features = self.run(pictures.to(self.device)).float()
             shape, size = tuple(features.shape), pictures.shape[-1]
             side = math.isqrt(shape[1]) if len(shape) == 3 else 0
@@ -121,7 +123,7 @@ def open_encoder(
     what, place, kinds = f"encoder {name!r}", DINOV2.get(name, name), {"dinov2": "Dinov2Model"}
     unused = "embeddings.mask_token"  # nothing is masked
     model, _ = load_pretrained(what, place, kinds, "requirements-alignment.txt", known, unused=unused)
-    run = functools.partial(_dinov2_tokens, model.to(device))
+    run = functools.partial(_dinov2_tokens, model.to(device), torch.tensor(IMAGENET, device=device)[..., None, None])
     return Encoder(recorded, run, device, grid, fingerprint(model))
 
 
@@ -151,13 +153,14 @@ def _between(grid: int, size: int, device: torch.device) -> Tensor:
 # ----------------------------------------------------------------------------------------- DINOv2
 
 
-def _dinov2_tokens(model: nn.Module, pictures: Tensor) -> Tensor:
+def _dinov2_tokens(model: nn.Module, normalization: Tensor, pictures: Tensor) -> Tensor:
     """Return the patch tokens (B, T, z) after the last norm, without the class token.
 
     Pictures are normalised and then resized to 7/8 of their size, rounded to a whole number of patches, at least one:
     256×256 becomes 224×224, 16×16 patches of 14×14. The model resamples its position embeddings to them bicubically.
+    `normalization` holds mean and standard deviation, (2, 3, 1, 1), on the device: a step copies nothing from the host.
     """
-    mean, std = torch.tensor(IMAGENET, device=pictures.device)[..., None, None]
+    mean, std = normalization
     patch = model.config.patch_size
     sides = [patch * max(1, round(side * 224 / 256 / patch)) for side in pictures.shape[2:]]
     x = F.interpolate((pictures / 255 - mean) / std, sides, mode="bicubic")

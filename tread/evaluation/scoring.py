@@ -49,7 +49,8 @@ from tread.runtime.versions import versions
 CLIP = "clip_score"  # its key in METRICS and in stored parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # default numbers of samples
 GRID = 64  # pictures of fid.png
-OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "prompts", "clip"}  # keys that only some scores have
+# keys that only some scores have
+OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip"}
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class ScoringOptions:
     save_samples: bool
     out: str | None
     plugins: tuple[str, ...] = ()
+    decode_precision: autoencoder.Decoding = "fp32"
 
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.samples is None) and not (self.samples is None and self.save_reference):
@@ -135,7 +137,8 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     records = processes.from_main(lambda: [scoring.find_score() for scoring in scorings])
     left = [scoring for scoring, record in zip(scorings, records) if record is None]
     # checks before long work
-    decoder_of = cache(partial(autoencoder.load_decoder, device=processes.device, autoencoder=options.autoencoder))
+    how = {"autoencoder": options.autoencoder, "precision": options.decode_precision}
+    decoder_of = cache(partial(autoencoder.load_decoder, device=processes.device, **how))
     for scoring in left:
         scoring.check(decoder_of(scoring.plan.saved.latents))
     if samples:
@@ -205,6 +208,12 @@ class ScoringPlan:
     def seeds(self) -> range:
         return range(self.options.first_seed, self.options.first_seed + self.count)
 
+    @property
+    def decode_precision(self) -> str | None:
+        """The precision of decoding; None for fp32, or without an autoencoder."""
+        asked = self.options.decode_precision
+        return None if asked == "fp32" or self.decoder == "pixels" else asked
+
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
         """Return everything that decides the scores, for JSON; a score with an equal fingerprint is not made again. The
         arguments are the sha256 of the reference and of the networks that score; None: not used."""
@@ -232,6 +241,7 @@ class ScoringPlan:
             "batch_size": sampler.batch_size,
             "compiled": self.compiled,
             "decoder": self.decoder,
+            "decode_precision": self.decode_precision,
             "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
             saved.cfg.objective: _constants(saved.process),
             "reference": reference,
@@ -451,6 +461,9 @@ class CheckpointScoring:
         if self.clip is not None:
             record[CLIP] = float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))
             record["counts"][CLIP] = plan.count
+        if plan.decode_precision:
+            note = f"pictures were decoded in {plan.decode_precision}; published numbers are of fp32"
+            record["warnings"] = [*record["warnings"], note]
         if plan.prompts is not None:
             record["prompts"] = str(plan.prompts.data.folder)
         return record | {

@@ -20,11 +20,15 @@ def use_precision(name: Precision, device: torch.device) -> str:
     """
     check("precision", name, Precision)
     if name == "auto":
-        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        name = "bf16" if native else "fp32"
+        name = "bf16" if has_bf16(device) else "fp32"
     if device.type == "cuda":
         set_tf32(["tf32" if name == "bf16" else "ieee"] * 3)
     return name
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return whether a device is a GPU that computes in bf16 in hardware."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
@@ -73,16 +77,22 @@ def avoid_faults(device: torch.device, masked_keys: int | None = None) -> str | 
 
 
 @contextmanager
-def exact() -> Iterator[None]:
-    """Context that computes in fp32 without TF32 or autocast, whatever sampling or training has set."""
+def exact(tf32: bool = False) -> Iterator[None]:
+    """Context that computes in fp32 without autocast, and with TF32 only if asked, whatever sampling or training has
+    set."""
     before = tf32_flags()
-    set_tf32(["ieee"] * 3)
+    set_tf32(["tf32" if tf32 else "ieee"] * 3)
     gpu = torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext()
     try:
         with gpu, torch.autocast("cpu", enabled=False):
             yield
     finally:
         set_tf32(before)
+
+
+def computing(device: torch.device, precision: str) -> AbstractContextManager:
+    """Return the context in which a frozen network beside the trained one runs: fp32 exactly, "tf32" or "bf16"."""
+    return autocast(device, precision) if precision == "bf16" else exact(tf32=precision == "tf32")
 
 
 def use_cores(threads: int | None, processes: int) -> int:

@@ -27,6 +27,7 @@ from tread.encoders.vision import Encoder
 from tread.models.backbone import Backbone
 from tread.models.conditions import Condition
 from tread.routing.ids import count_run
+from tread.runtime.device import Precision, has_bf16
 from tread.runtime.schema import Count, Positive, Share
 
 BETA = 0.05  # where smooth L1 turns from a parabola into a line (SRA)
@@ -44,6 +45,12 @@ class Alignment:
     source: Literal["stored", "live"] = "stored"
     teacher: int | None = None
     gap: Share = 0.2
+    precision: Precision = "fp32"
+
+    def encoder_precision(self, training: str, device: torch.device) -> str:
+        """Return the precision of the live encoder: "auto" is the training's on a GPU that has bf16, fp32 elsewhere."""
+        auto = training if has_bf16(device) else "fp32"
+        return auto if self.precision == "auto" else self.precision
 
     def blocks(self, depth: int) -> tuple[int, int]:
         """Return the 0-based indices of the aligned and the teacher's block. Raises ValueError if out of range."""

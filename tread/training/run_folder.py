@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
@@ -15,10 +15,12 @@ from tread.models.architectures import TextSettings
 from tread.runtime.files import Lock, write_whole
 from tread.runtime.schema import fill, written
 from tread.runtime.versions import versions
+from tread.training.alignment import Alignment
 from tread.training.settings import Settings
 
 # The settings that a resumed run must share with its checkpoint, besides the section of its objective.
-FIXED = ("seed", "objective", "model", "alignment", "ema.power", "init_from", *TextSettings().decisive)
+FIXED = ("seed", "objective", "model", "ema.power", "init_from", *TextSettings().decisive)
+FIXED += tuple(f"alignment.{item.name}" for item in fields(Alignment) if item.name != "precision")
 FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
 FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))
 LAUNCH = ("name", "results", "resume", "run")  # settings of a launch, not of a run

@@ -78,7 +78,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
     powers = {width: EMA(network, power(width)) for width in cfg.ema.power}
     with processes.main_first():  # the main process may fetch an encoder
-        aligner = open_aligner(cfg, network, ema, data)
+        aligner = open_aligner(cfg, network, ema, data, precision)
     projector = aligner and aligner.module.projector
     optimizer = cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
     trained = checkpoint.Trained(network, ema.network, optimizer, {w: p.network for w, p in powers.items()}, projector)
@@ -233,9 +233,9 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
     return weights, notes
 
 
-def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset) -> Aligner | None:
-    """Build the run's alignment, or return None if it has none. The projector is initialised from the run's seed.
-    Raises ValueError if features do not fit the network."""
+def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset, precision: str) -> Aligner | None:
+    """Build the run's alignment, or return None if it has none. The projector is initialised from the run's seed;
+    `precision` is the training's. Raises ValueError if features do not fit the network."""
     alignment, device, encoder, flops, fingerprint = cfg.alignment, network.pos_embed.device, None, 0, None
     if alignment.kind == "none":
         return None
@@ -244,6 +244,7 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
         width, fingerprint = data.feature_spec.width, data.feature_spec.fingerprint
     elif alignment.kind == "repa":
         encoder = open_encoder(alignment.encoder, device, grid=network.grid[0], inception=cfg.eval.inception)
+        encoder = replace(encoder, precision=alignment.encoder_precision(precision, device))
         cost = encoder.cost(data.picture_size)
         check_grid(math.isqrt(cost.tokens), network.grid[0], f"features of {alignment.encoder}")
         width, flops, fingerprint = cost.width, cost.flops, encoder.fingerprint
@@ -260,6 +261,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
     if cfg.alignment.kind == "self" and block >= teacher:
         said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
         warnings.append(f"{said}: see alignment.teacher and .block")
+    if cfg.alignment.precision == "bf16" and (cfg.alignment.kind, cfg.alignment.source) != ("repa", "live"):
+        warnings.append("alignment.precision is bf16, but only a live encoder of alignment=repa computes in it")
     other = "edm" if cfg.objective == "rf" else "rf"
     unread = asdict(getattr(cfg, other)).items() - asdict(type(getattr(cfg, other))()).items()
     for key, value in sorted(unread):

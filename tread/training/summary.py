@@ -77,7 +77,9 @@ def describe_alignment(run: Run) -> str:
     kept = tokens_at(block, active_routes(run.cfg, 0), network)
     targets = f"block {teacher} of the averaged network"
     if settings.kind == "repa":
-        targets = f"{'live' if run.aligner.encoder else 'stored'} features of {settings.encoder}"
+        encoder = run.aligner.encoder
+        targets = f"{'live' if encoder else 'stored'} features of {settings.encoder}"
+        targets += f" in {encoder.precision}" if encoder else ""
     aligned = f"{settings.kind}, block {block} ({kept} tokens) with {targets}, weight {settings.weight:g}"
     parameters = sum(parameter.numel() for parameter in run.aligner.module.projector.parameters())
     return f"{aligned}; the projector has {parameters:,} parameters"
