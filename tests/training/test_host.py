@@ -48,7 +48,7 @@ def test_operators_of_a_step(opened, monkeypatch):
     step_time, run = opened
     monkeypatch.setattr(routing_module, "readable", lambda values: False)
     kinds = step_time.kinds_of(run)
-    for blocks, most in (("whole", {"dense": 867, "routed": 881}), ("empty", {"dense": 142, "routed": 155})):
+    for blocks, most in (("whole", {"dense": 867, "routed": 881}), ("empty", {"dense": 148, "routed": 161})):
         for name, kind in kinds.items():
             step_time.take_steps(*kind, 2)
             with Launches() as launches:
