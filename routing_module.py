@@ -61,7 +61,7 @@ class Route:
             raise ValueError(f"rejoin is {self.rejoin!r}, but must be null, a block or {names}")
         if RULES:
             if self.select not in RULES:
-                raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(RULES)}")
+                raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(RULES)}, or a plugin's")
             RULES[self.select].check_route(self)
 
     @classmethod

@@ -90,6 +90,16 @@ def test_a_finished_run_keeps_its_record(begun):
     assert own(begun)["optim"]["lr"] == 0.001 and "optim.lr was 0.003, is 0.001" in text
 
 
+def test_plugins_typed_for_a_run_that_needs_others_fail_before_the_record(begun):
+    path = begun / RUN / "run.json"
+    (begun / "mine.py").write_text("raise KeyError('imported')")
+    starts = json.loads(path.read_text())
+    path.write_text(json.dumps([{**starts[0], "config": {**own(begun), "plugins": [str(begun / "mine.py")]}}]))
+    with pytest.raises(SystemExit, match="mine.py, which can't be imported: KeyError: 'imported'"):
+        resume(begun, f"run={RUN}")
+    assert "is finished" in resume(begun, f"run={RUN}", "plugins=[]") and own(begun)["plugins"] == []
+
+
 def test_a_folder_without_run_json_goes_on_by_its_checkpoint(begun):
     before = own(begun)
     (begun / RUN / "run.json").unlink()

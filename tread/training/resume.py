@@ -44,7 +44,8 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     if not starts and checkpoint is None:
         return composed, []
     recorded = starts[-1]["config"] if starts else checkpoint.info["config"]
-    import_plugins(recorded.get("plugins", ()))
+    if "plugins" not in typed:  # else a start without the recorded ones would fail after this one
+        import_plugins(recorded.get("plugins", ()))
     recorded = migrate(recorded)
     keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
     for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
