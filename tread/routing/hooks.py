@@ -6,8 +6,8 @@
         loss.backward()                     # inside too: activation checkpointing calls the blocks again
 
 Each block on a route gets the kept tokens, and its output is put back among the skipped ones right after it, so
-whatever a model does between two blocks sees all tokens. The result is that of run_blocks, which gathers and scatters
-once, at the price of two more copies of the tokens per block.
+whatever a model does between two blocks sees all tokens, and changes the skipped ones too. If nothing lies between
+them, the result is that of run_blocks, which gathers and scatters once: hooks copy the tokens twice more per block.
 
 Blocks may take the tokens by keyword and return them in a tuple. For joint blocks of text and picture tokens,
 attach_routes(…, tokens="hidden_states", output=1) routes the picture tokens and leaves the text whole.
