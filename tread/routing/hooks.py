@@ -246,6 +246,8 @@ class Routing:
         """Return a context in which the model runs with tokens chosen by uniform noise (B, N), one tensor per route or
         one for all. `ratio` replaces the routes' selection_ratio, e.g. at inference; the rest goes to choose_ids."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
+        if not all(isinstance(u, Tensor) for u in each):
+            raise ValueError("noise must be tensors, one after the other: on(n1, n2), not on((n1, n2))")
         if len(each) != len(self.routes):
             raise ValueError(f"{len(noise)} tensors of noise for {len(self.routes)} routes: give one for each, or one")
         routes = self.routes if ratio is None else [with_ratio(route, ratio) for route in self.routes]
