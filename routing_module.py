@@ -61,7 +61,7 @@ class Route:
             raise ValueError(f"rejoin is {self.rejoin!r}, but must be null, a block or {names}")
         if RULES:
             if self.select not in RULES:
-                raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(RULES)}")
+                raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(RULES)}, or a plugin's")
             RULES[self.select].check_route(self)
 
     @classmethod
@@ -321,8 +321,19 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
         with torch.no_grad():
             rule = RULES[route.select]
             chosen = rule.choose(route, chosen, grid, None, rule.scores(tokens))
+            check_count(route, chosen, tokens.shape[1], grid)
     check_ids(chosen, *tokens.shape[:2])
     return chosen
+
+
+def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | None) -> None:
+    """Raise ValueError unless the rule chose as many of N tokens as it says it keeps, which the FLOPs rely on."""
+    says = RULES[route.select].count(route, num_tokens, grid)
+    if ids_keep.shape[1:] != (says,):
+        raise ValueError(
+            f"the rule select={route.select} chose ids of shape {tuple(ids_keep.shape)}, but its `count` says that it "
+            f"keeps {says} of {num_tokens} tokens with selection_ratio {route.selection_ratio:g}"
+        )
 
 
 def run_blocks(

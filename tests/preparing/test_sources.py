@@ -104,6 +104,8 @@ def test_numbers_are_their_own_names():
 
 
 def test_a_labels_file_in_another_encoding_names_the_line():
+    with pytest.raises(ValueError, match="can't be read: it has no 'file_name'. It must be .*header file,label"):
+        label_table("a.csv", b"filename,class\na.png,3\n")
     with pytest.raises(ValueError, match="labels file a.csv: line 3 is not UTF-8"):
         label_table("a.csv", "\ufefffile,label\na.png,fée\n".encode() + "b.png,fée\n".encode("latin-1"))
 

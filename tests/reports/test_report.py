@@ -241,6 +241,16 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run, tmp_path, name, cont
     assert read(other, run).says(said)  # beside a whole one, too
 
 
+def test_a_plugin_that_is_gone_is_a_problem_of_the_run(run):
+    write_start(run)
+    path = run / "run.json"
+    starts = json.loads(path.read_text())
+    starts[-1]["config"]["plugins"] = ["/nowhere/mine.py"]
+    path.write_text(json.dumps(starts))
+    found = read(run)
+    assert found.says("plugins names /nowhere/mine.py, which can't be imported") and found.says("What ran")
+
+
 def test_a_checkpoint_alone_is_a_run(tmp_path):
     run = tmp_path / "run"
     shutil.copytree(ROOT / "tests/recorded/run/step_0000020", run / "step_0000020")

@@ -406,6 +406,8 @@ def test_ids_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=message), routing.on_ids(*given):
             item.run()
+    with pytest.raises(ValueError, match=r"one after the other: on\(n1, n2\), not on\(\(n1, n2\)\)"):
+        routing.on((item.noise, item.noise))
     with pytest.raises(ValueError, match="3 tensors of noise for 2 routes"):
         routing.on(item.noise, item.noise, item.noise)
     assert torch.equal(item.run(), before)

@@ -21,6 +21,7 @@ from tread.routing.hooks import attach_routes
 from tread.routing.ids import (
     LargestNorm,
     RatioSchedule,
+    Token,
     check_ratio,
     choose_ids,
     count_kept,
@@ -237,6 +238,24 @@ def test_count_kept_is_what_is_chosen(ratio):
             assert chosen.shape == (2, count_kept(route, tokens, (height, width))), (height, width, select)
             assert chosen.shape[1] > 0
         assert count_kept(Route(0, 0, ratio), tokens) == num_keep(tokens, ratio)
+
+
+def test_a_rule_that_keeps_another_number_than_it_says_is_refused(monkeypatch):
+    """With draws and with scores, where run_blocks lets the rule choose."""
+
+    class Fewer(Token):
+        def choose(self, route, draws, grid, keep, scores):
+            return super().choose(route, draws, grid, keep, scores)[:, 1:]
+
+    scored = Fewer()
+    scored.scores = lambda tokens: tokens.norm(dim=2)
+    monkeypatch.setitem(RULES, "fewer", Fewer())
+    monkeypatch.setitem(RULES, "scored", scored)
+    said = r"select=\w+ chose ids of shape \(2, 7\), but its `count` says that it keeps 8 of 16 tokens"
+    with pytest.raises(ValueError, match=said):
+        choose_ids(Route(0, 0, 0.5, select="fewer"), uniform(2, 16))
+    with pytest.raises(ValueError, match=said):
+        settle_ids(Route(0, 0, 0.5, select="scored"), uniform(2, 16), torch.zeros(2, 16, 4))
 
 
 @pytest.mark.parametrize("select", SELECTS)

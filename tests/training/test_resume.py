@@ -78,6 +78,28 @@ def test_a_folder_alone_goes_on_by_the_runs_own_settings(begun):
     assert (again["name"], again["results"], again["train"]["steps"]) == ("moved", ".", 4)
 
 
+def test_a_finished_run_keeps_its_record(begun):
+    """Typed keys are named, but the report's; a later start with more steps takes them."""
+    before, config = own(begun), (begun / RUN / "config.yaml").read_text()
+    text = resume(begun, f"run={RUN}", "optim.lr=0.001", "eval.points=32", "report=false", "train.steps=2")
+    line = f"warning: {RUN} is finished, its record stays: optim.lr, eval.points had no effect"
+    assert warnings(text) == [line] and own(begun) == before and (begun / RUN / "config.yaml").read_text() == config
+    with pytest.raises(SystemExit, match="seed: 0 there, 1 here"):
+        resume(begun, f"run={RUN}", "seed=1", "optim.lr=0.001")
+    text = resume(begun, f"run={RUN}", "optim.lr=0.001", "train.steps=4")
+    assert own(begun)["optim"]["lr"] == 0.001 and "optim.lr was 0.003, is 0.001" in text
+
+
+def test_plugins_typed_for_a_run_that_needs_others_fail_before_the_record(begun):
+    path = begun / RUN / "run.json"
+    (begun / "mine.py").write_text("raise KeyError('imported')")
+    starts = json.loads(path.read_text())
+    path.write_text(json.dumps([{**starts[0], "config": {**own(begun), "plugins": [str(begun / "mine.py")]}}]))
+    with pytest.raises(SystemExit, match="mine.py, which can't be imported: KeyError: 'imported'"):
+        resume(begun, f"run={RUN}")
+    assert "is finished" in resume(begun, f"run={RUN}", "plugins=[]") and own(begun)["plugins"] == []
+
+
 def test_a_folder_without_run_json_goes_on_by_its_checkpoint(begun):
     before = own(begun)
     (begun / RUN / "run.json").unlink()

@@ -181,9 +181,15 @@ def test_bad_values_are_refused_by_name(composed, path, value, shown):
         (["objective=rf", "edm.P_mean=-0.4", "rf.shift=0.3"], ["edm.P_mean is -0.4, but has no effect"]),
         (["rf.shift=0.3", "rf.time=uniform", "edm.rho=5"], ["rf.shift is 0.3, but has", "rf.time is uniform, but has"]),
         (["objective=rf"], []),
+        (["optim.warmup_steps=10", "train.steps=10"], ["optim.warmup_steps is not below train.steps"]),
+        (["alignment.weight=0.7"], ["alignment.weight is 0.7, but has no effect"]),
+        (["alignment=self", "alignment.weight=0.7"], []),
+        (["optim.name=sgd", "optim.betas=[0.8,0.9]"], ["optim.betas has no effect with optim.name=sgd"]),
+        (["init_weights=model"], ["init_weights=model has no effect without init_from"]),
+        (["eval.fid_reference=x.npz"], ["eval.fid_reference has no effect without eval.fid_every"]),
     ],
 )
-def test_settings_of_the_other_objective_are_warned_of(read_config, overrides, warned):
+def test_settings_that_have_no_effect_are_warned_of(read_config, overrides, warned):
     warnings = settings_warnings(read_config(*overrides))
     assert len(warnings) == len(warned) and all(map(str.startswith, warnings, warned))
 

@@ -195,4 +195,5 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"labels file {name}: line {line} is not UTF-8, in which it must be saved") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"labels file {name} can't be read: {error}. It must be {LABEL_FORMATS}") from error
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"labels file {name} can't be read: {why}. It must be {LABEL_FORMATS}") from error

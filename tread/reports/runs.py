@@ -98,7 +98,10 @@ def find_run(folder: Path) -> Found:
     if lost := sum(bool(line.strip()) for line in lines) - len(records):
         problems.append(f"{lost} of {lost + len(records)} lines of metrics.jsonl can't be read and are left out")
     config, saved = _config_of(starts[-1]["config"]) if starts else {}, {}
-    import_plugins(config.get("plugins", ()))  # they may define metrics and networks of the run
+    try:
+        import_plugins(config.get("plugins", ()))  # they may define metrics and networks of the run
+    except ValueError as error:
+        problems.append(str(error))
     try:
         if newest := checkpoint.newest(folder):
             source = checkpoint.find(newest)

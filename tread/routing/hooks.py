@@ -6,8 +6,8 @@
         loss.backward()                     # inside too: activation checkpointing calls the blocks again
 
 Each block on a route gets the kept tokens, and its output is put back among the skipped ones right after it, so
-whatever a model does between two blocks sees all tokens. The result is that of run_blocks, which gathers and scatters
-once, at the price of two more copies of the tokens per block.
+whatever a model does between two blocks sees all tokens, and changes the skipped ones too. If nothing lies between
+them, the result is that of run_blocks, which gathers and scatters once: hooks copy the tokens twice more per block.
 
 Blocks may take the tokens by keyword and return them in a tuple. For joint blocks of text and picture tokens,
 attach_routes(…, tokens="hidden_states", output=1) routes the picture tokens and leaves the text whole.
@@ -247,6 +247,8 @@ class Routing:
         """Return a context in which the model runs with tokens chosen by uniform noise (B, N), one tensor per route or
         one for all. `ratio` replaces the routes' selection_ratio, e.g. at inference; see choose_ids for the rest."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
+        if not all(isinstance(u, Tensor) for u in each):
+            raise ValueError("noise must be tensors, one after the other: on(n1, n2), not on((n1, n2))")
         if len(each) != len(self.routes):
             raise ValueError(f"{len(noise)} tensors of noise for {len(self.routes)} routes: give one for each, or one")
         routes = self.routes if ratio is None else [with_ratio(route, ratio) for route in self.routes]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from routing_module import RULES, Grid, Route, draw_ids, num_keep
+from routing_module import RULES, Grid, Route, check_count, draw_ids, num_keep
 
 Some = Tensor | None
 
@@ -226,7 +226,8 @@ def choose_ids(
     force_keep  (B, N) bool, true for tokens that must be kept; K does not change.
     prefix      number of further tokens before these N (class, register or text tokens), which are always kept.
 
-    Raises ValueError for a grid or force_keep that does not fit, and for rules that score tokens (use run_blocks).
+    Raises ValueError for a grid or force_keep that does not fit, for rules that score tokens (use run_blocks), and for
+    rules that keep another number of tokens than their `count` says.
     """
     rule = RULES[route.select]
     if rule.scores is not None:
@@ -235,6 +236,7 @@ def choose_ids(
             "it chooses"
         )
     ids = rule.choose(route, noise, grid, force_keep, None)
+    check_count(route, ids, noise.shape[1], grid)
     return keep_prefix(ids, prefix) if prefix else ids
 
 

@@ -16,6 +16,8 @@ from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import check_overrides
 from tread.runtime.signals import leave_at_once
 
+ONE_EACH = "one command for each value, each with its own name="
+
 
 def open_door(
     main: Callable[[], None],
@@ -36,6 +38,8 @@ def open_door(
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     with explained():
         answer_help(script["__doc__"], config)
+        if {"-m", "--multirun"} & {*sys.argv[1:]}:
+            raise ValueError(f"-m and --multirun would run the first value alone: give {ONE_EACH}")
         import_plugins(named_plugins(sys.argv[1:], config))
         sys.argv[1:] = spell(take_literally(sys.argv[1:], literal))
         check_overrides(sys.argv[1:], list(known() if callable(known) else known))
@@ -48,7 +52,8 @@ def open_door(
             if full_error or type(error).__module__.partition(".")[0] not in ("hydra", "omegaconf", "yaml"):
                 raise
             word = getattr(error, "override", "")  # the override, which Hydra's message leaves out
-            sys.exit("\n".join(f"error: {part}" for part in (word, error, error.__cause__) if part))
+            told = "\n".join(f"error: {part}" for part in (word, error, error.__cause__) if part)
+            sys.exit(re.sub("To sweep over it, add --multirun.*", f"For several runs, give {ONE_EACH}", told))
     leave_at_once(0)
 
 

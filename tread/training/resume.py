@@ -14,6 +14,7 @@ from tread.runtime.schema import written
 from tread.runtime.tensor_files import listed
 from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
 
+ON_DONE = ("report", "plugins")  # settings that a finished run takes anew when it is started again
 # group of configs → the key that names the chosen file in a run's config
 GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment": "kind"}
 
@@ -21,7 +22,8 @@ GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment":
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
     """Return the config of a launch, and warnings. If the launch continues a run, the config is the run's recorded one,
     with values from `composed` for keys that were typed or that the record lacks. The warnings name the other keys
-    whose values differ in `composed`.
+    whose values differ in `composed`. A run whose steps are all done keeps its record, and a warning names typed keys
+    that have no effect.
 
     composed   the config that Hydra made from today's files and the command line.
     arguments  the command line, which shows the keys typed. If it names another model, dataset, experiment or alignment
@@ -42,7 +44,8 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     if not starts and checkpoint is None:
         return composed, []
     recorded = starts[-1]["config"] if starts else checkpoint.info["config"]
-    import_plugins(recorded.get("plugins", ()))
+    if "plugins" not in typed:  # else a start without the recorded ones would fail after this one
+        import_plugins(recorded.get("plugins", ()))
     recorded = migrate(recorded)
     keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
     for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
@@ -65,10 +68,25 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         advice = "name=… starts a run with that" if decisive([key], config) else f"{typed_now} takes that"
         stays = f"{key} stays {written(before)}, as the run has it"
         warnings.append(f"warning: {stays}, although config.yaml says {written(now)}; {advice}")
+    if _is_done(folder, config):
+        places = {key: value_at(recorded, key) for key in ("dataset.path", "dataset.heldout")}
+        moved = [key for key, place in places.items() if place and not Path(place).exists()]
+        typed_config, taken = config, {*LAUNCH, *ON_DONE, *moved, *decisive(keys, config)}  # `claim` compares the last
+        config = take_typed(recorded, config, taken)
+        unused = differences(config, typed_config, nothing=NOTHING).items()
+        if unused := [key for key, (_, now) in unused if key != "train.steps" and not _left_open(key, now)]:
+            warnings.append(f"warning: {folder} is finished, its record stays: {', '.join(unused)} had no effect")
     if rest and not by_folder:  # with run=… these are defaults of other runs
         what = f"{', '.join(rest)} stay as the run has them, though a new run would have others"
         warnings.append(f"warning: {what}; key=value changes one")
     return config, warnings
+
+
+def _is_done(folder: Path, config: dict) -> bool:
+    """Return whether a run finished with all steps that `config` asks for, and its last checkpoint is there."""
+    status, latest, steps = RunLog(folder).read_status(), newest(folder), config["train"]["steps"]
+    done = status.get("state") == "finished" and isinstance(steps, (int, float)) and status.get("step", 0) >= steps
+    return done and latest is not None and latest.resolve().name == f"step_{status['step']:07d}"
 
 
 def find_run(run: str) -> Path:

@@ -250,7 +250,12 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
     """Make part "train" or "heldout" of the dataset that dataset.embedded names (digits, emoji) if it is missing, with
-    encoded captions for a text-conditional network. Does nothing if dataset.embedded is null."""
+    encoded captions for a text-conditional network. Does nothing if dataset.embedded is null. Raises FileNotFoundError
+    if it would be made in a folder not called <embedded>/<part>, as a mistyped path of other data."""
+    kind = cfg.dataset.embedded
+    if kind and not Path(path).exists() and Path(path).absolute().parts[-2:] != (kind, part):
+        own = "latents of your own need dataset=folder"
+        raise FileNotFoundError(f"{path} does not exist: {own}; {kind} are written to folders …/{kind}/{part} only")
     if cfg.dataset.embedded == "digits":
         digits.prepare_digits(Path(path), part)
     elif cfg.dataset.embedded == "emoji":

@@ -32,7 +32,7 @@ from tread.runtime.files import check_place, explain_failure, point_to, size_tex
 from tread.runtime.randomness import generator
 from tread.runtime.schema import written
 from tread.runtime.signals import Stop
-from tread.training.alignment import Aligned, Aligner, build_projector
+from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
 from tread.training.costs import (
     MemoryPlan,
     blank_loss,
@@ -45,6 +45,7 @@ from tread.training.costs import (
 from tread.training.ema import EMA, exponential, power
 from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
+from tread.training.optimizers import OPTIMIZERS
 from tread.training.run import Run
 from tread.training.run_folder import Claim, claim, differences
 from tread.training.settings import Settings, prepare_embedded
@@ -267,6 +268,17 @@ def settings_warnings(cfg: Settings) -> list[str]:
     unread = asdict(getattr(cfg, other)).items() - asdict(type(getattr(cfg, other))()).items()
     for key, value in sorted(unread):
         warnings.append(f"{other}.{key} is {value}, but has no effect with objective={cfg.objective}")
+    optim, alignment = cfg.optim, cfg.alignment
+    no_weight = alignment.kind == "none" and alignment.weight != Alignment.weight
+    no_betas = "betas" not in OPTIMIZERS[optim.name].shared and optim.betas != (0.9, 0.999)
+    idle = [  # whether a warning is due, and the warning
+        (optim.warmup_steps >= cfg.train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
+        (no_weight, f"alignment.weight is {alignment.weight}, but has no effect with alignment=none"),
+        (no_betas, f"optim.betas has no effect with optim.name={optim.name}"),
+        (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
+        (cfg.eval.fid_reference and not cfg.eval.fid_every, "eval.fid_reference has no effect without eval.fid_every"),
+    ]
+    warnings += [said for due, said in idle if due]
     if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
         said = f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel"
         warnings.append(f"{said}, of whose direction only the sign is left: the term teaches nothing")
@@ -370,5 +382,7 @@ def open_dataset(
     measures = (*data.latents.shape, len(data.latents.classes))
     if measures != expected:
         keys = "dataset.channels, size, size and num_classes"
-        raise ValueError(f"{path} holds latents and classes {measures}, but {keys} say {expected}")
+        raise ValueError(
+            f"{path} holds latents and classes {measures}, but {keys} say {expected} (own pictures: dataset=folder)"
+        )
     return data
