@@ -42,9 +42,7 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         T, P, G, dt = x.shape[1], x.shape[3], B.shape[2], dt.float()
         u, a = (part.unflatten(2, (G, -1)) for part in (x.float() * dt.unsqueeze(3), dt * A.float()))
-        u, a = (
-            _chunks(part, most).movedim(2, 4).contiguous() for part in (u, a)
-        )  # (S, c, G, R, L, P), (S, c, G, R, L)
+        u, a = (_chunks(part, most).movedim(2, 4).contiguous() for part in (u, a))  # (S, c, G, R, L, P), (…, L)
         B, C = (_chunks(part.to(half), most).transpose(2, 3).contiguous() for part in (B, C))  # (S, c, G, L, N)
 
         decay = _decay(a)

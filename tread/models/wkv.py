@@ -48,9 +48,8 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
         v = F.pad(v, padding).unflatten(2, (-1, length))
 
         e = k.exp()
-        before, behind = _sums(
-            torch.stack([e * v, e], dim=1), decay, half=half
-        )  # numerator and denominator, (D, 2, B, C, L)
+        weighted = torch.stack([e * v, e], dim=1)  # for numerator and denominator, (D, 2, B, C, L)
+        before, behind = _sums(weighted, decay, half=half)
         bonus = k + u.float().clamp(min=-BONUS_LIMIT).view(-1, 1, 1, 1)
         top = bonus.detach().clamp(min=0)  # bonuses may be large: each token's sums are scaled
         bonus = (bonus - top).exp()
@@ -63,15 +62,16 @@ def _sums(
     x: Tensor, decay: Tensor, y: Tensor | None = None, half: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y
-    (None: y = x) and both sums are (D, 2, B, C, L), with L tokens in each of C chunks; decay is (D, 1, 1, 1)."""
+    (None: y = x) and both sums are (D, 2, B, C, L), with L tokens in each of C chunks; decay is (D, 1, 1, 1).
+    The products within chunks are in the precision `half`."""
     y = x if y is None else y
     D, _, _, C, L = x.shape
     place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)
     gap = place - place.view(L, 1)  # (L, L), from the row's place to the column's
     reach = torch.where(gap > 0, ((1 - gap.clamp(min=1)) * rate).exp(), 0)  # (D, L, L)
     reach = reach.to(half)
-    before = (x.to(half).view(D, -1, L) @ reach).view_as(x)
-    behind = (y.to(half).view(D, -1, L) @ reach.mT).view_as(y)
+    before = (x.to(half).view(D, -1, L) @ reach).view_as(x).float()
+    behind = (y.to(half).view(D, -1, L) @ reach.mT).view_as(y).float()
     if C == 1:
         return before, behind
 
