@@ -102,18 +102,27 @@ def assert_compiled_as_eager(function: Callable[..., Tensor], given: Sequence[Te
 
 
 def assert_rounds_inputs_alone(
-    twin: Callable[..., Tensor], function: Callable[..., Tensor], given: Sequence[Tensor], rounded: Sequence[Tensor]
+    twin: Callable[..., Tensor], function: Callable[..., Tensor], rounded: Sequence[Tensor]
 ) -> None:
-    """Autocast changes nothing; rounded inputs give the twin's fp32 output and gradients, each rounded as its input."""
-    under = torch.autocast("cpu", dtype=torch.bfloat16)
-    assert torch.equal(under(function)(*given), function(*given))
-    expected = derived(twin, [item.float() for item in rounded])
-    for each in (function, under(function)):
-        actual = derived(each, rounded)
-        assert [item.dtype for item in actual] == [torch.float32, *(item.dtype for item in rounded)]
-        for ours, theirs in zip(actual, expected, strict=True):
-            tolerance = 2**-8 if ours.dtype == torch.bfloat16 else 2e-5
-            assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1.0)
+    """Without autocast, rounded inputs give the twin's fp32 output and gradients, each rounded as its input."""
+    actual, expected = derived(function, rounded), derived(twin, [item.float() for item in rounded])
+    assert [item.dtype for item in actual] == [torch.float32, *(item.dtype for item in rounded)]
+    for ours, theirs in zip(actual, expected, strict=True):
+        tolerance = 2**-8 if ours.dtype == torch.bfloat16 else 2e-5
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1.0)
+
+
+def assert_bf16_products(
+    twin: Callable[..., Tensor], function: Callable[..., Tensor], given: Sequence[Tensor], tolerance: float
+) -> None:
+    """Under autocast all is fp32, the output within 2⁻⁷ of its largest number, or of 1, and gradients within
+    `tolerance`; the output is off by more than fp32's rounding, so its products were in bf16."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = derived(function, given)
+    expected = derived(twin, given)
+    off = [float((a - b).abs().max() / b.abs().max().clamp(min=1.0)) for a, b in zip(actual, expected, strict=True)]
+    assert all(item.dtype == torch.float32 for item in actual)
+    assert 1e-4 < off[0] <= 2**-7 and max(off) <= tolerance, off
 
 
 def assert_modes_agree(network: Backbone, run: Callable[[], Sequence[Tensor]], graphs: int) -> None:

@@ -2,11 +2,14 @@
 
 import copy
 import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import size_of
+from conftest import CPU, size_of
 from modes import batch, hot, rows
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from dit import DiT
@@ -15,6 +18,8 @@ from tread.models.mamba import DECAYS, STEPS, AttentionBlock, Mamba, Mamba2Mixer
 from tread.models.ssd import ssd
 from tread.routing.hooks import attach_routes
 from tread.routing.ids import choose_ids
+from tread.runtime import compiling
+from tread.runtime.device import autocast
 
 SIZES = {"input_size": 8, "hidden_size": 32, "num_classes": 10, "state": 8, "head_dim": 16}
 
@@ -289,18 +294,70 @@ def test_the_fused_kernel_is_asked_for_only_where_it_is_chosen(monkeypatch):
         network(kernel="mamba_ssm")
 
 
+def stand_in(monkeypatch):
+    """mamba_ssm's two functions, by the scan in plain torch, as if CUDA and the package were there."""
+    theirs = types.ModuleType("mamba_ssm.ops.triton.ssd_combined")
+
+    def forward(x, dt, A, B, C, chunk_size):
+        assert chunk_size == 256 and all(part.is_contiguous() for part in (x, dt, A, B, C))
+        return ssd(x, dt, A, B, C).to(x.dtype)
+
+    def backward(dout, x, dt, A, B, C, out, chunk_size, D=None):
+        assert out.shape == dout.shape == x.shape and chunk_size == 256
+        given = [part.detach().requires_grad_() for part in (x, dt, A, B, C)]
+
+        def gradients():
+            return torch.autograd.grad(forward(*given, chunk_size), given, dout)
+
+        with ThreadPoolExecutor(1) as other:  # in an operator's own thread autograd records nothing
+            return *other.submit(gradients).result(), None, None, None, None
+
+    theirs.mamba_chunk_scan_combined, theirs._mamba_chunk_scan_combined_bwd = forward, backward
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_with_the_fused_kernel_a_block_compiles_to_one_graph(precision, monkeypatch):
+    """Output and gradients are those of the plain scan, as it is and compiled."""
+    given, results = batch(4, 8), []
+    plain = network(depth=2)
+    with monkeypatch.context() as patched:
+        stand_in(patched)
+        fused, compiled = (network(depth=2, kernel="mamba_ssm") for _ in range(2))
+        patched.setattr(torch.cuda, "is_available", lambda: False)  # for the compiler
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        assert set(compiled.blocks) <= set(compiled.compiled())
+        compiling.compile_blocks(compiled.blocks, counter)
+        for model in (plain, fused, compiled):
+            with autocast(CPU, precision):
+                out = model(*given)
+            out.square().sum().backward()
+            results.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert counter.frame_count == 1
+    limit = 1e-4 if precision == "fp32" else 0.05
+    for expected, *others in zip(*results, strict=True):
+        assert all((other - expected).abs().max() <= limit * expected.abs().max() for other in others)
+    torch._dynamo.reset()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("directions", [1, 2, 4])
 def test_the_fused_kernel_is_the_scan(directions):
-    """In bf16 within 2e-2 of the largest value, forward and gradients."""
+    """In bf16 within 2e-2 of the largest value, forward and gradients, as it is and compiled."""
     pytest.importorskip("mamba_ssm")
     ours = scramble(Mamba2Mixer(128, 64, 64, 2, 4, directions)).cuda()
     fused = scramble(Mamba2Mixer(128, 64, 64, 2, 4, directions, "mamba_ssm")).cuda()
+    compiled = copy.deepcopy(fused)
+    compiled.compile(fullgraph=True, dynamic=False)
     x, actual = torch.randn(4, 240, 128, device="cuda"), []
-    for item in (ours, fused):
+    for item in (ours, fused, compiled):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             out = item(x, (12, 20))
         out.float().square().sum().backward()
         actual.append([out.detach(), *(parameter.grad for parameter in item.parameters())])
-    for a, b in zip(*actual, strict=True):
-        assert (a - b).abs().max() <= 2e-2 * a.abs().max()
+    for a, *others in zip(*actual, strict=True):
+        assert all((other - a).abs().max() <= 2e-2 * a.abs().max() for other in others)

@@ -4,10 +4,17 @@ torch's own."""
 import pytest
 import torch
 import torch.nn.functional as F
-from modes import assert_as, assert_compiled_as_eager, assert_rounds_inputs_alone, counted_flops, derived
+from modes import (
+    assert_as,
+    assert_bf16_products,
+    assert_compiled_as_eager,
+    assert_rounds_inputs_alone,
+    counted_flops,
+    derived,
+)
 from torch.testing import assert_close
 
-from tread.models.ssd import causal_conv, products, ssd
+from tread.models.ssd import CHUNKS, causal_conv, products, ssd
 from tread.runtime.device import exact
 
 COUNTS = [1, 2, 3, 5, 16, 31, 32, 33, 64, 65, 255, 256, 257, 300, 1000, 1024, 1100]  # one to four levels of chunks
@@ -71,7 +78,20 @@ def test_without_decay_it_is_a_running_sum(tokens):
 @pytest.mark.parametrize("tokens", [16, 100])
 def test_half_precision_costs_the_rounding_of_the_inputs_alone(tokens):
     x, dt, A, B, C = inputs(tokens)
-    assert_rounds_inputs_alone(recurrent, ssd, (x, dt, A, B, C), (x.bfloat16(), dt, A, B.bfloat16(), C.bfloat16()))
+    assert_rounds_inputs_alone(recurrent, ssd, (x.bfloat16(), dt, A, B.bfloat16(), C.bfloat16()))
+
+
+@pytest.mark.parametrize("tokens", [32, 100, 300])
+@pytest.mark.parametrize("step", [0.003, 0.3, 1e3])
+def test_under_autocast_products_are_in_bf16(tokens, step):
+    """Four products lie between an input and the output, and each rounds its operands and its result by 2⁻⁹."""
+    assert_bf16_products(recurrent, ssd, inputs(tokens, step=step), tolerance=2**-6)
+
+
+@pytest.mark.parametrize("tokens", [33, 64, 65, 256, 300, 600, 1100])
+def test_by_a_gpus_chunks_it_equals_the_recurrence(tokens, monkeypatch):
+    monkeypatch.setitem(CHUNKS, "cpu", CHUNKS["cuda"])
+    assert_as(recurrent, ssd, inputs(tokens))
 
 
 @pytest.mark.slow

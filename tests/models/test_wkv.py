@@ -2,9 +2,16 @@
 
 import pytest
 import torch
-from modes import assert_as, assert_compiled_as_eager, assert_rounds_inputs_alone, counted_flops, derived
+from modes import (
+    assert_as,
+    assert_bf16_products,
+    assert_compiled_as_eager,
+    assert_rounds_inputs_alone,
+    counted_flops,
+    derived,
+)
 
-from tread.models.wkv import products, wkv
+from tread.models.wkv import CHUNKS, products, wkv
 from tread.runtime.device import exact
 
 COUNTS = [1, 2, 3, 5, 16, 17, 31, 32, 33, 49, 64, 255, 256, 1000, 1024, 1100]  # one, two and three levels of chunks
@@ -76,7 +83,21 @@ def test_without_decay_and_bonus_it_is_a_mean_by_keys(tokens):
 @pytest.mark.parametrize("tokens", [16, 100])
 def test_half_precision_costs_the_rounding_of_the_inputs_alone(tokens):
     k, v, w, u = inputs(tokens)
-    assert_rounds_inputs_alone(naive, wkv, (k, v, w, u), (k.bfloat16(), v.bfloat16(), w, u))
+    assert_rounds_inputs_alone(naive, wkv, (k.bfloat16(), v.bfloat16(), w, u))
+
+
+@pytest.mark.parametrize("size, tolerance", [(1.0, 2**-6), (60.0, 2**-5)])
+@pytest.mark.parametrize("tokens", [16, 100, 300])
+def test_under_autocast_products_are_in_bf16(tokens, size, tolerance):
+    """Keys' weights, decays and both sums are each rounded by 2⁻⁹. Where one key outweighs all others, its gradient is
+    a difference of such numbers, all but zero."""
+    assert_bf16_products(naive, wkv, inputs(tokens, size), tolerance)
+
+
+@pytest.mark.parametrize("tokens", [33, 64, 65, 256, 300, 1100])
+def test_by_a_gpus_chunks_it_equals_the_formula(tokens, monkeypatch):
+    monkeypatch.setitem(CHUNKS, "cpu", CHUNKS["cuda"])
+    assert_as(naive, wkv, inputs(tokens, w=(3.0, -3.0), u=(1.0, -1.0), batch=1))
 
 
 @pytest.mark.slow

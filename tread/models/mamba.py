@@ -196,8 +196,4 @@ class Mamba(Backbone):
 
         sizes = (input_size, patch_size, in_channels, hidden_size, depth)
         super().__init__(make_block, *sizes, num_classes, learn_sigma, init)
-        self.kernel, self.needs_grid = kernel, not allow_token_routes
-
-    def compiled(self) -> list[nn.Module]:
-        """Return the modules to compile: all but the blocks with a fused kernel."""
-        return [part for part in super().compiled() if self.kernel == "torch" or not isinstance(part, MambaBlock)]
+        self.needs_grid = not allow_token_routes

@@ -22,6 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 32  # most tokens in a chunk
+# On a GPU bytes count: the products are a tenth of a block's. For each token and head a pass over the decays within
+# chunks of L tokens moves L numbers, one over the states P·N/L: their sum is least at L = √(P·N), 64 for P = N = 64.
+CHUNKS = {"cuda": 64}
+FUSED_CHUNK = 256  # of mamba_ssm's kernel
 LEVEL = 8  # most chunks in a chunk of the next level
 
 
@@ -32,28 +36,35 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
 
     Δ ≥ 0 and A ≤ 0 may have any size: each decay is the exponential of a sum over the tokens that it spans, never a
     quotient or a difference of sums, so nothing overflows or cancels. Computed in fp32 for any input precision
-    (products in TF32 where that is allowed).
+    (products in TF32 where that is allowed); under autocast the products within chunks, into states and out of them
+    are in bf16, as in mamba_ssm's kernel, while decays, states and sums stay fp32.
     """
     device = x.device.type
+    most, half = CHUNKS.get(device, CHUNK), product_dtype(device)
     with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         T, P, G, dt = x.shape[1], x.shape[3], B.shape[2], dt.float()
         u, a = (part.unflatten(2, (G, -1)) for part in (x.float() * dt.unsqueeze(3), dt * A.float()))
-        u, a = (_chunks(part).movedim(2, 4).contiguous() for part in (u, a))  # (S, c, G, R, L, P), (S, c, G, R, L)
-        B, C = (_chunks(part.float()).transpose(2, 3).contiguous() for part in (B, C))  # (S, c, G, L, N)
+        u, a = (_chunks(part, most).movedim(2, 4).contiguous() for part in (u, a))  # (S, c, G, R, L, P), (…, L)
+        B, C = (_chunks(part.to(half), most).transpose(2, 3).contiguous() for part in (B, C))  # (S, c, G, L, N)
 
         decay = _decay(a)
-        y = ((B @ C.mT).unsqueeze(3) * decay).mT @ u
+        y = ((B @ C.mT).unsqueeze(3) * decay).to(half).mT @ u.to(half)
         if y.shape[1] > 1:
-            added = (u * decay[..., -1:]).mT.flatten(3, 4) @ B  # (S, c, G, R·P, N), decayed to each chunk's end
-            states = added.unflatten(3, (-1, P)).movedim(1, 3).flatten(4)  # (S, G, R, c, P·N)
+            added = (u * decay[..., -1:]).to(half).mT.flatten(3, 4) @ B  # (S, c, G, R·P, N), decayed to chunks' ends
+            states = added.float().unflatten(3, (-1, P)).movedim(1, 3).flatten(4)  # (S, G, R, c, P·N)
             states = _entering(states.flatten(0, 2), a.sum(dim=4).movedim(1, 3).flatten(0, 2)).view_as(states)
-            states = states.movedim(3, 1).reshape(added.shape)
+            states = states.to(half).movedim(3, 1).reshape(added.shape)
             seen = (C @ states.mT).unflatten(4, (-1, P)).transpose(3, 4)  # (S, c, G, R, L, P)
             y = y + a.cumsum(dim=4).exp().unsqueeze(5) * seen
-        return y.movedim(4, 2).flatten(3, 4).flatten(1, 2)[:, :T]
+        return y.float().movedim(4, 2).flatten(3, 4).flatten(1, 2)[:, :T]
 
 
-def _chunks(x: Tensor, most: int = CHUNK) -> Tensor:
+def product_dtype(device: str) -> torch.dtype:
+    """Return the precision of a scan's products on a type of device: bf16 under autocast, else fp32."""
+    return torch.bfloat16 if device != "meta" and torch.is_autocast_enabled(device) else torch.float32
+
+
+def _chunks(x: Tensor, most: int) -> Tensor:
     """Split tokens into c chunks of equal length L, at most `most`: (S, T, …) → (S, c, L, …). Padding with zeros adds
     tokens that neither shrink the state nor add to it."""
     chunks = -(-x.shape[1] // most)
@@ -85,7 +96,8 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
 
 
 def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) -> int:
-    """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding."""
+    """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding. They
+    are counted with a CPU's chunks on every device, so that a network has one number of FLOPs."""
     chunks = -(-tokens // CHUNK)
     length = -(-tokens // chunks)
     total = chunks * length * length * (groups * numbers + heads * channels)
@@ -105,7 +117,7 @@ def fused_ssd() -> Callable[..., Tensor]:
     if not torch.cuda.is_available():
         raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
     try:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+        import mamba_ssm.ops.triton.ssd_combined  # noqa: F401
     except ImportError as error:
         raise ValueError(
             f"kernel mamba_ssm needs a package that is absent ({error}): pip install -r requirements-mamba.txt, or "
@@ -113,9 +125,36 @@ def fused_ssd() -> Callable[..., Tensor]:
         ) from error
 
     def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        return mamba_chunk_scan_combined(*(part.contiguous() for part in (x, dt, A, B, C)), chunk_size=256).float()
+        return _fused_scan(*(part.contiguous() for part in (x, dt, A, B, C))).float()
 
     return scan
+
+
+@torch.library.custom_op("tread::fused_scan", mutates_args=())
+def _fused_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """mamba_ssm's scan as one operator, which compilers leave as it is, for contiguous tensors."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined(x, dt, A, B, C, FUSED_CHUNK).contiguous()
+
+
+@torch.library.custom_op("tread::fused_scan_backward", mutates_args=())
+def _fused_scan_backward(
+    g: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of _fused_scan's arguments from that of its result y, by the function that mamba_ssm calls."""
+    from mamba_ssm.ops.triton.ssd_combined import _mamba_chunk_scan_combined_bwd
+
+    gradients = _mamba_chunk_scan_combined_bwd(g, x, dt, A, B, C, y, FUSED_CHUNK)[:5]
+    return tuple(part.contiguous() for part in gradients)
+
+
+_fused_scan.register_fake(lambda x, *_: torch.empty_like(x))
+_fused_scan_backward.register_fake(lambda g, *given: tuple(torch.empty_like(part) for part in given[:5]))
+_fused_scan.register_autograd(
+    lambda ctx, g: _fused_scan_backward(g.contiguous(), *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
+)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

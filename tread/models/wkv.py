@@ -19,7 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tread.models.ssd import product_dtype
+
 CHUNK = 32
+# On a GPU a product with a matrix of side 64 takes no longer than reading its factors, fills a tile of a tensor core
+# and leaves half as many sums to the next level; its decays are 64² numbers a channel, of 128 four times as many.
+CHUNKS = {"cuda": 64}
 DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # of exponents; their sum stays within fp32's range, e^±87
 
 
@@ -27,14 +32,15 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """Return weighted means of the values: keys k and values v (B, T, D), decay w and bonus u (D,) → (B, T, D) fp32.
 
     Computed in fp32 for any input precision (products in TF32 where that is allowed), relative to the largest key of
-    each sample and channel, so keys may have any size. To stay within fp32's range, w, the decay over the whole
-    sequence, is clamped to ±60, and u to at least −20.
+    each sample and channel, so keys may have any size; under autocast the products within chunks are in bf16. To stay
+    within fp32's range, w, the decay over the whole sequence, is clamped to ±60, and u to at least −20.
     """
     device = k.device.type
+    most, half = CHUNKS.get(device, CHUNK), product_dtype(device)
     with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
         T = k.shape[1]
         decay = w.float().clamp(-DECAY_LIMIT, DECAY_LIMIT).view(-1, 1, 1, 1) / T  # per token
-        length = min(T, CHUNK)
+        length = min(T, most)
         padding = (0, -T % length)
         k, v = (x.float().permute(2, 0, 1) for x in (k, v))  # (D, B, T): the products below go channel by channel
         k = k - k.detach().amax(dim=2, keepdim=True)
@@ -42,7 +48,8 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
         v = F.pad(v, padding).unflatten(2, (-1, length))
 
         e = k.exp()
-        before, behind = _sums(torch.stack([e * v, e], dim=1), decay)  # numerator and denominator, (D, 2, B, C, L)
+        weighted = torch.stack([e * v, e], dim=1)  # for numerator and denominator, (D, 2, B, C, L)
+        before, behind = _sums(weighted, decay, half=half)
         bonus = k + u.float().clamp(min=-BONUS_LIMIT).view(-1, 1, 1, 1)
         top = bonus.detach().clamp(min=0)  # bonuses may be large: each token's sums are scaled
         bonus = (bonus - top).exp()
@@ -51,16 +58,20 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
         return (total[:, 0] / total[:, 1]).permute(1, 2, 0)
 
 
-def _sums(x: Tensor, decay: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _sums(
+    x: Tensor, decay: Tensor, y: Tensor | None = None, half: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y
-    (None: y = x) and both sums are (D, 2, B, C, L), with L tokens in each of C chunks; decay is (D, 1, 1, 1)."""
+    (None: y = x) and both sums are (D, 2, B, C, L), with L tokens in each of C chunks; decay is (D, 1, 1, 1).
+    The products within chunks are in the precision `half`."""
     y = x if y is None else y
     D, _, _, C, L = x.shape
     place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)
     gap = place - place.view(L, 1)  # (L, L), from the row's place to the column's
     reach = torch.where(gap > 0, ((1 - gap.clamp(min=1)) * rate).exp(), 0)  # (D, L, L)
-    before = (x.view(D, -1, L) @ reach).view_as(x)
-    behind = (y.view(D, -1, L) @ reach.mT).view_as(y)
+    reach = reach.to(half)
+    before = (x.to(half).view(D, -1, L) @ reach).view_as(x).float()
+    behind = (y.to(half).view(D, -1, L) @ reach.mT).view_as(y).float()
     if C == 1:
         return before, behind
 
@@ -73,7 +84,8 @@ def _sums(x: Tensor, decay: Tensor, y: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def products(tokens: int, channels: int) -> int:
-    """Return the multiply-adds of wkv's matrix products for one sample: linear in the tokens, up to padding."""
+    """Return the multiply-adds of wkv's matrix products for one sample, by a CPU's chunks on every device: linear in
+    the tokens, up to padding."""
     total, chunks = 0, tokens
     while True:
         length = min(chunks, CHUNK)
