@@ -23,6 +23,7 @@ from tread.checkpoints.network import build_network
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler, draw
+from tread.models import ssd, wkv
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.training import failures, settings, start
@@ -171,6 +172,8 @@ def lowered(built, model: str, budget: float) -> tuple[float, float, int]:
         cfg, network = built(model, "dataset.size=32", "model.hidden_size=128", "model.depth=2")
         with pytest.MonkeyPatch.context() as patch, functorch.patch(activation_memory_budget=budget):
             patch.setattr(graph.GraphLowering, "codegen", count)
+            for scan in (ssd, wkv):
+                patch.setitem(scan.CHUNKS, "cpu", scan.CHUNKS["cuda"])
             with inductor.patch(force_disable_caches=True):
                 compiling.compile_blocks(network.blocks, partial(compile_fx.compile_fx, inner_compile=lower))
                 blank_loss(cfg, network, (), images, CPU, "bf16").backward()

@@ -44,12 +44,12 @@ def xl(composed):
 
 def test_a_step_is_the_sum_of_its_parts(xl):
     """By hand, XL/2 at 256 images: 28 blocks of 12·D² and 2·N·D multiply-adds a token, times 6; 179 bytes a token,
-    channel and block, 280 for the ends; 44 a parameter. The parts add up, and the host is the least."""
+    channel and block, 41 for the ends; 44 a parameter. The parts add up, and the host is the least."""
     cfg, network = xl
     D, N, blocks, images = 1152, 256, 28, 256
     linear, mixing = blocks * (N * 12 * D**2 + 6 * D**2), blocks * 2 * N * N * D
     products = 6 * images * (linear / 0.6 + mixing / 0.13)
-    moved = images * N * D * (179 * blocks + 280) + UPDATE_BYTES * 674_816_272
+    moved = images * N * D * (179 * blocks + 41) + UPDATE_BYTES * 674_816_272
     for device in DEVICES.values():
         expected = products / device.products + moved / BANDWIDTH / device.bandwidth
         assert step_seconds(cfg, network, (), images, device) == pytest.approx(expected, rel=1e-3)

@@ -65,10 +65,10 @@ BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py holds them a
     "sprint": BlockBytes(40.2, 217, 32.9),
     "dit_text": BlockBytes(48.1, 239, 32.2),
     "lightning_text": BlockBytes(52.1, 275, 42.9),
-    "rwkv": BlockBytes(77, 557, 53),
-    "mamba": BlockBytes(151, 1571, 119),
+    "rwkv": BlockBytes(80.5, 539, 53),
+    "mamba": BlockBytes(156.8, 1364, 101),
 }
-END_BYTES = BlockBytes(30, 280, 30)  # of embedding and last layer together, likewise
+END_BYTES = BlockBytes(30, 41, 30)  # of embedding and last layer together, likewise
 UPDATE_BYTES = 44  # read or written by clipping, AdamW and one average, for each parameter
 REACHED = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # network's width → share of `products` reached
 ATTENTION = {64: 0.19, 72: 0.13}  # width of a head → share of `products` that attention reaches
