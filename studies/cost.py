@@ -30,8 +30,8 @@ def training_flops(training: Training) -> int:
 
 
 def _aligner(cfg: settings.Settings, network: Backbone) -> Aligner | None:
-    """Return a run's aligner without weights, or None if it has none. Its encoder's pictures are assumed to be
-    8 times as wide as the latents or, if the latents are pixels, equally wide."""
+    """Return the Aligner of a run, built without weights, or None if the run has none. The pictures that its encoder
+    gets are assumed to be 8 times as wide as the latents or, if the latents are pixels, equally wide."""
     alignment, width, flops = cfg.alignment, network.hidden_size, 0
     if alignment.kind == "none":
         return None

@@ -39,7 +39,7 @@ class SavedNetwork:
 
     @property
     def text(self) -> dict[str, object] | None:
-        """The settings of the text that conditions the network, by dotted name; None if it is class-conditional."""
+        """The settings of the text encoder, keyed text.<name>; None if the network is class-conditional."""
         return self.cfg.text.decisive if self.cfg.model.takes_text else None
 
     @property

@@ -50,8 +50,9 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Open the training and the held-out part of a text network's dataset=emoji; they are written if they are missing.
-    Raises FileNotFoundError or ValueError if that fails, or if the network was trained on another size or text."""
+    """Open the training and the held-out part of dataset=emoji for a network that takes captions; missing parts are
+    written. Raises FileNotFoundError or ValueError if that fails, or if the network was trained on another size or
+    text."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)
     for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):

@@ -83,7 +83,8 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
 
 
 def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) -> int:
-    """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding."""
+    """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding.
+    `heads` are those of all groups; `channels` and `numbers` are P and N."""
     chunks = -(-tokens // CHUNK)
     length = -(-tokens // chunks)
     total = chunks * length * length * (groups * numbers + heads * channels)

@@ -183,7 +183,7 @@ def count_parameters(network: Backbone) -> int:
 def memory(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool
 ) -> StepMemory:
-    """Return the bytes of a step on one device: traced for an eager network, by BLOCK_BYTES for a compiled one."""
+    """Return the bytes of a step on one device: traced for an eager network, else predicted from BLOCK_BYTES."""
     if not compiled:
         return step_memory(cfg, routes, images, precision)
     weights = 4 * count_parameters(network)
