@@ -58,7 +58,7 @@ class SavedNetwork:
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
-        """Build the network in eval mode and load its weights."""
+        """Build the network in eval mode and load its weights; `guidance` decides its routes, see `routes`."""
         network = build_network(self.cfg)
         network.load_state_dict(self.found.tensors(self.weights))
         return Model(self.process, network.to(device).eval().requires_grad_(False), self.routes(guidance))

@@ -139,7 +139,7 @@ class Npz:
         return shape, dtype, read
 
     def read(self, name: str) -> np.ndarray:
-        """Load a whole array."""
+        """Load the array `name` of the file as a whole."""
         with self._explained(), np.load(self.path, allow_pickle=False) as arrays:
             return arrays[name]
 

@@ -176,7 +176,7 @@ class ScoringPlan:
     weak            the guidance's weak network, if it is another checkpoint; else None.
     count           number of samples to draw.
     compiled        whether the networks' blocks are compiled for sampling.
-    decoder         fingerprint of the decoder of its latents.
+    decoder         fingerprint of the decoder for the network's latents.
     judge           the scorer that is used if the options name no reference: a built-in dataset's own, or Unscored.
     prompts         the captions to draw, for a network that takes texts; else None.
     flops           FLOPs of the networks per sample.

@@ -1,11 +1,11 @@
 """Costs of training: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
 
-A step is the sum of its matrix products, its attention, what its blocks read and write besides, embedding and last
-layer, and optimizer and averages; it is never shorter than the host takes to launch it. The constants are predictions
+A step takes the sum of the times for matrix products, attention, what its blocks read and write besides, embedding and
+last layer, and optimizer and averages, and never less than the host takes to launch it. The constants are predictions
 for compiled networks in bf16; benchmarks/gpu_check.py measures what they stand for.
 
-A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storages of a size, but
-no numbers, and the bytes of all storages that are alive are counted after each operation.
+A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storage sizes but no
+numbers, and after each operation the bytes of all storages in use are counted.
 """
 
 import itertools
@@ -164,7 +164,7 @@ def moved_and_saved(cfg: Settings, network: Backbone, routes: Sequence[Route]) -
 
 
 def step_seconds(cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: Device) -> float:
-    """Predict the seconds of a compiled bf16 step of `images` samples on one device, no block of which runs in fp32."""
+    """Predict the seconds of a compiled step of `images` samples on one device, with all blocks in bf16."""
     tokens, width = tokens_of_blocks(network, routes), network.hidden_size
     linear = sum(block.multiply_adds(count, attention=False) for block, count in zip(network.blocks, tokens))
     mixing = sum(block.multiply_adds(count) for block, count in zip(network.blocks, tokens)) - linear
