@@ -201,7 +201,7 @@ class EncodedText:
 
     counts   (samples,) captions per sample: sample i has the captions numbered firsts[i] to firsts[i] + counts[i] − 1.
     lengths  (captions,) number of tokens of each caption, without padding.
-    rows     one row per caption: its tokens and, in a second part, its pooled output, if the encoder has one.
+    rows     stores with a row per caption: rows[0] its tokens; rows[1] its pooled output, if the encoder has one.
     null     the encoded empty caption, B = 1.
     """
 
