@@ -50,9 +50,8 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Open the training and the held-out part of dataset=emoji for a network that takes captions; missing parts are
-    written. Raises FileNotFoundError or ValueError if that fails, or if the network was trained on another size or
-    text."""
+    """Open the training and the held-out part of dataset=emoji for a text-conditional network, and write missing parts.
+    Raises FileNotFoundError or ValueError if that fails, or if the network was trained on another size or text."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)
     for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):

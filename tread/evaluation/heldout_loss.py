@@ -39,7 +39,8 @@ def read_points(
 
     numbers  (n,) indices of the points among the `points` in all; the noise depends on them and on `stream` alone.
 
-    Other arguments are those of `heldout_loss`. Stored moments are read as their mean, and a sample's first caption.
+    Other arguments are those of `heldout_loss`. If moments are stored, their mean is read; if a sample has
+    several captions, the first one.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())

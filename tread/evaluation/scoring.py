@@ -390,7 +390,7 @@ class CheckpointScoring:
             check_place(self.lines.parent, 0)
 
     def score(self, decoder: autoencoder.Decoder) -> dict | None:
-        """Draw samples into `parts`, score them, write the score, and return it (main process); `parts` is removed."""
+        """Draw samples into `parts`, score them, write the score and return it in the main process. Removes `parts`."""
         began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
         with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
             record = processes.from_main(self.find_score)

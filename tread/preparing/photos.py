@@ -121,7 +121,7 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return [text], a list of the faults under the title `what`, see `named` for `line`; [] if there are no faults."""
+    """Return a list of one text, the title `what` and then the faults (`line` as in `named`); [] without faults."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 

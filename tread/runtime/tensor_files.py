@@ -64,7 +64,7 @@ def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
 
 
 def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
-    """Return {kind of weights: (weights, unchecked; a text that says where they are)} of a file."""
+    """Return {kind: (weights, text that says where in the file they are)}; the weights are not checked."""
     content, parts = _read(path), {}
     for kind, keys in KEYS.items():
         key = next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
