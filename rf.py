@@ -74,22 +74,22 @@ class RF(Process):
         return torch.ones_like(t)
 
     def precondition(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the network's input x_t and its time input (B,), both fp32."""
+        """Return the network's input, the noisy x, and its time input (B,), both fp32."""
         t = per_sample(t, x)
         return x.float(), self.time_scale * (1 - t if self.reverse else t)
 
     def combine(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """Return the predicted data D = x_t − t·v in the dtype of x; v is the predicted velocity."""
+        """Return the predicted data D = x − t·v in the dtype of the noisy x; v is the predicted velocity."""
         level = torch.as_tensor(t, dtype=x.dtype, device=x.device).expand(x.shape[0]).view(-1, 1, 1, 1)
         return x - level * self._velocity(output, x)
 
     def _velocity(self, output: Tensor, x: Tensor) -> Tensor:
-        """Return the predicted velocity ε − x in fp32, from the first C channels of the network's output."""
+        """Return the predicted velocity, noise minus data, in fp32: the first C channels of the network's output."""
         v = output[:, : x.shape[1]].float()
         return -v if self.reverse else v
 
     def velocity(self, network: Network, x: Tensor, t: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        """Run the network and return the predicted velocity ε − x at x_t: (B, C, S, S) fp32."""
+        """Run the network on a noisy x and return the predicted velocity, noise minus data: (B, C, S, S) fp32."""
         return self._velocity(network(*self.precondition(x, t), y, routes=routes), x)
 
     def noised(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:

@@ -80,10 +80,10 @@ class Options:
 
 @dataclass
 class Check:
-    """The measurements of one part, which begins none after `minutes` have passed.
+    """The measurements of one part of the check; none begins after the part has run for `minutes`.
 
     path    the JSON file, rewritten after each measurement; None: measurements are only printed.
-    result  the content of that file: the measurements of all parts, by part and name.
+    result  the content of that file, with the measurements of all parts: keyed by part, then by name.
     """
 
     part: str
@@ -184,9 +184,9 @@ def machine(check: Check, options: Options) -> None:
 def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: int, rounds: int) -> None:
     """Time attention's forward and backward pass with each backend, and compare gradients with plain fp32 attention's.
 
-    shape   (samples, tokens, words, width of a head). Tokens attend to so many words, or to each other if words is 0.
+    shape   (samples, tokens, words, width of a head). Tokens attend to the words or, if there are 0, to each other.
     times   the number of calls in one measurement.
-    rounds  the number of measurements of each backend, which take turns.
+    rounds  the number of measurements of each backend; the backends take turns.
     """
     batch, tokens, words, width = shape
     q, k, v = (random(batch, 16, count, width).requires_grad_() for count in (tokens, words or tokens, words or tokens))
@@ -230,9 +230,9 @@ def calls_of(arms: Kinds) -> dict[str, Callable[[], None]]:
 
 
 def host(check: Check, options: Options) -> None:
-    """Steps of networks as deep as S and XL, but so narrow that launches and Python take the time.
+    """Time steps of networks as deep as S and XL, but so narrow that kernel launches and Python take most of the time.
 
-    Says what a step that is launched as one graph gains.
+    The times show how much a step can gain by being launched as one graph.
     """
     predicted = {("S", "compiled"): 13, ("S", "eager"): 28}  # ms
 
@@ -352,10 +352,10 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
 
 
 def peers(check: Check, options: Options) -> None:
-    """Our dense steps beside plain training loops, of diffusers' DiT and of our own network, eager and compiled."""
+    """Time our dense steps beside plain training loops of diffusers' DiT and of our network, eager and compiled."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
-        """Return a function that steps as public scripts do: autocast, AdamW, an EMA per parameter, loss.item()."""
+        """Return a function that trains as public scripts do: autocast, AdamW, an EMA per parameter, loss.item()."""
         optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-4, foreach=True)
         average, labels = copy.deepcopy(parameters), torch.randint(1000, (len(latents),), device=DEVICE)
 

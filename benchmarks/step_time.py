@@ -112,7 +112,7 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return the kinds of steps to time: dense, routed and, in bf16 (but not of MaskDiT), routed with fp32="end"."""
+    """Return the kinds of steps to time: dense, routed and, in bf16 except for MaskDiT, routed with fp32="end"."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")
@@ -227,7 +227,7 @@ def timed(function: Callable, stage: str, spent: dict[str, float]) -> Callable:
 
 
 def show(result: dict) -> None:
-    """Print the table."""
+    """Print a result as a table: a line per kind of step, then the speed ratios and failures."""
     print(
         f"{result['name']}, {result['parameters']:,} parameters, batch {result['batch']} in micro-batches of "
         f"{result['micro_batch']}, {result['device']}, {result['precision']}, {'' if result['compiled'] else 'not '}"

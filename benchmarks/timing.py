@@ -154,7 +154,7 @@ def why_failed(error: Exception) -> str:
 
 
 def circumstances() -> dict[str, str]:
-    """Record a measurement's device, machine, command, commit and time, for JSON."""
+    """Return the device, torch version, machine, command, commit and time of a measurement, for JSON."""
     return {
         "device": device_name(DEVICE),
         "torch": torch.__version__,

@@ -48,8 +48,8 @@ def main(composed: DictConfig) -> None:
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
-    """Write a checkpoint with one kind of weights, completely or not at all, and open it. options.public adds a
-    file with MaskDiT's released parameter names. Raises ValueError or OSError."""
+    """Write the exported checkpoint, with either model or ema weights, and open it; if writing fails, nothing is left.
+    options.public adds a file with MaskDiT's released parameter names. Raises ValueError or OSError."""
     source, out = checkpoint.find(Path(options.checkpoint).expanduser()), Path(options.out).expanduser()
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"out={out} is there already; choose another folder")
@@ -77,7 +77,7 @@ def export(options: Options) -> checkpoint.Checkpoint:
 
 
 def account(exported: checkpoint.Checkpoint, options: Options) -> str:
-    """Return a text for people on the exported file and the commands that use it."""
+    """Return a text to print: the exported checkpoint's weights and size, and the commands that use it."""
     info, raw = exported.info, " weights=model" * (options.weights == "model")
     size = size_text(info["files"][f"{options.weights}.safetensors"]["bytes"])
     lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored_dtype(info)}, {size}"]

@@ -90,7 +90,8 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
 
 
 def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
-    """Return the spec of the latents that the network was trained on. Raises ValueError for unsuitable statistics."""
+    """Return the spec of the latents that the network was trained on. Raises ValueError if
+    the file options.statistics does not fit the latents, or is given although dataset.normalize is false."""
     autoencoder, scale = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
     scale = scale if options.scale is None else options.scale
     latents = LatentSpec(

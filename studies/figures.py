@@ -1,4 +1,4 @@
-"""Draws a study's figure, writes its table, and publishes both."""
+"""Draws a study's figure, writes its table, and puts both into a folder beside the study's YAML."""
 
 import json
 import math
@@ -255,7 +255,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:
-    """Draw heat maps over a route's first and last block: metrics minus the dense arm's, and ratios of FLOPs."""
+    """Draw heat maps over a route's first and last block: metric − the dense arm's metric, FLOPs / the dense arm's."""
     places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}
@@ -288,7 +288,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return columns with the similarity of neighbouring blocks' outputs, and of the embedding to the last output."""
+    """Return columns with the similarity of neighbouring blocks' outputs, and of the embedding and the last output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -320,7 +320,7 @@ def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> lis
 
 
 def when_columns(study: Study, results: Results) -> Columns:
-    """Return a column: after how many images the routed arm stays ahead in evaluation loss, at equal FLOPs."""
+    """Return a column: from how many images on the routed arm stays ahead in evaluation loss, at equal FLOPs."""
     leads = {}
     for routed, dense in study.against.items():
         points = flops_gap(results[dense], results[routed], "eval_loss")

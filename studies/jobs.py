@@ -34,7 +34,7 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """The overrides of train.py and of all scores' scripts, with the placeholders {data} and {step N}."""
+        """The overrides for train.py and the scripts that score; the placeholders {data} and {step N} are left in."""
         return [*self.training.overrides, *(word for score in self.scores for word in score.words)]
 
     @property
@@ -51,7 +51,7 @@ class Job:
         return [score.script, *(self._filled(word, data) for word in words)]
 
     def _filled(self, word: str, data: Path) -> str:
-        """Return an override with {data}, {folder} and {step N} replaced by absolute paths, quoted for Hydra."""
+        """Return the override `word` with absolute paths for {data}, {folder} and {step N}, quoted for Hydra."""
         key, _, value = word.partition("=")
         filled = re.sub(r"\{step (\d+)\}", lambda match: f"{{folder}}/train/step_{int(match[1]):07d}", value)
         for name, path in (("data", data), ("folder", self.folder)):
@@ -89,7 +89,8 @@ class Job:
 
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
-    """Return a job per training, in the folder where any study began it, else in a new one in `place`."""
+    """Return a job per training. Its folder is the one in `results` where any study began the training, else a new one
+    in `place`."""
     by_key, jobs = defaultdict(list), []
     for run in runs:
         by_key[run.training.key].append(run)

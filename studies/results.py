@@ -52,7 +52,7 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return the results of each arm: its complete runs or, if there are none, the run with the most points."""
+    """Return each arm's results: its complete runs or, if it has none, the run that has recorded the most points."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     for arm, each in results.items():
         begun = [run for run in runs if run.arm == arm and run.training.key in made]

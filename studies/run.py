@@ -63,7 +63,8 @@ def main() -> None:
 
 
 def run(options: Options) -> None:
-    """Run, draw and publish a study. Raises ValueError or OSError for wrong options before any run."""
+    """Run a study, draw its figure and write its table; see `publish`. Raises ValueError or OSError for wrong options
+    before any run."""
     study = read_study(options.study, options.scale)
     runs, data, results = plan(study, options.seeds), Path(options.data), Path(options.results)
     place, made = results / study.name / study.scale, finished(results)

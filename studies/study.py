@@ -133,7 +133,8 @@ def names() -> list[str]:
 
 
 def read_study(name: str, scale: ScaleName) -> Study:
-    """Read a study at a scale. Arms override the study's own `scales`, which override studies/scales.yaml.
+    """Read studies/<name>.yaml for one scale. Values of an arm override those in the study's section `scales`, which
+    override studies/scales.yaml.
     Raises ValueError for an unknown name or key."""
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
@@ -185,7 +186,7 @@ def _last_words(*overrides: Sequence[str]) -> list[str]:
 
 
 def _fractions(word: str, written: Callable[[float], str]) -> str:
-    """Return an override with each {75%} replaced by written(0.75)."""
+    """Return the override `word` with each percentage in braces, such as {75%}, replaced by written(0.75)."""
     return re.sub(r"\{(\d+)%\}", lambda match: written(int(match[1]) / 100), word)
 
 

@@ -134,8 +134,9 @@ class Checkpoint:
 
 
 def find(path: Path) -> Checkpoint:
-    """Open a checkpoint by its own folder, by a run's link `latest`, or by a run's folder, which means its newest one.
-    Raises FileNotFoundError if there is none, ValueError if it is damaged or was not written by this code."""
+    """Open the checkpoint at `path`: its own folder, a run's link `latest`, or a run's folder, which stands for the
+    checkpoint that `latest` names, else the newest. Raises FileNotFoundError if there is none, ValueError if it is
+    damaged or was not written by this code."""
     if path.name == "latest" and not path.is_dir():
         other = newest(path.parent)
         use = f"; the newest checkpoint there is {other}" if other else ""
@@ -249,7 +250,7 @@ def _folders(run: Path) -> list[Path]:
 
 
 def newest(run: Path) -> Path | None:
-    """Return a run's `latest`; if that names no checkpoint, the one of the highest step; None if there is none."""
+    """Return a run's link `latest` or, if no checkpoint is there, that of the highest step; None if there is none."""
     steps = [path for path in _folders(run) if (path / "info.json").is_file()]
     return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
 

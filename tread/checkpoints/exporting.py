@@ -1,4 +1,4 @@
-"""Optional changes of an exported checkpoint: half precision, public parameter names, no local paths in its record."""
+"""Optional changes to an exported checkpoint: half precision, public parameter names, no local paths in its record."""
 
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -30,7 +30,8 @@ def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
 
 
 def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename MaskDiT's weights as in its released files, whose matrix of labels (D, classes) has no null class.
+    """Convert MaskDiT's weights to the names and shapes of its released files. The label table becomes a matrix
+    (D, classes) without the null class.
 
     Raises ValueError for other networks, whose names are public already, and for a null class that is not zero, since
     the released files can't hold it.

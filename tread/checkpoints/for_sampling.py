@@ -39,7 +39,7 @@ class SavedNetwork:
 
     @property
     def text(self) -> dict[str, object] | None:
-        """The settings of the text that conditions the network, by dotted name; None if it is class-conditional."""
+        """The settings of the text encoder, keyed text.<name>; None if the network is class-conditional."""
         return self.cfg.text.decisive if self.cfg.model.takes_text else None
 
     @property
@@ -58,8 +58,8 @@ class SavedNetwork:
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
-        """Build the network in eval mode, with the residual stream that it was trained with, and load its weights. They
-        are not frozen: of frozen ones autocast keeps no casts from call to call."""
+        """Build the network in eval mode, with the residual stream of its training, and load its weights; `guidance`
+        decides its routes, see `routes`. Weights require gradients, as autocast keeps casts of no others."""
         network = build_network(self.cfg)
         network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))

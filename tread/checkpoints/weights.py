@@ -242,7 +242,7 @@ class StoredWeights:
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
     """Read the "ema" or "model" weights of a checkpoint or file. If the file is part of a checkpoint, its name decides
-    which ones it holds. Raises FileNotFoundError, or ValueError, also if "model" is asked of an ema file.
+    which ones it holds. Raises FileNotFoundError, or ValueError, also if weights="model" but the file holds ema.
     """
     if not path.is_file():
         source = checkpoint.find(path)

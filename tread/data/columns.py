@@ -47,9 +47,9 @@ def check_rows(
     make: str,
     vocabulary: Sequence[str] | None = None,
 ) -> None:
-    """Raise ValueError, which names a row, if rows hold numbers that are not finite or not in the vocabulary.
+    """Raise ValueError for the first row with numbers that are not finite or not in the vocabulary, and name the row.
 
-    arrays, entries  shards, and the dicts in index.json that name their files.
+    arrays, entries  each shard's rows, and the dict in index.json that names the shard's file.
     full             look at all rows; else at LOOKED_AT of them, evenly spaced.
     make             the command that replaces the files, for the message.
     vocabulary       if the arrays hold word numbers: the words, in the order of these numbers.
@@ -178,7 +178,7 @@ class TextSpec:
 
     @property
     def stem(self) -> str:
-        """The first part of its files' names: "text-" and the encoder, with a hash if characters were replaced."""
+        """The start of the files' names: "text-" and the encoder's name, with a hash if that had to be changed."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
         digest = hashlib.sha256(self.encoder.encode()).hexdigest()[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"
@@ -200,9 +200,9 @@ class EncodedText:
     """A dataset's captions, encoded by one encoder and opened for reading.
 
     counts   (samples,) captions per sample: sample i has the captions numbered firsts[i] to firsts[i] + counts[i] − 1.
-    lengths  (captions,) tokens of each caption without padding.
-    rows     the tokens of all captions and, if the encoder has a pooled output, that output.
-    null     the empty caption, B = 1.
+    lengths  (captions,) number of tokens of each caption, without padding.
+    rows     stores with a row per caption: rows[0] its tokens; rows[1] its pooled output, if the encoder has one.
+    null     the encoded empty caption, B = 1.
     """
 
     def __init__(

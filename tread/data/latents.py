@@ -30,9 +30,9 @@ class LatentSpec:
     classes                       class names; a label is an index into them.
     autoencoder                   the model that encodes and decodes latents: a hub id, folder or file, or "pixels".
     content, spread, views        what is stored, see dataset.py.
-    scale, shift, scale_applied   network latents = (z − shift)·scale; whether this was applied before storing.
+    scale, shift, scale_applied   x = (z − shift)·scale; whether this was applied before storing.
     fingerprint                   hash of the autoencoder's weights; None if unknown.
-    channel_shift, channel_scale  after that, (x − channel_shift)·channel_scale per channel; (): no such step.
+    channel_shift, channel_scale  the network then gets (x − channel_shift)·channel_scale per channel; (): it gets x.
     orientation, alpha            how photos were decoded, see images.read_rgb; the defaults are ADM's way.
     """
 

@@ -50,7 +50,7 @@ class Loader:
         self._coming: dict[int, Future] = {}
 
     def batches(self, step: int) -> list[Batch]:
-        """Return a step's micro-batches, in the order of micro_batches, on the device."""
+        """Return the micro-batches of a step on the device, in the order of the constructor's micro_batches."""
         began = time.perf_counter()
         if self.ahead:
             for coming in range(step, min(step + 1 + self.ahead, self.steps)):

@@ -87,11 +87,11 @@ class SectionWriter(ShardStore, ABC):
     def make(
         self, processes: Processes, again: bool, lines: Iterable[str], unit: str, batch_size: int, encode: Encode
     ) -> bool:
-        """Make missing shards together with other processes and publish them. Returns False if the section exists.
+        """Make missing shards together with other processes and `publish` them. Returns False if the section exists.
         Raises ValueError or OSError if it is different or damaged, FileExistsError if another launch is making it.
 
-        again   replace a different or damaged section, and discard unfinished work that was begun with other facts.
-        lines   lines of text that describe the work, printed before it.
+        again   replace a different or damaged section, and discard unfinished work that has another plan.json.
+        lines   lines of text that describe the work, printed before it starts.
         unit    what a row is, for the progress bar.
         encode  takes batches of rows, and yields for each batch the part that `write` takes.
         """

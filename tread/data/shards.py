@@ -153,7 +153,7 @@ class ShardRows:
         return Path(self._arrays[shard].filename), int(index - self._firsts[shard])
 
     def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Tensor:
-        """Return views of samples, (B, …), in the memory that holds the rows; page-locked with `pin` on the CPU."""
+        """Return one view of each sample, (B, …), on the device that holds the rows; `pin` page-locks it on a CPU."""
         views, mirrored = np.asarray(views), None
         if views.max(initial=0) >= self._views:
             mirrored, views = np.broadcast_to(views >= self._views, indices.shape).copy(), views % self._views
@@ -181,7 +181,8 @@ class ShardRows:
 
 
 def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device | str, folder: Path) -> None:
-    """Move a dataset's rows to where `placement` says. Raises ValueError, which names `folder`, if memory is short."""
+    """Read a dataset's rows into the memory that `placement` names (the device's or the CPU's); "mmap" leaves them on
+    disk. Raises ValueError, which names `folder`, if memory is short."""
     if placement == "mmap":
         return
     to = torch.device(device if placement == "device" else "cpu")

@@ -137,8 +137,9 @@ class ShardStore:
         return {kind: path.name, f"{kind}_sha256": sha256(path)}
 
     def keep(self, number: int, arrays: Mapping[str, np.ndarray | Stream], **facts: object) -> None:
-        """Write a shard: `arrays` by kind, each with one entry per row of the shard, and its note with `facts` as JSON.
-        A shard without rows has no files. Raises OSError that names the file; then the shard stays missing."""
+        """Write a shard and its note, which includes `facts` as JSON. `arrays`, keyed by kind, have an entry per row of
+        the shard; without rows, only the note is written. Raises OSError, which names the file; then the shard stays
+        missing."""
         entry: dict[str, object] = {"count": next(iter(arrays.values())).shape[0]}
         for kind, array in arrays.items() if entry["count"] else ():
             entry |= self.save(kind, number, array)

@@ -85,7 +85,7 @@ class DatasetWriter(ShardStore):
             raise FileExistsError(f"{self.folder} exists already{skipped}; remove it or choose another folder{differ}")
 
     def _made(self) -> dict:
-        """Return the report of the dataset that exists already, or {}."""
+        """Return the content of report.json in the dataset's folder, or {} if there is none."""
         report = self.folder / "report.json"
         return json.loads(report.read_text()) if report.is_file() else {}
 

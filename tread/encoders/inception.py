@@ -75,8 +75,8 @@ class Mixed(nn.Module):
 
     branches  name → the chain's convolutions as (channels, size). In a chain of several they are named <name>_1,
               <name>_2, …; (channels, size, size) forks into <name>_2a and <name>_2b.
-    pool      pools the input of the chain "branch_pool"; if there is no such chain, its output is a branch itself. If
-              it is `halved`, the last convolution of each chain has stride 2.
+    pool      the pooling before the chain "branch_pool"; without such a chain, the pooled input is a branch itself. If
+              the pooling is `halved`, the last convolution of each chain has stride 2.
     """
 
     def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):
@@ -217,7 +217,7 @@ def check_pictures(pictures: Tensor) -> None:
 
 @torch.no_grad()
 def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
-    """Return the features of pictures (n, 3, H, W) uint8 by name, computed in fp32 on the network's device."""
+    """Return {kind: features} of pictures (n, 3, H, W) uint8, computed in fp32 on the network's device."""
     check_pictures(pictures)
     device = next(network.parameters()).device
     parts = pictures.split(CPU_BATCH if device.type == "cpu" else GPU_BATCH)

@@ -63,7 +63,7 @@ class Encoder:
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
         """Return the features (B, T, z) of pictures (B, 3, H, W) uint8, on the encoder's device. Raises ValueError for
-        pictures or features of other shapes, and if the network makes fewer than grid² tokens."""
+        pictures or features of any other shape, and if the network makes fewer than grid² tokens."""
         check_pictures(pictures)
         with computing(self.device, self.precision):
             features = self.run(pictures.to(self.device)).float()

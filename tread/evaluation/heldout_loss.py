@@ -37,8 +37,10 @@ def read_points(
 ) -> tuple[Tensor, Condition, Tensor, Tensor]:
     """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S).
 
-    Other arguments are those of `heldout_loss`; noise depends on `stream` and the points' numbers alone. If moments
-    are stored, the mean is read; if a sample has several captions, the first.
+    numbers  (n,) indices of the points among the `points` in all; the noise depends on them and on `stream` alone.
+
+    Other arguments are those of `heldout_loss`. If moments are stored, their mean is read; if a sample has
+    several captions, the first one.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())

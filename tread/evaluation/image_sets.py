@@ -47,7 +47,7 @@ class Pictures:
     resolution  (H, W)
     sha256      hash of the file, or of a folder's file names and contents.
     read        (start, stop) → (n, 3, H, W) uint8, fastest in ascending order; raises ValueError for damaged files.
-                With a third argument, a list, it skips these files and appends (name, reason) to the list.
+                With a list as third argument it skips damaged files, and appends (name, reason) to the list.
     skip        whether damaged files are left out instead of refused.
     damaged     (name, reason) of the files that are left out.
     """
@@ -139,7 +139,7 @@ class Npz:
         return shape, dtype, read
 
     def read(self, name: str) -> np.ndarray:
-        """Load a whole array."""
+        """Load the array `name` of the file as a whole."""
         with self._explained(), np.load(self.path, allow_pickle=False) as arrays:
             return arrays[name]
 
@@ -177,7 +177,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
         prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
 
     def decode(name: str) -> np.ndarray | str:
-        """Return the picture (H, W, 3) uint8, or the reason why it can't be read."""
+        """Return the picture named `name`, (H, W, 3) uint8, or the reason why it can't be read."""
         try:
             image = read_rgb(store.read(name), *how)
         except (ValueError, OSError) as error:
@@ -241,7 +241,7 @@ def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
 
 
 def part_size(count: int, batch_size: int) -> int:
-    """Return how many pictures a stored part holds: a multiple of batch_size that depends on their `count` in all."""
+    """Return how many pictures a stored part holds, for `count` pictures in all: a multiple of batch_size."""
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 

@@ -115,12 +115,12 @@ METRICS: dict[str, Metric] = {
 
 
 def with_real(names: Iterable[str]) -> list[str]:
-    """Return keys of metrics, each followed by the keys that hold the same metric for real pictures."""
+    """Return these keys of metrics, each followed by the keys under which a record has the metric of real pictures."""
     return [name + end for name in names for end in ("", *METRICS[name].real)]
 
 
 def names_of(what: str) -> list[str]:
-    """Return the keys of the metrics whose `of` is "samples", "demo", "heldout" or "training"."""
+    """Return the keys of the metrics whose field `of` is `what`: "samples", "demo", "heldout" or "training"."""
     return [name for name, metric in METRICS.items() if metric.of == what]
 
 

@@ -89,7 +89,7 @@ def sampler_told(values: Mapping) -> str | None:
 
 
 def columns(record: Mapping) -> list[str]:
-    """Return the columns of fid.csv for a score, with one for each of `scored_names`."""
+    """Return the names of the columns of fid.csv for the record of a score; `scored_names` gives the metrics."""
     head = ["time", "step", "count", *scored_names(record), "reference", "reference_count"]
     head += ["sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network"]
     return [*head, "labels", "first_seed", "weights", "dtype", "checkpoint"]

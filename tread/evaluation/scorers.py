@@ -38,7 +38,7 @@ class Scorer(Protocol):
     """The interface of a scorer.
 
     metrics    keys of METRICS that it may compute, the most important one first.
-    reference  the reference that samples are compared with, if it was named by a path; else None.
+    reference  the reference that samples are compared with, opened from a path; None: the scorer has none.
     seconds    time that extracting the reference's features took.
     prompts    the captions to sample, each equally often; None: the scoring's options choose labels or captions.
     hashes     sha256 of the "reference" and "inception" that decide its numbers, as recorded in fid.json.
@@ -56,7 +56,7 @@ class Scorer(Protocol):
 
     def score(self, samples: ShardStore) -> Scores:
         """Score stored samples, which are pictures, labels and the arrays of `prepare`. Returns {metric: value},
-        {metric: reason why its value is missing}, and {metric: count} for values of fewer samples than all."""
+        {metric: reason why its value is missing}, and {metric: number of samples} for values of only a part of them."""
 
     def warnings(self, samples: int) -> list[str]:
         """Return warnings to record with a score of this number of samples."""
@@ -103,7 +103,7 @@ class ReferenceScorer:
             self.seconds = time.perf_counter() - began
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Return the features of pictures (n, 3, H, W) uint8, by kind."""
+        """Return {kind: features} of pictures (n, 3, H, W) uint8, see `extract`."""
         return extract(self.network, pictures)
 
     def score(self, samples: ShardStore) -> Scores:
@@ -180,9 +180,9 @@ class DigitsJudge(Scorer):
 
 
 class EmojiJudge(Scorer):
-    """Scores `count` samples with `judge_emoji`; `ask` chooses their captions. These metrics are not FID.
+    """Scores `count` samples with `judge_emoji`, not by FID; `ask` chooses their captions.
 
-    inception  file of the weights whose features are compared too; None: see `find_at_hand`.
+    inception  weight file of the Inception whose features are compared besides pixels; None: see `find_at_hand`.
 
     Raises FileNotFoundError or ValueError if the emoji cannot be opened, or the named file is not there.
     """
@@ -227,8 +227,8 @@ class OnlineFID:
     def moments(
         self, model: Model, seeds: Sequence[int], sampler: Sampler, stopped: Callable[[], bool] = lambda: False
     ) -> Moments:
-        """Draw a sample for each seed, which decides its label too, and return mean and covariance of their features.
-        `stopped` is called after each batch; if it returns True, the rest is left out."""
+        """Draw a sample for each seed, with a label that follows from the seed, and return mean and covariance of the
+        samples' features. `stopped` is called after each batch; if it returns True, the other samples are left out."""
         labels = seeded_labels(seeds, model.network.num_classes, "random")
 
         def features() -> Iterator[np.ndarray]:
@@ -240,8 +240,8 @@ class OnlineFID:
         return Moments.of_parts(features())
 
     def fid(self, samples: Moments, cpu_threads: int | None = None) -> float:
-        """Return the FID of samples from the moments of their features, merged over processes. `cpu_threads` is the
-        number of threads for this process, as use_cores takes it, while the other processes wait."""
+        """Return the FID of samples, given the moments of the features of all processes' samples. The other processes
+        wait meanwhile; `cpu_threads` is the number of threads that this one then uses, see use_cores."""
         threads = torch.get_num_threads()
         use_cores(cpu_threads, processes=1)
         try:

@@ -114,7 +114,7 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything, then score each checkpoint or picture set. The main process gets the checkpoints' scores."""
+    """Check everything, then score each checkpoint or picture set; return the checkpoints' scores (main process)."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -181,8 +181,8 @@ class ScoringPlan:
     weak            the guidance's weak network, if it is another checkpoint; else None.
     count           number of samples to draw.
     compiled        whether the networks' blocks are compiled for sampling.
-    decoder         fingerprint of the decoder of its latents.
-    judge           the scorer if the options name no reference: a built-in dataset's own, or Unscored.
+    decoder         fingerprint of the decoder for the network's latents.
+    judge           the scorer that is used if the options name no reference: a built-in dataset's own, or Unscored.
     prompts         the captions to draw, for a network that takes texts; else None.
     flops           FLOPs of the networks per sample.
     flops_relative  ratio of these FLOPs to those of the same steps without guidance.
@@ -253,8 +253,8 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """Return a process's constants. Those added later are left out at their defaults, so that the settings still equal
-    those of older scores."""
+    """Return a process's constants. A constant that older code did not have is left out if it has its default, so that
+    settings still equal those recorded with older scores."""
     added = {"direction": 0.0, "shift": 1.0}
     return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
 
@@ -309,9 +309,9 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """Return the options, with the held-out data's folder as the reference if options.reference is "heldout", or if it
-    is None, save_samples is off, and a text-conditional network has no judge. Raises ValueError or FileNotFoundError if
-    the networks have different held-out data, or none."""
+    """Return the options, with the folder of the held-out data as the reference in two cases: options.reference is
+    "heldout"; or it is None, a text-conditional network has no judge, and samples are not saved. Raises ValueError or
+    FileNotFoundError if the networks have different held-out data, or none."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
@@ -365,7 +365,7 @@ class CheckpointScoring:
     settings  everything that decides the score.
     files     files of the score.
     lines     the .csv to which a line is appended.
-    parts     its samples and their features, kept until they are scored; they do not depend on a reference.
+    parts     store of the samples and their features, kept until they are scored; a reference does not change them.
     seconds   time that this process took to draw samples and extract features.
     """
 
@@ -402,7 +402,7 @@ class CheckpointScoring:
             check_place(self.lines.parent, 0)
 
     def score(self, decoder: autoencoder.Decoder) -> dict | None:
-        """Draw samples, score them, write the score and return it (in the main process); parts are kept until then."""
+        """Draw samples into `parts`, score them, write the score and return it in the main process. Removes `parts`."""
         began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
         with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
             record = processes.from_main(self.find_score)

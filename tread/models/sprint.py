@@ -91,7 +91,8 @@ class Sprint(LightningDiT):
     def fusing(
         self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
     ) -> list[Callable[..., Tensor]]:
-        """Return the blocks, changed so that the outputs of f and g are fused before the first block of h.
+        """Return the blocks, changed so that the outputs of f (first blocks) and g (sparse part) are fused before h
+        (last blocks).
 
         run_blocks leaves f's output in the places of tokens that skipped g. Before the fusion, mask tokens replace
         these (the tokens not in record.ids), and all tokens of samples in which from_g (B, N, 1) is False.

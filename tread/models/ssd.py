@@ -97,7 +97,8 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
 
 def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) -> int:
     """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding. They
-    are counted with a CPU's chunks on every device, so that a network has one number of FLOPs."""
+    are counted with a CPU's chunks on every device, so that a network has one number of FLOPs. `heads` are those of all
+    groups; `channels` and `numbers` are P and N."""
     chunks = -(-tokens // CHUNK)
     length = -(-tokens // chunks)
     total = chunks * length * length * (groups * numbers + heads * channels)

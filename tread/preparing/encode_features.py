@@ -46,7 +46,7 @@ class FeatureOptions:
 
 
 def prepare_features(options: FeatureOptions, processes: Processes) -> None:
-    """Check everything, encode this process's share of the shards, and publish the features in the main process."""
+    """Check everything and encode this process's share of the shards; the main process then adds all to the dataset."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     data, pictures, size, where = open_source(options, index, processes)

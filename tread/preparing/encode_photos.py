@@ -236,7 +236,7 @@ class PhotoOptions:
 
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
-    """Check everything, make this process's share of the shards, and finish the datasets in the main process."""
+    """Check everything and make this process's share of the shards; the main process then assembles the datasets."""
     photos = open_photos(options)
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
@@ -436,7 +436,7 @@ def spread_indices(count: int, pictures: int) -> np.ndarray:
 
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
-    """Decode stored samples (of moments, the mean) to pictures (n, 1 or 3, H, W) uint8. Raises as load_decoder does."""
+    """Decode stored samples (moments: their mean) to pictures (n, 1 or 3, H, W) uint8. Raises load_decoder's errors."""
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()

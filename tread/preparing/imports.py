@@ -105,9 +105,9 @@ class ForeignSamples:
 
 
 def read_npy(content: bytes, where: object, shape: tuple[int, ...], hint: str = "") -> np.ndarray:
-    """Parse the content of a .npy file of the given shape, in which 0 stands for the side S of square latents. float16
-    is kept, other numbers become float32. Raises ValueError, which names `where` and ends with `hint`, for another
-    shape and for anything but a plain array of numbers."""
+    """Parse the content of a .npy file that must have this `shape`; zeros in `shape` stand for the side S of square
+    latents. float16 is kept, other numbers become float32. Raises ValueError, which names `where` and ends with `hint`,
+    for another shape and for anything but a plain array of numbers."""
     try:
         array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError) as error:

@@ -121,7 +121,7 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return [text], the faults as `named` lists them with `line`, under the title `what`; [] if there are none."""
+    """Return a list of one text, the title `what` and then the faults (`line` as in `named`); [] without faults."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 
@@ -202,7 +202,7 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
-    """Read the captions of `pictures` from text files: `texts` as split_texts returns them, names without `prefix`.
+    """Read the captions of `pictures` from the files in `texts`, which split_texts returned. All names lack `prefix`.
     Returns each picture's captions, or why it has none, and (file, reason) of text files without a picture."""
     stems = [_stem(name) for name in pictures]
     captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]

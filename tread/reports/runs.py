@@ -132,7 +132,7 @@ def _typed(start: dict) -> dict:
 
 
 def _config_of(config: object) -> dict:
-    """Return a config, of older code too, with today's keys; {} if it lacks one of NEEDED."""
+    """Return a recorded config, also one of older code, with today's keys; {} if it lacks one of NEEDED."""
     try:
         config = migrate(config)
     except (TypeError, AttributeError):

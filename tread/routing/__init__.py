@@ -1,1 +1,1 @@
-"""Rules that choose tokens, and hooks for models that can't be edited. To reuse, copy this and routing_module.py."""
+"""Rules that choose tokens; hooks for models that can't be edited. To reuse, copy this folder and routing_module.py."""

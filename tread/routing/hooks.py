@@ -61,7 +61,7 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
 
 def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     """Like select_first, but raise ValueError if another tensor among the inputs, in lists and dicts too, has an axis
-    of length N, which may be a token axis (if N = B, first axes are batch axes). This is attach_routes' default."""
+    of length N, maybe a token axis; if N = B, first axes count as batch axes. This is attach_routes' default."""
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
     others = {f"input {place}": given for place, given in enumerate(args[1:], 1)} | kwargs
@@ -275,13 +275,14 @@ def attach_routes(
     blocks        the model's own list, in the order in which it calls the blocks.
     routes        routes that share no block. Hooks can't change precision, so fp32 must be "auto" or "off"; both mean
                   "off". If `rejoin` lies before `start`, activation checkpointing of single blocks raises RuntimeError.
-    select, join  functions that gather inputs and put outputs back, see the top of this file. Blocks (tokens, …) →
-                  tokens need neither. select=select_first allows further inputs with an axis of length N.
+    select, join  functions that gather inputs and put outputs back, see the top of this file; not needed for blocks
+                  (tokens, …) → tokens. select=select_first allows further inputs with an axis of length N.
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
     verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of blocks on routes,
-                  the first is checked and the one whose settings differ most from it, each by two more forwards at
-                  its first call on a route outside compiled graphs. False: for blocks that need an order, as scans do.
+                  the first is checked, and the one whose settings differ most from the first's. A check runs the
+                  block twice more, at its first call on a route outside compiled graphs.
+                  False: for blocks that need an order, as scans do.
 
     Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
     default `select`, for blocks that contain a module with batch_first=False.

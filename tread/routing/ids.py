@@ -2,7 +2,7 @@
 
 Each function returns ids_keep (B, K) int64, the indices of the kept tokens in raster order, for run_blocks or
 attach_routes. No function draws random numbers: the caller draws `torch.rand(B, N, generator=…)` for the global batch
-from a generator seeded by (seed, step), and passes each process its rows: any number of processes gets equal ids.
+from a generator seeded by (seed, step), and passes each process its rows: ids don't depend on the number of processes.
 
 RULES maps names to rules; Route.select and the setting `model.routes.<n>.select` are such names. For a new rule,
 subclass Token and override what differs. If a rule has `scores`, a function of the tokens' values, run_blocks calls it.
@@ -145,7 +145,7 @@ class Token:
         return replace(route, selection_ratio=ratio)
 
     def for_sampling(self, route: Route) -> Route:
-        """Return the route for sampling: its rule must choose each sample's tokens from that sample's draws alone."""
+        """Return the route for sampling; its rule chooses each sample's tokens from that sample's draws alone."""
         return route
 
 

@@ -122,8 +122,9 @@ class Processes:
             raise OSError("another process stopped; see its message") from error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` in every process and return this process's result. If it fails in one, all raise its error (the
-        others RuntimeError unless it is a ValueError or OSError). Raises OSError if another process has ended."""
+        """Run `work` in every process and return this process's result. If it fails in one process, all processes raise
+        the error; in the others an error that is no ValueError or OSError becomes a RuntimeError. Raises OSError if
+        another process has ended."""
         done, error, told = None, None, None
         try:
             done = work()

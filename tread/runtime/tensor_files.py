@@ -64,7 +64,7 @@ def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
 
 
 def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
-    """Return a file's weights by kind, unchecked, each with a text that says where in the file they are."""
+    """Return {kind: (weights, text that says where in the file they are)}; the weights are not checked."""
     content, parts = _read(path), {}
     for kind, keys in KEYS.items():
         key = next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
@@ -128,7 +128,7 @@ def _flat(content: object) -> dict[str, dict]:
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a DiT's tensors to the bare network's names, without wrappers' prefixes, and drop wrappers' counters.
+    """Rename a DiT's tensors to the bare network's names, without wrappers' prefixes, and drop EMA wrappers' counters.
 
     Other state dicts lose only "_orig_mod." in their names. Raises ValueError if two entries get the same name.
     """

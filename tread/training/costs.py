@@ -1,11 +1,11 @@
 """Costs of training: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
 
-A step is the sum of its matrix products, its attention, what its blocks read and write besides, embedding and last
-layer, and optimizer and averages; it is never shorter than the host takes to launch it. The constants are predictions
+A step takes the sum of the times for matrix products, attention, what its blocks read and write besides, embedding and
+last layer, and optimizer and averages, and never less than the host takes to launch it. The constants are predictions
 for compiled networks in bf16; benchmarks/gpu_check.py measures what they stand for.
 
-A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storages of a size, but
-no numbers, and the bytes of all storages that are alive are counted after each operation.
+A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storage sizes but no
+numbers, and after each operation the bytes of all storages in use are counted.
 """
 
 import itertools
@@ -177,7 +177,7 @@ def step_seconds(
     device: Device,
     aligner: Aligner | None = None,
 ) -> float:
-    """Predict the seconds of a compiled bf16 step of `images` samples on one device, no block of which runs in fp32."""
+    """Predict the seconds of a compiled step of `images` samples on one device, with all blocks in bf16."""
     tokens, width = tokens_of_blocks(network, routes), network.hidden_size
     linear = sum(block.multiply_adds(count, attention=False) for block, count in zip(network.blocks, tokens))
     mixing = sum(block.multiply_adds(count) for block, count in zip(network.blocks, tokens)) - linear
@@ -199,8 +199,8 @@ def count_parameters(network: Backbone) -> int:
 def memory(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool
 ) -> StepMemory:
-    """Return the bytes of a step on one device: traced for an eager network, by BLOCK_BYTES for a compiled one, of
-    which fp32 keeps twice as many. Of train.memory `auto` and, uncompiled, `budget` are as `plain`."""
+    """Return the bytes of a step on one device: traced for an eager network, else predicted from BLOCK_BYTES, twice as
+    many in fp32. train.memory=auto counts as plain, and so does budget for an eager network."""
     if not compiled:
         return step_memory(cfg, routes, images, precision)
     weights, how = 4 * count_parameters(network), cfg.train.memory

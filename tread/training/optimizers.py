@@ -17,8 +17,8 @@ from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 class OptimizerEntry:
     """An optimizer for optim.name. Only its `state` and `param_groups` are saved, and restored after a skipped step.
 
-    make  the class, or a function that returns an instance; takes the parameters and, by name, lr, the settings in
-          `shared` and those in optim.options.
+    make  the optimizer class, or a function that returns an instance. Arguments are the parameters and, by keyword,
+          lr, the settings named in `shared`, and those in optim.options.
     """
 
     make: Callable[..., torch.optim.Optimizer]

@@ -36,8 +36,8 @@ from tread.training.summary import forecast
 
 
 class Clock:
-    """Measures training without pauses: the run's total seconds and FLOPs and, for the speed, the time since the last
-    log. That time leaves out the first step, which compiles, unless a log is due right after it."""
+    """Measures time and FLOPs of training, not of evaluating and saving: in all and, for the speed, since the last log.
+    The speed leaves out the first step, which compiles, unless a log is due right after it."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()

@@ -90,7 +90,7 @@ def _is_done(folder: Path, config: dict) -> bool:
 
 
 def find_run(run: str) -> Path:
-    """Return the folder that run=… names, its links kept. Raises FileNotFoundError, which names the runs near it."""
+    """Return the folder that run=… names, without resolving links. Raises FileNotFoundError that names runs nearby."""
     folder = Path(os.path.normpath(run))
     folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))
 

@@ -45,7 +45,8 @@ class Draws:
 
 
 def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
-    """Return the model's routes at step `step` (0, 1, …), by train.ratio_schedule; () from train.routes_until on."""
+    """Return the model's routes at step `step` (0, 1, …), with the ratio of train.ratio_schedule if that is set;
+    () from train.routes_until on."""
     until, schedule = cfg.train.routes_until, cfg.train.ratio_schedule
     if until is not None and step >= until:
         return ()

@@ -86,7 +86,7 @@ def describe_alignment(run: Run) -> str:
 
 
 def forecast(run: Run, seconds: float) -> str:
-    """Estimate the time left, from the seconds of a training step and the FLOPs of other work, in a line of text."""
+    """Return a line that estimates the time left, from the seconds of a training step and the FLOPs of other work."""
     cfg, model, sampling, count = run.cfg, run.model, run.cfg.sampling, run.processes.count
     each = Sampler.of(model.process, sampling.steps, sampling.solver, 1, run.precision).flops(model)
     flops = sample_flops(run.network, active_routes(cfg, run.step - 1), run.aligner) * cfg.train.batch_size
