@@ -35,8 +35,9 @@ def kept_terms(
     patch_size: int,
     reconstruction: float,
 ) -> Tensor:
-    """Return `weight` (B,) times the kept patches' error plus `reconstruction` times the skipped patches' error: (B,).
-    `squared`, `denoised` and `noisy` are what Process.errors returns, (B, C, S, S) each."""
+    """Return weight · (mean error of kept patches) + reconstruction · (mean error of skipped patches) per sample: (B,).
+    `squared`, `denoised` and `noisy`, (B, C, S, S) each, are what Process.errors returns; `weight` is (B,); `ids` has
+    ids_keep (B, K) of each route."""
     terms = weight * kept_error(squared, ids, patch_size)
     if reconstruction:
         terms = terms + reconstruction * reconstruction_error(denoised, noisy, ids, patch_size)

@@ -63,7 +63,7 @@ def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
 
 
 def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
-    """Return the pictures and captions of both parts of dataset=emoji."""
+    """Return all pictures and captions of dataset=emoji: training data's, then held-out data's if there is any."""
     parts = [data for data in (train, heldout) if data]
     pictures = [stored_pictures(data.read(np.arange(len(data))).stored, data.latents).cpu() for data in parts]
     return EmojiSet(torch.cat(pictures), [texts for data in parts for texts in data.captions])

@@ -83,8 +83,8 @@ class Photos:
             return sorted(sum(pool.map(look, range(THREADS)), []))
 
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
-        """Raise ValueError if there is no picture, if there are faults or `no_pictures` (unless skip), or if a class is
-        empty (unless allow_empty). The message covers all that is wrong, grouped by kind."""
+        """Raise ValueError if there is no picture, if some files can't be used or are no pictures (unless skip), or if
+        a class has no picture (unless allow_empty). The message covers all that is wrong, grouped by kind."""
         lines = named(self.faults, ": {}")
         if not self.names:
             raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
@@ -126,7 +126,8 @@ def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
 
 
 def named(files: Faults, line: str) -> str:
-    """Return a line for each of the first NAMED files, with the reason formatted by `line`, and a count of the rest."""
+    """Return a text with a line for each of the first NAMED files, and how many more there are. A line is the file's
+    name and str.format's result of `line` with the reason, such as ": {}"."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
     text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
     return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8

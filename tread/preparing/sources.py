@@ -106,8 +106,8 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the prefix that the names of files in the folder `root` begin with. With root=None, the folder is the
-    innermost one that holds all files, or its parent if that folder is a class."""
+    """Return the prefix that the names of files in the folder `root` begin with. With root=None, it is the innermost
+    folder that holds all of `names`; one that holds pictures and no labels file is a class: then it is its parent."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))

@@ -168,7 +168,8 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return `tree` with the ints that the dataclass `built`, read from it, has in their places: 1000 for 1e3, say."""
+    """Return the settings `tree`, but with an int wherever the dataclass `built`, which was made from them, has one:
+    1000 for 1e3, say."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree

@@ -393,7 +393,7 @@ def finish_saving(run: Run, wait: bool = True) -> None:
 
 
 def judge_demo(run: Run) -> None:
-    """Record the scores of run.demo_samples EMA samples of digits or emoji, unless that was done before. Raises
+    """Draw and score EMA samples of digits or emoji, as many as run.demo_samples says, unless that was done. Raises
     ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
     judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())
