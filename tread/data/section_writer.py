@@ -59,7 +59,7 @@ class SectionWriter(ShardStore, ABC):
         """Write shard `number`, whose rows come in parts."""
 
     def _around(self, index: dict) -> tuple[dict, str]:
-        """Return the dict, within the parsed index.json, that holds this writer's section, and the section's key in it."""
+        """Return the dict, in the parsed index.json, that holds this writer's section, and the section's key in it."""
         for key in self._place[:-1]:
             index = index.setdefault(key, {})
         return index, self._place[-1]
