@@ -87,6 +87,7 @@ def test_decoding_in_bf16_is_close(tmp_path):
     assert 0 < differences.float().mean() < 0.5 and differences.max() <= 8
 
 
+@pytest.mark.slow
 def test_decoding_of_photos_in_bf16_is_close(asset, tmp_path):
     """TAESD's latents of photos: on average a grey level, 99.9% within 8."""
     import diffusers

@@ -77,6 +77,6 @@ def test_what_it_needs_is_asked_for_before_the_first_step(place, probed):
         (*probed[0], "eval.fid_reference=nowhere.npz", "nowhere.npz is not there"),
         (*probed[0], "eval.inception=nowhere", "nowhere is not there"),
         (*probed[0], "eval.fid_samples=1", "at least 2"),
-        (*probed[0], "dataset=digits", "dataset.path=digits", "grey"),
+        (*probed[0], "dataset=digits", "dataset.path=digits/train", "grey"),
     )
     assert not (place / "never").exists()

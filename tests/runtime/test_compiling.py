@@ -97,6 +97,9 @@ def test_a_guidance_has_a_graph_for_each_of_its_ratios():
     assert counter.frame_count == 3  # all tokens, three quarters, a quarter; the short batch is padded
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def built(composed):
     """A function from model and sizes to the settings and network of a run on 4 channels, with texts of 77 words."""
@@ -114,13 +117,13 @@ def built(composed):
     "words, graphs",
     [
         (["tread"], 3),
-        (["tread_lightning", "model.routes.0.fp32=end"], 3),
-        (["tread_text"], 3),
-        (["tread_rwkv"], 3),
-        (["tread_mamba"], 3),
+        slow(["tread_lightning", "model.routes.0.fp32=end"], 3),
+        slow(["tread_text"], 3),
+        slow(["tread_rwkv"], 3),
+        slow(["tread_mamba"], 3),
         (["tread_mamba", "model.attention_every=4"], 5),
         (["sprint"], 2),
-        (["maskdit"], 3),
+        slow(["maskdit"], 3),
     ],
 )
 def test_a_dense_and_a_routed_step_have_few_graphs(built, words, graphs):
@@ -182,9 +185,6 @@ def lowered(built, model: str, budget: float) -> tuple[float, float, int]:
     return (more_saved - saved) / each, (more_moved - moved) / each, products
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.skipif(
     not hasattr(graph.GraphLowering, "_update_scheduler") or torch.__version__ < "2.13",
     reason="the numbers are of torch 2.13's fusions",
@@ -192,7 +192,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     "model, products",
     [
-        ("dit", 17),
+        slow("dit", 17),
         slow("lightning", 17),
         slow("dit_text", 28),
         slow("lightning_text", 28),

@@ -187,6 +187,7 @@ def test_kinds_of_steps_to_come(composed):
         assert {route.selection_ratio for kind in kinds for route in kind} == ratios and len(kinds) == len(ratios) + 1
 
 
+@pytest.mark.slow
 def test_a_plan_measures_this_machine(tmp_path):
     words = ["dataset=digits", "dataset.path=data", "dataset.channels=1", "dataset.size=8", "dataset.num_classes=10"]
     text = launch_door(plan.main, "plan", tmp_path, *words, "model=tread", "device=this", "train.batch_size=8")

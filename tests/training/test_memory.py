@@ -27,7 +27,7 @@ def test_weights_averages_and_optimizer_by_hand(plan):
     assert one.peak >= one.weights + one.averages + one.optimizer + one.saved
 
 
-@pytest.mark.parametrize(("routed", "gigabytes"), [(False, 103.9), (True, 63.6)])
+@pytest.mark.parametrize(("routed", "gigabytes"), [pytest.param(False, 103.9, marks=pytest.mark.slow), (True, 63.6)])
 def test_activations_of_xl_at_256_images(plan, routed, gigabytes):
     """Eager, in bf16, the route's last block in fp32; a change of these numbers is to be meant."""
     words = ["experiment=imagenet256_xl2", "model=tread", "dataset.path=x"]
