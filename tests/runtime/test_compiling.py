@@ -121,7 +121,7 @@ def built(composed):
         slow(["tread_text"], 3),
         slow(["tread_rwkv"], 3),
         slow(["tread_mamba"], 3),
-        (["tread_mamba", "model.attention_every=4"], 5),
+        slow(["tread_mamba", "model.attention_every=4"], 5),
         (["sprint"], 2),
         slow(["maskdit"], 3),
     ],

@@ -27,14 +27,17 @@ def test_weights_averages_and_optimizer_by_hand(plan):
     assert one.peak >= one.weights + one.averages + one.optimizer + one.saved
 
 
-@pytest.mark.parametrize(("routed", "gigabytes"), [pytest.param(False, 103.9, marks=pytest.mark.slow), (True, 63.6)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("routed", "gigabytes"), [(False, 103.9), (True, 63.6)])
 def test_activations_of_xl_at_256_images(plan, routed, gigabytes):
     """Eager, in bf16, the route's last block in fp32; a change of these numbers is to be meant."""
     words = ["experiment=imagenet256_xl2", "model=tread", "dataset.path=x"]
     assert plan(256, "bf16", *words, routed=routed).saved / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
-@pytest.mark.parametrize("words", [("model=tread",), ("model=tread", "train.memory=checkpointing")])
+@pytest.mark.parametrize(
+    "words", [("model=tread",), pytest.param(("model=tread", "train.memory=checkpointing"), marks=pytest.mark.slow)]
+)
 def test_a_real_step_allocates_what_was_traced(plan, benchmark, tmp_path, words):
     """Within 1% of the profiler's peak, with routes and without."""
     step_time, timing = benchmark("step_time"), benchmark("timing")

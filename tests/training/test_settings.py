@@ -43,7 +43,7 @@ WITH_TEXT = ("dataset=folder", "experiment=imagenet256_b2")
     [
         (this, model)
         for this in CHOSEN
-        for model in (MODELS if this in WITH_ALL else ("tread", "maskdit"))
+        for model in (MODELS if this in WITH_ALL else ["tread"])
         if "text" not in model or this in WITH_TEXT
     ],
 )
