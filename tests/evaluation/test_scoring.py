@@ -306,6 +306,7 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     assert settings_of(guidance=sparse, config=config)["routes"] == [own | {"rejoin": 0}]
 
 
+@pytest.mark.slow
 def test_a_score_says_if_its_pictures_were_not_decoded_in_fp32(tmp_path, run, composed):
     """It is another score than that in fp32; pictures that no autoencoder decodes have one score."""
     import diffusers

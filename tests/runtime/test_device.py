@@ -176,7 +176,7 @@ def test_faults_of_attention_are_known_and_avoided(monkeypatch, release, cudnn, 
 def test_segments_grow_unless_the_user_said_how_memory_is_allocated(environ, own):
     """And only where there is a GPU: its allocator is told before CUDA is used."""
     told = []
-    environ.setattr("torch.cuda.memory._set_allocator_settings", told.append)
+    environ.setattr("torch._C._accelerator_setAllocatorSettings", told.append, raising=False)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         environ.delenv(name, raising=False)
     if own:

@@ -418,6 +418,7 @@ def test_a_live_encoders_precision(monkeypatch, asked, training, gpu, expected):
     assert Alignment(precision=asked).encoder_precision(training, CPU) == expected
 
 
+@pytest.mark.slow
 def test_a_run_older_than_the_encoders_precision_goes_on_in_fp32_unless_told(repa, monkeypatch):
     """As its record, which lacks the key, was made; today's auto would be bf16 on this "GPU"."""
     folder, _ = repa

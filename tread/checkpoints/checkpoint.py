@@ -59,13 +59,17 @@ def snapshot(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, T
     """Copy the tensors for `save` to the CPU, from a GPU to page-locked memory, and wait until the copies are whole."""
     copies = {}
     for name, part in parts.items():
-        copies[name] = {
-            key: torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value, non_blocking=True)
-            for key, value in part.items()
-        }
+        copies[name] = {key: _room_on_the_host(value).copy_(value, non_blocking=True) for key, value in part.items()}
         for device in {value.device for value in part.values()}:
             wait_for(device)
     return copies
+
+
+def _room_on_the_host(value: Tensor) -> Tensor:
+    """Return memory of the CPU for a copy of `value`, page-locked if `value` is on a GPU and the system allows it."""
+    with contextlib.suppress(RuntimeError):
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return torch.empty(value.shape, dtype=value.dtype)
 
 
 def prune(run: Path, keep_last: int, keep_every: int | None) -> None:

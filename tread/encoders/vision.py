@@ -32,6 +32,7 @@ DINOV2 = {f"dinov2-{size[0]}": f"facebook/dinov2-{size}" for size in ("small", "
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of RGB
 INCEPTION_GRID = 16
 WIDTHS = {"inception": 768, "dinov2-s": 384, "dinov2-b": 768, "dinov2-l": 1024, "dinov2-g": 1536}  # z
+LAYERS = {"dinov2-s": 12, "dinov2-b": 12, "dinov2-l": 24, "dinov2-g": 40}
 
 
 class Cost(NamedTuple):
@@ -40,6 +41,14 @@ class Cost(NamedTuple):
     tokens: int
     width: int
     flops: int
+
+
+def dinov2_cost(name: str, side: int) -> Cost:
+    """Return the cost of DINOv2 on one picture of side × side pixels, without its weights."""
+    patches, width = max(1, round(side * 224 / 256 / 14)) ** 2, WIDTHS[name]
+    tokens = patches + 1
+    products = LAYERS[name] * (12 * tokens * width**2 + 2 * tokens**2 * width) + patches * 3 * 14**2 * width
+    return Cost(patches, width, 2 * products)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """Numerical precision, CPU threads, synchronisation and peak speed of a device."""
 
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Literal
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tread.runtime.schema import check
 
@@ -123,12 +127,39 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+class Alive(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make: those alive `now`, and the most at once, `peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.drop, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def drop(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
 def use_expandable_segments() -> None:
     """Let CUDA's allocator grow its segments, so that kinds of steps of different sizes leave no holes; a user's own
     PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF stays. To be called before CUDA is used."""
     own = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys()
-    if not own and torch.cuda.is_available() and hasattr(torch.cuda.memory, "_set_allocator_settings"):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    told = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # of newer torch, in which the other one warns
+    told = told or getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    if not own and told is not None and torch.cuda.is_available():
+        told("expandable_segments:True")
 
 
 PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from the maker's data sheets; the first match counts

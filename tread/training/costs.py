@@ -10,7 +10,6 @@ numbers, and after each operation the bytes of all storages in use are counted.
 
 import itertools
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,16 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from routing_module import Route, check_routes
 from tread.checkpoints.network import build_network, process_of
-from tread.encoders.vision import WIDTHS, Cost, Encoder, open_encoder
+from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost, open_encoder
 from tread.models.backbone import Backbone
 from tread.routing.ids import count_run, pair
 from tread.runtime.compiling import compile_blocks
-from tread.runtime.device import autocast, wait_for
+from tread.runtime.device import Alive, autocast, wait_for
 from tread.runtime.files import size_text
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.settings import Settings
@@ -72,7 +69,6 @@ END_BYTES = BlockBytes(30, 41, 30)  # of embedding and last layer together, like
 UPDATE_BYTES = 44  # read or written by clipping, AdamW and one average, for each parameter
 REACHED = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # network's width → share of `products` reached
 ATTENTION = {64: 0.19, 72: 0.13}  # width of a head → share of `products` that attention reaches
-LAYERS = {"dinov2-s": 12, "dinov2-b": 12, "dinov2-l": 24, "dinov2-g": 40}
 BANDWIDTH = 0.875  # share of `bandwidth` reached
 LAUNCH = 1.1e-3  # seconds of the host for a block's forward pass, backward pass and update, compiled
 USABLE = 0.94  # share of `memory`; the rest is CUDA's and fragments'
@@ -105,31 +101,6 @@ class StepMemory(NamedTuple):
     optimizer: int
     saved: int
     peak: int
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make: those alive `now`, and the most at once, `peak`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.known.add(storage._cdata)
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self.drop, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def drop(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
 
 
 def blank_loss(
@@ -252,14 +223,6 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
     schedule = cfg.train.ratio_schedule
     places = (steps.start, cfg.train.routes_until, *((schedule.first, schedule.last) if schedule else ()))
     return list(dict.fromkeys(active_routes(cfg, place) for place in places if place in steps))
-
-
-def dinov2_cost(name: str, side: int) -> Cost:
-    """Return the cost of DINOv2 on one picture of side × side pixels, without its weights."""
-    patches, width = max(1, round(side * 224 / 256 / 14)) ** 2, WIDTHS[name]
-    tokens = patches + 1
-    products = LAYERS[name] * (12 * tokens * width**2 + 2 * tokens**2 * width) + patches * 3 * 14**2 * width
-    return Cost(patches, width, 2 * products)
 
 
 def picture_side(cfg: Settings) -> int:

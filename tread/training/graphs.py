@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tread.runtime.device import beside
 from tread.training.optimizer import is_fused
-from tread.training.run import Run, first_line
+from tread.training.run import Failure, Run, first_line
 from tread.training.step import Draws, Inputs, step_on
 
 Replay = Callable[[], list[Tensor]]  # does the step, and returns what step_on returned
@@ -53,24 +53,33 @@ class Graphs:
         fixed = [leaf for leaf in leaves if isinstance(leaf, Hashable)]  # all but the samples' numbers
         key = tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in fixed)
         kind, run, problem = self.kinds.setdefault(key, StepKind()), self.run, None
-        if kind.done < self.usual:
-            with beside(self.stream):
-                step_on(run, inputs)
-            kind.done, kind.last = kind.done + 1, tensors
-            return
         try:
+            if kind.done < self.usual:
+                with beside(self.stream):
+                    step_on(run, inputs)
+                kind.done, kind.last = kind.done + 1, tensors
+                return
             kind.replay = kind.replay or self.prepare(kind, leaves, layout)
+        except Failure:
+            raise
         except Exception as error:  # kernels, libraries and drivers refuse to be recorded in many ways
+            recorded = any(other.replay for other in self.kinds.values())  # and hold memory that a new kind may need
+            if kind.done < self.usual and not (recorded and isinstance(error, torch.OutOfMemoryError)):
+                raise
             problem = first_line(error)
         if problem is None:
             torch._foreach_copy_(kind.buffers, tensors)
             kind.replay()
         else:  # outside the except block, which holds the step's memory
-            self.kinds.clear()
-            run.graphs = None
-            run.optimizer.zero_grad()
-            run.processes.say(f"warning: going on without CUDA graphs: {problem}")
+            self.leave(problem)
             step_on(run, inputs)
+
+    def leave(self, problem: str) -> None:
+        """Free the graphs, and say that the run goes on without them."""
+        self.kinds.clear()
+        self.run.graphs = None
+        self.run.optimizer.zero_grad()
+        self.run.processes.say(f"warning: going on without CUDA graphs: {problem}")
 
     def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
         """Record and rehearse a kind of step; only buffers change. Raises the error of what fails, in all processes."""
@@ -83,10 +92,15 @@ class Graphs:
 
         def rehearse(replay: Replay) -> Tensor:
             results = []
-            for tensors in (kind.last, current):
-                torch._foreach_copy_(kind.buffers, tensors)
-                inputs.hold.fill_(1.0)
-                results.append(torch.stack(replay()))
+            try:
+                for tensors in (kind.last, current):
+                    torch._foreach_copy_(kind.buffers, tensors)
+                    inputs.hold.fill_(1.0)
+                    results.append(torch.stack(replay()))
+            except Exception as error:
+                if run.processes.count > 1:  # the others' sums wait for this process's
+                    raise Failure(f"a CUDA graph's rehearsal failed: {first_line(error)}; cuda_graphs=false") from error
+                raise
             return torch.stack(results)
 
         try:
@@ -114,7 +128,8 @@ def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], s
                 results = step()
     except Exception:
         with contextlib.suppress(RuntimeError, AttributeError):  # torch may leave it open, and free no batch any more
-            torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+            torch._C._cuda_endAllocateToPool(stream.device.index, pool)  # an error if the end of recording did it
+            torch._C._cuda_releasePool(stream.device.index, pool)
         raise
     finally:
         for group, capturable in zip(groups, before):

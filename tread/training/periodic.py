@@ -200,8 +200,20 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
     If anything but training fails, such as reading a file, the step is saved before the error is raised.
     """
     try:
-        on = evaluate_and_draw(run)
+        full = False
+        try:
+            on = evaluate_and_draw(run)
+        except torch.OutOfMemoryError:
+            if run.graphs is None or run.processes.count > 1:
+                raise
+            full = True
+        if full:  # outside the except block, which holds memory
+            run.graphs.leave("evaluation and samples need their memory")
+            torch.cuda.empty_cache()
+            on = evaluate_and_draw(run, done_before(run))
     except Failure:
+        with contextlib.suppress(OSError, RuntimeError):  # before another process's end stops this one
+            finish_saving(run)
         raise
     except Exception:
         with contextlib.suppress(OSError, RuntimeError, Failure):  # the first error is the one to tell
@@ -341,6 +353,8 @@ def save(run: Run) -> bool:
     removed. `finish_saving` waits for the thread; a second checkpoint waits for the first. Raises OSError if the one
     before could not be written, Failure if the weights are not finite.
     """
+    with run.timed("save"):
+        finish_saving(run)
     counted = read_statistics(run)
     skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
     if skipped and run.step < run.cfg.train.steps:
@@ -370,7 +384,6 @@ def save(run: Run) -> bool:
         run.written = run.writer.submit(write, run.step, checkpoint.snapshot(run.trained.parts()))
 
     with run.timed("save"):
-        finish_saving(run)
         run.processes.from_main(begin)
     run.saving = run.step
     return True
