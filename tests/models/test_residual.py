@@ -56,6 +56,7 @@ def test_every_block_gets_bf16_but_the_one_that_runs_in_fp32(name):
         assert [i for i, kind in enumerate(types) if kind != torch.bfloat16] == ([] if last is None else [last])
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_and_is_sampled_as_it_trains(tmp_path):
     """Averages and what samplers open have the stream of the training; records without the key have fp32's."""
     launch(tmp_path, "train.precision=bf16", "train.residual=bf16", "train.steps=2", "every.sample=9")
