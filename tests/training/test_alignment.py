@@ -315,6 +315,15 @@ def straight(tmp_path_factory):
     return folder, launch(folder, *SELF)
 
 
+def test_gradients_are_those_of_denoising_and_weighted_alignment(tmp_path, monkeypatch):
+    """What is differentiated, against the two losses that are logged."""
+    totals, backward = [], step.backward
+    monkeypatch.setattr(step, "backward", lambda total: totals.append(total.item()) or backward(total))
+    launch(tmp_path, *SELF, "train.steps=2", "train.micro_batch_size=null", "every.log=1", "alignment.weight=0.3")
+    losses, alignments = (np.array(logged(tmp_path / "results/run", name)) for name in ("loss", "alignment"))
+    assert len(totals) == 2 and totals == pytest.approx(losses + 0.3 * alignments, rel=1e-5)
+
+
 def test_a_run_logs_all_three_and_its_projector_is_a_file_that_nothing_else_needs(straight, tmp_path):
     folder, text = straight
     run = folder / "results/run"
