@@ -109,8 +109,8 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
 
 
 def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
-    """Return mean and standard deviation of the latents (z − shift)·scale, (…, C, S, S) fp32 each; for plain latents
-    the latter is None. No other function applies shift and scale to stored numbers."""
+    """Return mean and standard deviation of the latents (z − shift)·scale, (…, C, S, S) fp32 each. The
+    latter is None if latents are stored, not moments. No other function applies shift and scale to stored numbers."""
     scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":
         return (stored.float() - shift) * scale, None

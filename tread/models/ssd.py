@@ -113,8 +113,8 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
 
 
 def fused_ssd() -> Callable[..., Tensor]:
-    """Return the fused scan of the package mamba_ssm for CUDA, with `ssd`'s arguments; x, B and C keep their precision.
-    Raises ValueError if the package or CUDA is missing."""
+    """Return a function with the arguments x, dt, A, B and C of `ssd` that calls the package mamba_ssm's fused scan for
+    CUDA, without converting x, B and C to another precision. Raises ValueError if the package or CUDA is missing."""
     if not torch.cuda.is_available():
         raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
     try:

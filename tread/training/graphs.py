@@ -146,8 +146,8 @@ def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], s
 
 
 def open_graphs(run: Run) -> Graphs | None:
-    """Return what takes the run's steps by graphs, or None if it goes without, by train.cuda_graphs. Raises ValueError
-    if graphs are asked for and can't be."""
+    """Return the Graphs that take the run's steps, or None if it runs without CUDA graphs, as train.cuda_graphs says.
+    Raises ValueError if that is true and the run can't use graphs."""
     asked, device, never = run.cfg.train.cuda_graphs, run.processes.device, None
     if device.type != "cuda":
         never = f"the run is on {device}, without a CUDA device"
