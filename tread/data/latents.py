@@ -69,7 +69,7 @@ class LatentSpec:
 
     @property
     def to_network_scale(self) -> dict:
-        """The fields, by name, that must agree for two networks to see the same latents."""
+        """{name: value} of the fields that must be equal for two networks to see the same latents."""
         names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")
         return {name: getattr(self, name) for name in names}
 

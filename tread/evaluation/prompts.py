@@ -96,7 +96,7 @@ def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ScoredPrompts:
-    """Captions by number, in the order of their pictures.
+    """Captions numbered 0..count−1, in the order of their pictures.
 
     data    the captions' dataset.
     count   number of captions.

@@ -133,7 +133,7 @@ def fused_ssd() -> Callable[..., Tensor]:
 
 @torch.library.custom_op("tread::fused_scan", mutates_args=())
 def _fused_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """mamba_ssm's scan as one operator, which compilers leave as it is, for contiguous tensors."""
+    """Call mamba_ssm's scan on contiguous tensors, as one operator, into which torch.compile does not look."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     return mamba_chunk_scan_combined(x, dt, A, B, C, FUSED_CHUNK).contiguous()

@@ -1,9 +1,9 @@
-"""Training steps as CUDA graphs: one launch in the place of thousands, for which small steps would wait.
+"""Training steps as CUDA graphs: one launch replaces thousands, which can take longer than a small step's work.
 
 Steps of a kind have the same routes and shapes. The first ones run as usual, on the stream that records; then one is
 recorded, over buffers into which the inputs of each later step are copied, and replayed. All kinds share one pool of
 memory, as nothing in it outlives a step: weights, optimizer, averages and statistics lie outside. Before a graph is
-trusted, it is rehearsed on two steps' inputs beside the usual step, with `hold`, so that nothing changes. If it fails
+trusted, its results on two steps' inputs are compared with the usual step's, both with hold=1 (no update). If it fails
 or differs, the run goes on without graphs.
 """
 
