@@ -294,8 +294,8 @@ def times_written(tokens: Tensor) -> int:
 
 
 def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed). The first of them are
-    tokens, whose type the output has."""
+    """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed). The first
+    input is the tokens; the output is returned in their type."""
     with torch.autocast(inputs[0].device.type, enabled=False):
         return block(*(a.float() if a.is_floating_point() else a for a in inputs)).to(inputs[0].dtype)
 
@@ -327,7 +327,7 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
 
 
 def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | None) -> None:
-    """Raise ValueError unless the rule chose as many of N tokens as it says it keeps, which the FLOPs rely on."""
+    """Raise ValueError unless ids_keep (B, K) has the K that the rule's `count` returns, on which FLOPs rely."""
     says = RULES[route.select].count(route, num_tokens, grid)
     if ids_keep.shape[1:] != (says,):
         raise ValueError(

@@ -149,9 +149,9 @@ def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def machine(check: Check, options: Options) -> None:
-    """The device's limits: the speed of copies, of each size's matrix products, and of each attention backend.
+    """Measure the device's limits: the speed of copies, of each size's matrix products, and of each attention backend.
 
-    They decide which backend to use for which shape, and how much fusing the memory-bound end of a step can gain.
+    The limits decide which backend to use for which shape, and how much fusing the memory-bound end of a step can gain.
     """
     times, batch = (1, 2) if CPU else (20, 256)
 
@@ -411,7 +411,7 @@ def peers(check: Check, options: Options) -> None:
 
 
 def kinds(check: Check, options: Options) -> None:
-    """Time training steps of the other networks at B's size, each in turns with DiT's, and record ratios of times."""
+    """Time training steps of the other networks at DiT-B's size, each in turns with DiT-B's; record ratios of times."""
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
 

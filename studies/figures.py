@@ -77,7 +77,7 @@ def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names), unless None, for each pair with equal seeds (same data order and noise)."""
+    """Return by(run, other, *names) for each pair with equal seeds (same data order and noise), without Nones."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
@@ -320,7 +320,7 @@ def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> lis
 
 
 def when_columns(study: Study, results: Results) -> Columns:
-    """Return a column: from how many images on the routed arm stays ahead in evaluation loss, at equal FLOPs."""
+    """Return a table's column: after how many images each routed arm stays ahead in evaluation loss at equal FLOPs."""
     leads = {}
     for routed, dense in study.against.items():
         points = flops_gap(results[dense], results[routed], "eval_loss")

@@ -128,8 +128,9 @@ def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
 def inner_products(profiles: Profiles) -> np.ndarray:
     """Return ∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64.
 
-    p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t]. For s ≤ t, with exponents β and γ, the integral over [0, s] is
-    (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is computed by logarithms.
+    A profile is p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], where t is its step and γ the exponent of its sigma_rel. For two
+    profiles (s, β) and (t, γ) with s ≤ t the integral over [0, s] is (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is
+    computed by logarithms.
     """
     t, gamma = np.array([(step, exponent(sigma_rel)) for step, sigma_rel in profiles]).T
     s, beta = t[:, None], gamma[:, None]

@@ -132,7 +132,7 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the default options and the constants of the architecture that `settings` name, by dotted name."""
+    """Return the default options and the constants of the architecture that `settings` name, keyed "model.<name>"."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
@@ -168,7 +168,7 @@ class StoredWeights:
         return f"{kind} of {self.where}, step {self.source.step:,}{origin}"
 
     def recorded(self) -> dict[str, object] | None:
-        """Return the recorded settings of model and text, by dotted name; None if there is no record. Options
+        """Return the recorded settings of model and text, keyed by dotted name; None if there is no record. Options
         that did not exist yet when the record was made have their defaults."""
         if self.source is None:
             return None

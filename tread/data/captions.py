@@ -50,7 +50,7 @@ def check_captions(captions: object, whose: str) -> None:
 
 
 def read_captions(folder: Path, index: dict) -> list[list[str]]:
-    """Return each sample's captions, checked by hash. Raises FileNotFoundError, or ValueError if there are none."""
+    """Return each sample's captions. Raises FileNotFoundError; ValueError if there are none or their hash is wrong."""
     entry = index.get("captions")
     if entry is None:
         raise ValueError(

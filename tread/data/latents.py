@@ -69,7 +69,7 @@ class LatentSpec:
 
     @property
     def to_network_scale(self) -> dict:
-        """The fields, by name, that must agree for two networks to see the same latents."""
+        """{name: value} of the fields that must be equal for two networks to see the same latents."""
         names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")
         return {name: getattr(self, name) for name in names}
 
@@ -109,8 +109,8 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
 
 
 def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
-    """Return mean and standard deviation of the latents (z − shift)·scale, (…, C, S, S) fp32 each; for plain latents
-    the latter is None. No other function applies shift and scale to stored numbers."""
+    """Return mean and standard deviation of the latents (z − shift)·scale, (…, C, S, S) fp32 each. The
+    latter is None if latents are stored, not moments. No other function applies shift and scale to stored numbers."""
     scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":
         return (stored.float() - shift) * scale, None

@@ -193,6 +193,6 @@ class ShardStore:
 
 
 def differences(there: Mapping, here: Mapping) -> str:
-    """Describe how two plans differ, a line for each key with both values."""
+    """Describe how two plans differ, with a line for each key whose values differ."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return "\n".join(f"  {key}: {str(there.get(key))[:80]} there, {str(here.get(key))[:80]} here" for key in keys)

@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
 
 def dinov2_cost(name: str, side: int) -> Cost:
-    """Return the cost of DINOv2 on one picture of side × side pixels, without its weights."""
+    """Return the tokens and FLOPs of DINOv2 `name` for one picture of side × side pixels, without loading weights."""
     patches, width = max(1, round(side * 224 / 256 / 14)) ** 2, WIDTHS[name]
     tokens = patches + 1
     products = LAYERS[name] * (12 * tokens * width**2 + 2 * tokens**2 * width) + patches * 3 * 14**2 * width

@@ -61,7 +61,7 @@ class Moments:
 
     @classmethod
     def unpack(cls, row: Tensor) -> "Moments":
-        """Invert `pack`."""
+        """Return the moments that `pack` put into a row (1 + D + D·D,)."""
         numbers = row.cpu().numpy()
         size = (math.isqrt(4 * len(numbers) - 3) - 1) // 2  # D of 1 + D + D·D
         return cls(int(numbers[0]), numbers[1 : 1 + size], numbers[1 + size :].reshape(size, size))

@@ -158,7 +158,7 @@ class SampleFiles:
         return path, grey
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
-        """Describe the written files in a line; `seeds` are as the user wrote them."""
+        """Describe the files in a line. `grey`: their RGB channels are equal; `seeds` are as the user wrote them."""
         what = f"classes {json.dumps([None if label == len(self.classes) else label for label in self.labels])}"
         if self.prompts:
             first = json.dumps(brief(self.classes[0]), ensure_ascii=False)

@@ -343,7 +343,7 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
-    """Return the score files of samples=…: in options.out, or beside the samples (or tar) and named after them."""
+    """Return the files for scores of options.samples: in options.out, else beside the samples and named after them."""
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)

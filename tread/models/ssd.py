@@ -113,8 +113,8 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
 
 
 def fused_ssd() -> Callable[..., Tensor]:
-    """Return the fused scan of the package mamba_ssm for CUDA, with `ssd`'s arguments; x, B and C keep their precision.
-    Raises ValueError if the package or CUDA is missing."""
+    """Return a function with the arguments x, dt, A, B and C of `ssd` that calls the package mamba_ssm's fused scan for
+    CUDA, without converting x, B and C to another precision. Raises ValueError if the package or CUDA is missing."""
     if not torch.cuda.is_available():
         raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
     try:
@@ -133,7 +133,7 @@ def fused_ssd() -> Callable[..., Tensor]:
 
 @torch.library.custom_op("tread::fused_scan", mutates_args=())
 def _fused_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """mamba_ssm's scan as one operator, which compilers leave as it is, for contiguous tensors."""
+    """Call mamba_ssm's scan on contiguous tensors, as one operator, into which torch.compile does not look."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     return mamba_chunk_scan_combined(x, dt, A, B, C, FUSED_CHUNK).contiguous()

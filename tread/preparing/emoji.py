@@ -133,7 +133,7 @@ def held_compositions(known: dict[str, dict]) -> set[Composition]:
 
 
 def part_of_rest(text: str) -> str:
-    """Return the part for an emoji that is no composition: "rest" (held out) for 5%, chosen by a hash, else "train"."""
+    """Return "rest" (held out) or "train" for an emoji that is no composition; its hash chooses 5% for "rest"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 

@@ -129,7 +129,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError that lists the pictures that could not be read, if any have not been removed since."""
+    """Raise ValueError if the source still has pictures that the shards' notes name as damaged, and list them."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:

@@ -371,7 +371,7 @@ ForeignKind = Annotated[Literal[tuple(KINDS)], "pictures: prepare_latents.py"]
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """The options of configs/import_latents.yaml; the comments there explain each option and its null."""
+    """The options of configs/import_latents.yaml; the comments there explain each option and what its null means."""
 
     kind: ForeignKind
     source: str

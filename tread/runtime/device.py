@@ -95,7 +95,7 @@ def exact(tf32: bool = False) -> Iterator[None]:
 
 
 def computing(device: torch.device, precision: str) -> AbstractContextManager:
-    """Return the context in which a frozen network beside the trained one runs: fp32 exactly, "tf32" or "bf16"."""
+    """Return the context in which a frozen network beside the trained one runs: exact fp32, "tf32" or bf16 autocast."""
     return autocast(device, precision) if precision == "bf16" else exact(tf32=precision == "tf32")
 
 

@@ -43,8 +43,8 @@ class Chosen(NamedTuple):
     table: Mapping[str, type]
 
     def settle(self, section: object, where: str) -> tuple[type, dict]:
-        """Return the picked dataclass, and the section with that dataclass's keys alone, defaults included. `where` is
-        the section's dotted key, for messages.
+        """Return the dataclass that a section of the settings picks from the table, and the section with that
+        dataclass's keys alone, defaults included. `where` is the section's dotted key, for messages.
 
         Raises ValueError if the section picks no entry of the table, or sets a key that only other entries have.
         """

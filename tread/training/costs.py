@@ -219,7 +219,8 @@ def plan_memory(
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
-    """Return the different routes of these steps; of a ratio's schedule the first and the outermost ones."""
+    """Return the different sets of routes in these steps. If their ratio follows a schedule, only the sets at the first
+    of these steps and at the schedule's ends are returned."""
     schedule = cfg.train.ratio_schedule
     places = (steps.start, cfg.train.routes_until, *((schedule.first, schedule.last) if schedule else ()))
     return list(dict.fromkeys(active_routes(cfg, place) for place in places if place in steps))

@@ -1,9 +1,9 @@
-"""Training steps as CUDA graphs: one launch in the place of thousands, for which small steps would wait.
+"""Training steps as CUDA graphs: one launch replaces thousands, which can take longer than a small step's work.
 
 Steps of a kind have the same routes and shapes. The first ones run as usual, on the stream that records; then one is
 recorded, over buffers into which the inputs of each later step are copied, and replayed. All kinds share one pool of
 memory, as nothing in it outlives a step: weights, optimizer, averages and statistics lie outside. Before a graph is
-trusted, it is rehearsed on two steps' inputs beside the usual step, with `hold`, so that nothing changes. If it fails
+trusted, its results on two steps' inputs are compared with the usual step's, both with hold=1 (no update). If it fails
 or differs, the run goes on without graphs.
 """
 
@@ -146,8 +146,8 @@ def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], s
 
 
 def open_graphs(run: Run) -> Graphs | None:
-    """Return what takes the run's steps by graphs, or None if it goes without, by train.cuda_graphs. Raises ValueError
-    if graphs are asked for and can't be."""
+    """Return the Graphs that take the run's steps, or None if it runs without CUDA graphs, as train.cuda_graphs says.
+    Raises ValueError if that is true and the run can't use graphs."""
     asked, device, never = run.cfg.train.cuda_graphs, run.processes.device, None
     if device.type != "cuda":
         never = f"the run is on {device}, without a CUDA device"

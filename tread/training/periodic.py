@@ -417,7 +417,7 @@ def judge_demo(run: Run) -> None:
 
 
 def judged_samples(run: Run, count: int) -> dict[str, float]:
-    """Return the scores, by name, of `count` EMA samples of digits, or of emoji generated from captions."""
+    """Return {name: score} for `count` EMA samples of digits, or of emoji generated from captions."""
     cfg = run.cfg
     if cfg.dataset.embedded == "digits":
         labels = torch.arange(count) % cfg.dataset.num_classes

@@ -123,7 +123,7 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class Tags:
-    """Suffixes of a run's default name, by objective and alignment."""
+    """Suffixes of a run's default name: that of its objective (edm, rf), then that of its alignment's kind."""
 
     edm: str
     rf: str
@@ -251,7 +251,7 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
     """Make part "train" or "heldout" of the dataset that dataset.embedded names (digits, emoji) if it is missing, with
     encoded captions for a text-conditional network. Does nothing if dataset.embedded is null. Raises FileNotFoundError
-    if it would be made in a folder not called <embedded>/<part>, as a mistyped path of other data."""
+    if a missing `path` does not end in <embedded>/<part>: it is then likely to be a mistyped path of other data."""
     kind = cfg.dataset.embedded
     if kind and not Path(path).exists() and Path(path).absolute().parts[-2:] != (kind, part):
         own = "latents of your own need dataset=folder"
