@@ -110,7 +110,7 @@ class RF(Process):
         return squared, noisy - t.float().view(-1, 1, 1, 1) * v, noisy
 
     def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
-        """Return each sample's mean error (B,) fp32, for clean latents x, times t (B,) and standard normal noise."""
+        """Return each sample's mean of the squared errors in `errors`: (B,) fp32. x is clean, noise standard normal."""
         squared = self.errors(network, x, y, t, noise, routes)[0]
         return squared.mean(dim=(1, 2, 3))
 

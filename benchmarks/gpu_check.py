@@ -430,9 +430,9 @@ def kinds(check: Check, options: Options) -> None:
 
 
 def sampling(check: Check, options: Options) -> None:
-    """Network, decoder and DINOv2-B in fp32, TF32 and bf16: pictures/s, and the largest difference from fp32.
+    """Time the network, the decoder and DINOv2-B in fp32, TF32 and bf16, and compare their outputs with fp32's.
 
-    Differences are fractions of the largest output. Weights are random.
+    Speeds are in pictures/s, the largest differences fractions of the largest output. Weights are random.
     """
     batch = 2 if CPU else 64
 

@@ -129,8 +129,8 @@ def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
 
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
     """Open the held-out latents of a network's run, else its training latents, normalised as the network sees them.
-    `folder` is where they are now; None: the folder in the checkpoint's settings, in which missing digits are written.
-    Raises FileNotFoundError, or ValueError if they are not of the kind that the network was trained on."""
+    `folder` is where they are now; None: the folder in the checkpoint's settings, where dataset=digits is written if
+    it is missing. Raises FileNotFoundError, or ValueError if the network was trained on another kind of latents."""
     dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":

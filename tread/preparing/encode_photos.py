@@ -156,7 +156,7 @@ def make_shards(
     writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: "PhotoOptions", processes: Processes
 ) -> None:
     """Make the missing shards of a dataset together with the other processes. Each shard's note lists the damaged
-    pictures that are left out, lists those enlarged by more than a factor MUCH, and counts all enlarged ones."""
+    pictures that are left out, lists those enlarged by more than the factor MUCH, and counts all enlarged ones."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
