@@ -1,8 +1,8 @@
 """Loss on held-out data with all tokens and with noise that is the same for all runs.
 
-Compare runs by this number: a routed network's training loss is higher than a dense one's, and does not say how good
-it is with all tokens. EDM's loss is weighted as in training, at its noise levels; rectified flow's is the error of the
-velocity at uniform times.
+Compare runs by this number: a routed network's training loss is higher than a dense one's, and does not show how
+good the network is with all tokens. EDM's loss is weighted as in training, at its noise levels; rectified flow's is the
+error of the velocity at uniform times.
 """
 
 import torch

@@ -30,7 +30,7 @@ class Metric:
     alike     settings that must be equal for runs' values to be comparable, besides those that all metrics need.
     count     key under which a training records how many samples the value was measured on; "": none.
     real      suffixes of the keys that hold the same metric for real pictures.
-    compute   computes it from features of samples and reference; None: another scorer gives it.
+    compute   function that computes it from features of samples and reference; None: another scorer gives it.
     needs     the part of a reference that `compute` uses; None: no reference.
     """
 

@@ -43,7 +43,7 @@ MUCH = 4  # the report names pictures that are enlarged more times than this
 
 @dataclass
 class Crops(Dataset):
-    """Cropped photos; items are (pixels (3, size, size) uint8 or None, "" or why they are None, photo size (W, H))."""
+    """Cropped photos. An item is pixels (3, size, size) uint8 or None, why they are None or "", photo size (W, H)."""
 
     photos: Photos
     crop: Crop

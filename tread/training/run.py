@@ -206,7 +206,7 @@ def leave(run: Run, finished: bool) -> None:
 
 
 def note_failure(run: Run | None, reason: str) -> None:
-    """Write to status.json why the run failed, if that is possible; run=None: it had not begun, nothing is written."""
+    """Write to status.json why the run failed, if the disk can be written to; run=None (not yet begun) does nothing."""
     if run is not None:
         with contextlib.suppress(OSError):
             time.sleep(0 if run.processes.main else 2)  # for a failure in all processes, the main one's is recorded
