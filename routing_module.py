@@ -235,7 +235,7 @@ def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
     """Put the kept tokens back among the saved: (B, N, …), (B, K, …), (B, K) → (B, N, …). Skipped tokens equal `saved`
-    bit for bit; gradients reach both inputs. Raises ValueError if check_ids refuses ids_keep, or if K differs."""
+    bit for bit; gradients reach both inputs. Raises ValueError if check_ids refuses ids_keep, or has another K."""
     check_ids(ids_keep, *saved.shape[:2])
     if kept.shape[:2] != ids_keep.shape:
         raise ValueError(f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}: each needs one id")
@@ -244,7 +244,7 @@ def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
 
 
 def _rows(ids_keep: Tensor, tokens: Tensor) -> Tensor:
-    """Return where the kept tokens (B, K) lie among all B·N: (B·K,). gather refuses other indices, on a GPU as well."""
+    """Return where the kept tokens (B, K) lie among all B·N: (B·K,). Indices out of range are an error on a GPU too."""
     batch, count = tokens.shape[:2]
     return torch.arange(batch * count, device=tokens.device).view(batch, count).gather(1, ids_keep).flatten()
 
@@ -316,7 +316,7 @@ class Record:
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
     """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep itself, or uniform draws
-    (B, N) for a rule that scores tokens: it then chooses by these draws and by the scores of the tokens (B, N, D)."""
+    (B, N) for a rule that scores tokens: the rule then chooses by the draws and by its scores of `tokens` (B, N, D)."""
     if chosen.is_floating_point():
         with torch.no_grad():
             rule = RULES[route.select]

@@ -355,7 +355,7 @@ def peers(check: Check, options: Options) -> None:
     """Time our dense steps beside plain training loops of diffusers' DiT and of our network, eager and compiled."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
-        """Return a function that trains as public scripts do: autocast, AdamW, an EMA per parameter, loss.item()."""
+        """Return a function that does BLOCK steps as in public scripts: autocast, AdamW, an EMA loop, loss.item()."""
         optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-4, foreach=True)
         average, labels = copy.deepcopy(parameters), torch.randint(1000, (len(latents),), device=DEVICE)
 
@@ -430,9 +430,9 @@ def kinds(check: Check, options: Options) -> None:
 
 
 def sampling(check: Check, options: Options) -> None:
-    """Network, decoder and DINOv2-B in fp32, TF32 and bf16: pictures/s, and the largest difference from fp32.
+    """Time the network, the decoder and DINOv2-B in fp32, TF32 and bf16, and compare their outputs with fp32's.
 
-    Differences are fractions of the largest output. Weights are random.
+    Speeds are in pictures/s, the largest differences fractions of the largest output. Weights are random.
     """
     batch = 2 if CPU else 64
 

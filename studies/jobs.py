@@ -68,7 +68,7 @@ class Job:
         return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
 
     def write_result(self) -> None:
-        """Write result.json from what exists: points over training, and all scores by their keys. Raises OSError."""
+        """Write result.json from what exists: the metrics logged during training, and all scores. Raises OSError."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
         for start in log.starts()[-1:]:

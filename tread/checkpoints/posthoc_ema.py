@@ -162,9 +162,9 @@ def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
 
 
 def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return the relative error ‖Σ xᵢ pᵢ − p‖ / ‖p‖, over training time, of fitting the profile p of width sigma_rel at
-    step `step` by the stored profiles pᵢ with the best coefficients x (see `coefficients`): 0 for an exact fit,
-    accurate to 1e-7."""
+    """Return how far the stored profiles pᵢ are from fitting the profile p of width sigma_rel at step `step`: the
+    relative error ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, for the best factors xᵢ (see `coefficients`). 0 is an exact
+    fit; accurate to 1e-7."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     x = coefficients(stored, step, sigma_rel) / scale
     return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))

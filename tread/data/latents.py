@@ -75,7 +75,7 @@ class LatentSpec:
 
     @classmethod
     def from_json(cls, tree: dict) -> "LatentSpec":
-        """Build from a parsed index.json, or `latents` of an info.json. Raises KeyError for a missing key."""
+        """Build a spec from a parsed index.json or `latents` of an info.json. Raises KeyError for a missing key."""
         # missing in the first files of version 1
         later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}

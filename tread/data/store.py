@@ -49,7 +49,7 @@ class ShardStore:
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
-        again  discard shards made by another plan, which otherwise raise ValueError.
+        again  discard shards of another plan, which otherwise raise ValueError.
         begun  entries that replace those of `plan` when it is compared with the recorded plan of unfinished work.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.

@@ -81,7 +81,7 @@ class EDM(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (D − x)², the predicted data D and the noisy input (Eq. 2, 8), each (B, C, S, S) fp32."""
+        """Return three (B, C, S, S) fp32 tensors: (D − x)², predicted data D (Eq. 2, 8), and the noisy input."""
         noisy = self.noised(x, sigma, noise)
         D = self.denoise(network, noisy, sigma, y, routes)
         return (D - x).square(), D, noisy

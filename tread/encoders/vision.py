@@ -191,8 +191,8 @@ def _load_function(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _own_fingerprint(name: str, run: Callable[[Tensor], Tensor]) -> str:
-    """Return the hex sha256 of the source of the module in `name`, and of the weights of `run` if it is a torch module;
-    other files that the module uses are left out."""
+    """Return the hex sha256 of the source file of the Python module in `name` ("module:function") and, if `run` is an
+    nn.Module, of its weights. Other files that the source imports are left out."""
     source = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
     digest = hashlib.sha256(Path(source).read_bytes() if source else b"")
     if isinstance(run, nn.Module):

@@ -50,7 +50,7 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Open the training and the held-out part of dataset=emoji for a text-conditional network, and write missing parts.
+    """Open the parts "train" and "heldout" of dataset=emoji for a text-conditional network; write them if missing.
     Raises FileNotFoundError or ValueError if that fails, or if the network was trained on another size or text."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)

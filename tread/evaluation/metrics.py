@@ -134,7 +134,7 @@ def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
 
 
 def _radii(features: Tensor, seen: Seen) -> Tensor:
-    """Return each point's squared distance to its k-th neighbour other than itself, (n,); `seen` as in _distances."""
+    """Return each point's squared distance to its NEIGHBOURS-th nearest other point, (n,); `seen` as in _distances."""
     blocks = _distances(features, features, seen)
     return torch.cat([block.topk(NEIGHBOURS + 1, dim=1, largest=False).values[:, -1] for block in blocks])
 

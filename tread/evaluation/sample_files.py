@@ -46,8 +46,8 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """Return a record for JSON of how samples were made: settings, with the sampler's values in place of null ones,
-    networks and NFE."""
+    """Return a record for JSON of how samples were made: networks, NFE, versions, and settings, where the sampler's
+    values replace null ones."""
 
     def network(source: SavedNetwork) -> dict:
         return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}

@@ -56,7 +56,7 @@ class Scorer(Protocol):
 
     def score(self, samples: ShardStore) -> Scores:
         """Score stored samples, which are pictures, labels and the arrays of `prepare`. Returns {metric: value},
-        {metric: reason why its value is missing}, and {metric: number of samples} for values of only a part of them."""
+        {metric: reason for a missing value}, and {metric: number of pictures} if these are not all samples."""
 
     def warnings(self, samples: int) -> list[str]:
         """Return warnings to record with a score of this number of samples."""

@@ -365,7 +365,7 @@ class CheckpointScoring:
     settings  everything that decides the score.
     files     files of the score.
     lines     the .csv to which a line is appended.
-    parts     store of the samples and their features, kept until they are scored; a reference does not change them.
+    parts     store of the samples and their features, kept until they are scored; usable for any reference.
     seconds   time that this process took to draw samples and extract features.
     """
 

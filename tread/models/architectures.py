@@ -131,7 +131,7 @@ class NetworkOptions:
 
     @classmethod
     def deciding(cls) -> list[str]:
-        """Return the names of the options that change the function of trained weights: all options and `constants`
+        """Return the names of the options that change what trained weights compute: all options and `constants`
         except name, routes, init and those in `undecisive`."""
         left_out = ("name", "routes", "init", *cls.undecisive)
         names = dict.fromkeys((*(item.name for item in fields(cls)), *cls.constants))

@@ -163,7 +163,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     This equals nn.Conv1d(C, C, K, groups=C) with weight (C, 1, K) and bias (C,), but that layer needs the tokens in the
     last axis and takes about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Sums use the wider
-    dtype of x and weight. Under torch.compile this is a plain sum: torch 2.11 compiles `_Shifted` to wrong gradients.
+    dtype of x and weight. torch 2.11 compiles the gradients of `_Shifted` wrongly, so torch.compile gets a plain sum.
     """
     if torch.compiler.is_compiling():
         taps, tokens = weight.shape[2], x.shape[1]

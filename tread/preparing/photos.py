@@ -121,7 +121,7 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return a list of one text, the title `what` and then the faults (`line` as in `named`); [] without faults."""
+    """Return [text], where the text is the title `what`, then the faults (`line` as in `named`); [] without faults."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 

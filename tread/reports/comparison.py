@@ -227,7 +227,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """Format the mean of values to four digits or, if there are several, with ± and two digits of their deviation."""
+    """Format a single value to four digits, the mean of several with their standard deviation: "12.3 ± 1.2"."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0

@@ -71,7 +71,8 @@ def attention_fault(release: str, cudnn: int | None, masked_keys: int | None) ->
 
 
 def avoid_faults(device: torch.device, masked_keys: int | None = None) -> str | None:
-    """Switch cuDNN's attention off in this process where it is faulty (see attention_fault); returns why, in a line."""
+    """Switch cuDNN's attention off in this process if it has a fault, and return a line that says which, else None. For
+    the faults and `masked_keys` see attention_fault."""
     cudnn = torch.backends.cudnn.version() if device.type == "cuda" else None
     fault = attention_fault(torch.__version__, cudnn, masked_keys)
     if fault is None:

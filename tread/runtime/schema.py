@@ -228,7 +228,7 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
 
 
 def _names(kind: Any) -> list[str]:
-    """Return a type's name for errors, or its choices."""
+    """Return the words for a type in error messages: the choices of a Literal, else one name."""
     if get_origin(kind) is Literal:
         return [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(kind)]
     if is_dataclass(kind):

@@ -48,7 +48,7 @@ class Alignment:
     precision: Precision = "fp32"
 
     def encoder_precision(self, training: str, device: torch.device) -> str:
-        """Return the precision of the live encoder: "auto" is the training's on a GPU that has bf16, fp32 elsewhere."""
+        """Return the live encoder's precision; "auto" is `training`'s precision on a GPU that has bf16, else fp32."""
         auto = training if has_bf16(device) else "fp32"
         return auto if self.precision == "auto" else self.precision
 

@@ -1,8 +1,8 @@
 """Costs of training: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
 
-A step takes the sum of the times for matrix products, attention, what its blocks read and write besides, embedding and
-last layer, and optimizer and averages, and never less than the host takes to launch it. The constants are predictions
-for compiled networks in bf16; benchmarks/gpu_check.py measures what they stand for.
+A step's predicted time is a sum: matrix products, attention, the blocks' other reads and writes, the embedding and the
+last layer, the optimizer and the averages; but at least the time that the host needs to launch the step. The constants
+are predicted, for compiled networks in bf16; benchmarks/gpu_check.py measures the real values.
 
 A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storage sizes but no
 numbers, and after each operation the bytes of all storages in use are counted.
@@ -115,7 +115,7 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Return the memory of a step of `images` samples under these routes, traced without compiling or alignment."""
+    """Return the bytes that a step on `images` samples takes, traced for an uncompiled network without alignment."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
@@ -198,8 +198,9 @@ def plan_memory(
     cfg: Settings, network: Backbone, kinds: Sequence[Sequence[Route]], images: int, room: int, precision: str,
     compiled: bool,
 ) -> MemoryPlan:  # fmt: skip
-    """Choose how steps on micro-batches of `images` samples under each of these routes save memory: by train.memory,
-    or for auto the first of plain, budget (of compiled blocks alone) and checkpointing that fits `room` bytes."""
+    """Choose how steps on micro-batches of `images` samples save memory: as train.memory says; for auto, the first of
+    plain, budget (for compiled blocks only) and checkpointing with which steps under any of the routes `kinds` fit into
+    `room` bytes."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [()], {}, images
     for how in ways if cfg.train.memory == "auto" else (cfg.train.memory,):
@@ -246,7 +247,7 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
-    """Return a run's aligner without weights, or None; encoders that are not DINOv2 are opened for their cost."""
+    """Return a run's aligner without weights, or None. Loads the encoder if its cost or width is not known here."""
     alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
     if alignment.kind == "none":
         return None

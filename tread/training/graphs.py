@@ -82,7 +82,8 @@ class Graphs:
         self.run.processes.say(f"warning: going on without CUDA graphs: {problem}")
 
     def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
-        """Record and rehearse a kind of step; only buffers change. Raises the error of what fails, in all processes."""
+        """Record a graph of a step of this kind, compare its results with the usual step's, and return the replay. The
+        run itself stays unchanged. An error in one process is raised in all. leaves, layout: the flattened inputs."""
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
         inputs, run = tree_unflatten(clones, layout), self.run

@@ -117,8 +117,8 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
 
 
 def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
-    """Return the parameters that have state; a flat list of the values in optimizer.state and, parameters left out, in
-    optimizer.param_groups; and the pytree structure of that list."""
+    """Return the parameters that have state, then a flat list and its pytree structure. The list has the values of
+    optimizer.state, and of optimizer.param_groups without their parameters."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
 

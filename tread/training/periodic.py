@@ -169,7 +169,7 @@ def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
 
 
 def name_spoilt(data: LatentDataset, batches: Iterable[Batch]) -> str:
-    """Name the samples with numbers that are not finite, the first three by number, file and row; "" if none."""
+    """Name samples with NaN or infinity: the first three by index, file and row, and how many more; "" if none."""
     spoilt = set()
     for batch in batches:
         for read in (batch.stored, batch.features, *(batch.text or ())):

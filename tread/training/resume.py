@@ -127,7 +127,7 @@ def keys_of(configs: Path, name: str) -> set[str]:
 
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
-    """Return `recorded` with the composed values at the typed dotted keys, and at keys that it lacks."""
+    """Return `recorded` with the values of `composed` at the dotted keys `typed`, and at keys that `recorded` lacks."""
     below = [name for name in typed if name.startswith(f"{key}." if key else "")]
     if key in typed:
         return composed

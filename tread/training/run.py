@@ -64,7 +64,8 @@ class StepStatistics:
         self.recent.copy_(torch.cat([self.recent[1:], skip[None]]))
 
     def read(self) -> dict[str, float | str]:
-        """Return the sums by name, and "recent": the known flags as text, "1" for a bad step. Waits for the device."""
+        """Return the sums by name, and "recent": a text with a character for each of the last steps, "1" if it was bad,
+        else "0". Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
@@ -205,7 +206,7 @@ def leave(run: Run, finished: bool) -> None:
 
 
 def note_failure(run: Run | None, reason: str) -> None:
-    """Record why the run failed, if it had begun (None: not yet) and the disk can still be written."""
+    """Write to status.json why the run failed, if the disk can be written to; run=None (not yet begun) does nothing."""
     if run is not None:
         with contextlib.suppress(OSError):
             time.sleep(0 if run.processes.main else 2)  # for a failure in all processes, the main one's is recorded

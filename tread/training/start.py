@@ -112,7 +112,7 @@ def prepare_blocks(
     """Choose how the steps save memory, and compile the blocks, forward and backward, before processes wait for one
     another in a step. Returns the choice, and the reason if compiling is wanted but fails.
 
-    rows     a micro-batch.
+    rows     the rows of a micro-batch.
     lasting  whether gradients stay in memory between passes.
     """
     device, images, kinds = network.pos_embed.device, rows.stop - rows.start, kinds_to_come(cfg, steps)

@@ -114,7 +114,7 @@ def loss(
 
 
 class Inputs(NamedTuple):
-    """All that differs from one training step to another of its kind, in tensors on the device."""
+    """All values that differ between training steps of the same kind, as tensors on the device."""
 
     draws: Draws  # for the global batch
     batches: list[Batch]  # this process's micro-batches
