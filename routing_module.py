@@ -111,7 +111,7 @@ class Route:
 
     @property
     def rejoins(self) -> "Rejoin":
-        """The entry of REJOINS that says how the skipped tokens return."""
+        """This route's entry of REJOINS: how its skipped tokens return."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
@@ -196,8 +196,8 @@ def readable(values: Tensor) -> bool:
 
 
 class GatherRows(torch.autograd.Function):
-    """Rows (R, …) at distinct indices (S,): (S, …). As no row comes twice, gradients are written to their rows; those
-    of Tensor.gather are added up, on a GPU by atomic operations."""
+    """Gathers rows (R, …) at distinct indices (S,): (S, …). As no index comes twice, the backward pass writes each
+    gradient to its row; that of Tensor.gather adds gradients up, on a GPU by atomic operations."""
 
     generate_vmap_rule = True
 

@@ -213,7 +213,7 @@ LOSS_GAP = "training loss above the dense one's"
 
 
 def training_loss(run: Made) -> float | None:
-    """Return the mean training loss over the last fifth of the training, by steps; None without records."""
+    """Return the training loss averaged over the last fifth of the training's steps; None if there are no records."""
     losses = curve(run, "loss", "images")
     ends = [max(images, (1 - LAST) * max(losses)) for images in losses]
     weights = [end - before for before, end in zip([(1 - LAST) * max(losses, default=0), *ends], ends)]

@@ -254,7 +254,7 @@ def _folders(run: Path) -> list[Path]:
 
 
 def newest(run: Path) -> Path | None:
-    """Return a run's link `latest` or, if no checkpoint is there, that of the highest step; None if there is none."""
+    """Return a run's link `latest` or, if it leads nowhere, the checkpoint of the highest step; None if none exist."""
     steps = [path for path in _folders(run) if (path / "info.json").is_file()]
     return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
 

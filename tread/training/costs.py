@@ -186,8 +186,8 @@ def memory(
 
 
 class MemoryPlan(NamedTuple):
-    """How a run's steps save memory: `how` is a value of train.memory but auto, `said` tells why, and `warning` names
-    a micro-batch if nothing fits."""
+    """How a run's steps save memory: `how` is a value of train.memory other than "auto", `said` is that choice and its
+    reason in words, and `warning` is a message if memory may not suffice or can't be saved as asked."""
 
     how: str
     said: str
@@ -226,12 +226,13 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
 
 
 def picture_side(cfg: Settings) -> int:
-    """Return the side of the pictures beside a dataset's latents, which is 8 times that of latents of autoencoders."""
+    """Return the side in pixels of a dataset's pictures: 8 times the latents' side, or the same for stored pictures."""
     return cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8)
 
 
 def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> int:
-    """Return what a live encoder holds, in fp32, besides `images` pictures: traced on one, or of DINOv2 not given."""
+    """Return the bytes that a live alignment encoder's fp32 weights and work on `images` pictures take; 0 without one.
+    Measured on one blank picture; encoder=None: estimated for the DINOv2 that alignment.encoder names."""
     alignment = cfg.alignment
     if alignment.kind != "repa" or alignment.source != "live":
         return 0

@@ -92,7 +92,7 @@ class Optim:
 def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
     """Call optimizer.step(), but keep parameters and state bit for bit as they are if `bad`, a 0-d flag, is set.
 
-    The device chooses between the values before and after the step. The host waits for it only if a step makes state,
+    The device chooses between the values before and after the step. The host waits for it only if a step creates state,
     as the first does, or changes state elsewhere: Python numbers, or tensors on another device (with CUDA,
     state["step"] of torch's optimizers unless their option `capturable` is true).
     """
