@@ -130,7 +130,7 @@ Routes = Sequence[tuple[Route, Tensor]]  # pairs (route, ids_keep (B, K))
 
 
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
-    """Resolve the routes of a network of `depth` blocks and sort them by start. Raises ValueError for routes that share
+    """Return the routes made explicit by Route.resolve and sorted by start. Raises ValueError for routes that share
     a block, and for a route whose `rejoin` lies inside another route, where tokens are missing."""
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):

@@ -107,7 +107,7 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return the settings that tensors' names and shapes reveal; num_heads and positions need a rotary table."""
+    """Return the settings that tensors' names and shapes reveal; only rotary tables reveal num_heads and positions."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -262,7 +262,7 @@ def load_weights(
     model: NetworkOptions | None = None,
     text: TextSettings | None = None,
 ) -> StoredWeights:
-    """Load weights "ema" or "model" from `path` (init_from) into a network, built from the settings `model` and `text`.
+    """Load the weights "ema" or "model" of `path` (init_from) into `network`, built by the settings `model` and `text`.
     Raises FileNotFoundError, or ValueError if names, shapes or recorded settings do not match."""
     stored = read_weights(Path(path).expanduser(), weights)
     network.load_state_dict(stored.fit(network.state_dict(), model, text))

@@ -154,7 +154,7 @@ class NetworkOptions:
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        """Return whether a state dict is of this architecture; of several matches, the last in ARCHITECTURES counts."""
+        """Return whether a state dict is of this architecture; if several match, the last in ARCHITECTURES counts."""
         return any(name in shapes for name in cls.marks)
 
     @classmethod

@@ -41,7 +41,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager:
 
 
 def tf32_flags() -> list[str]:
-    """Return how fp32 products, convolutions and recurrent layers compute on a GPU: "tf32", "ieee" or "none"."""
+    """Return the GPU precision of fp32 products, convolutions and recurrent layers, each "tf32", "ieee" or "none"."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     if hasattr(matmul, "fp32_precision"):  # from torch 2.9 on; there the old flags can't be read beside newly set ones
         return [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]

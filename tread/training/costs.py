@@ -41,8 +41,8 @@ class Device(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a compiled bf16 block for each token and channel: kept for the backward pass; read or written outside of
-    matrix products and attention, forward and backward; and kept under train.memory=budget."""
+    """Bytes of a compiled bf16 block for each token and channel: `saved` for the backward pass; `moved`, outside of
+    matrix products and attention, forward and backward; and `budget`, saved under train.memory=budget."""
 
     saved: float
     moved: float

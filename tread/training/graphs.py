@@ -38,8 +38,8 @@ class Graphs:
     """Does a run's training steps, by CUDA graphs as soon as it can.
 
     stream  the stream for recording graphs and for the first steps of each kind; None on a CPU.
-    record  function from the function that does a step to one that replays it; the step is recorded, not done. A test
-            on a CPU may return the same function.
+    record  takes a function that does a step, records the step without doing it, and returns a function that replays
+            it. A test on a CPU may return the same function.
     """
 
     def __init__(self, run: Run, stream: "torch.cuda.Stream | None", record: Callable[[Replay], Replay]) -> None:

@@ -80,7 +80,7 @@ class Optim:
         return optimizer
 
     def keeps_state(self, changed: Collection[str]) -> bool:
-        """Return whether the optimizer's state stays valid in a run whose settings with these dotted keys changed."""
+        """Return whether the optimizer's state stays valid after the settings with these dotted keys changed."""
         return not any(key.startswith(("optim.name", "optim.options")) for key in changed)
 
     @property

@@ -390,8 +390,8 @@ def save(run: Run) -> bool:
 
 
 def finish_saving(run: Run, wait: bool = True) -> None:
-    """Wait for the checkpoint that a thread is writing, if any; wait=False only looks whether it is written. All
-    processes must call it. Raises what `save` failed with, an OSError if the checkpoint could not be written."""
+    """Wait until a thread has written the checkpoint in progress, if any; wait=False returns at once if it has not. All
+    processes must call this. Raises the thread's error, an OSError if the checkpoint could not be written."""
 
     def written() -> bool:
         if not wait and not run.written.done():
