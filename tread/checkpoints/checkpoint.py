@@ -247,7 +247,7 @@ def _step(folder: Path) -> int:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return a run's checkpoint folders sorted by step, with damaged ones, but none later than `latest` links to."""
+    """Return a run's checkpoint folders, damaged ones too, sorted by step; none is later than `latest`, if set."""
     folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
     return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)

@@ -52,7 +52,7 @@ class Process(Protocol):
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
         """Return noise_level(normal), made cleaner elementwise: the quantile of each level in the distribution of
-        training levels is lowered by `step`, in [0, 1), but not below 0.001. A quantile below 0.001 already stays."""
+        training levels is lowered by `step`, in [0, 1), but not below 0.001. Quantiles already below 0.001 stay."""
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 

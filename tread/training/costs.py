@@ -33,7 +33,7 @@ from tread.training.step import active_routes
 
 
 class Device(NamedTuple):
-    """A GPU by its maker's data sheet: bytes of memory, bf16 FLOP/s of matrix products, bytes/s of its memory."""
+    """A GPU as in its maker's data sheet: bytes of memory, bf16 FLOP/s of matrix products, bytes/s of its memory."""
 
     memory: float
     products: float
@@ -41,8 +41,8 @@ class Device(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a compiled bf16 block for each token and channel: `saved` for the backward pass; `moved`, outside of
-    matrix products and attention, forward and backward; and `budget`, saved under train.memory=budget."""
+    """Bytes of a compiled bf16 block for each token and channel: `saved` for the backward pass; `moved` (read or
+    written) in both passes, outside of matrix products and attention; `budget`, saved under train.memory=budget."""
 
     saved: float
     moved: float
@@ -231,7 +231,7 @@ def picture_side(cfg: Settings) -> int:
 
 
 def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> int:
-    """Return the bytes that a live alignment encoder's fp32 weights and work on `images` pictures take; 0 without one.
+    """Return the bytes that a live alignment encoder's fp32 weights and work on `images` pictures take; 0 if none runs.
     Measured on one blank picture; encoder=None: estimated for the DINOv2 that alignment.encoder names."""
     alignment = cfg.alignment
     if alignment.kind != "repa" or alignment.source != "live":
