@@ -130,8 +130,8 @@ Routes = Sequence[tuple[Route, Tensor]]  # pairs (route, ids_keep (B, K))
 
 
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
-    """Return the routes made explicit by Route.resolve and sorted by start. Raises ValueError for routes that share
-    a block, and for a route whose `rejoin` lies inside another route, where tokens are missing."""
+    """Return the routes resolved for `depth` blocks (Route.resolve) and sorted by start. Raises ValueError for routes
+    that share a block, and for a route whose `rejoin` lies inside another route, where tokens are missing."""
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):
         if second.start <= first.end:

@@ -187,7 +187,7 @@ def memory(
 
 class MemoryPlan(NamedTuple):
     """How a run's steps save memory: `how` is a value of train.memory other than "auto", `said` is that choice and its
-    reason in words, and `warning` is a message if memory may not suffice or can't be saved as asked."""
+    reason in words, and `warning` is a message if memory may not suffice, or train.memory can't be obeyed."""
 
     how: str
     said: str
@@ -226,7 +226,7 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
 
 
 def picture_side(cfg: Settings) -> int:
-    """Return the side in pixels of a dataset's pictures: 8 times the latents' side, or the same for stored pictures."""
+    """Return the side in pixels of a dataset's pictures: the latents' side if these are pictures, else 8 times it."""
     return cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8)
 
 
