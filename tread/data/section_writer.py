@@ -52,7 +52,7 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the part of the section that names the shards, from the "entry" of each shard's ShardStore.note."""
+        """Return the part of the section that names the shards. `entries` holds "entry" of each shard's `note`."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
