@@ -111,7 +111,7 @@ class Route:
 
     @property
     def rejoins(self) -> "Rejoin":
-        """The entry of REJOINS that says how the skipped tokens return."""
+        """This route's entry of REJOINS: how its skipped tokens return."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
@@ -130,8 +130,8 @@ Routes = Sequence[tuple[Route, Tensor]]  # pairs (route, ids_keep (B, K))
 
 
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
-    """Resolve the routes of a network of `depth` blocks and sort them by start. Raises ValueError for routes that share
-    a block, and for a route whose `rejoin` lies inside another route, where tokens are missing."""
+    """Return the routes resolved for `depth` blocks (Route.resolve) and sorted by start. Raises ValueError for routes
+    that share a block, and for a route whose `rejoin` lies inside another route, where tokens are missing."""
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):
         if second.start <= first.end:
@@ -196,8 +196,8 @@ def readable(values: Tensor) -> bool:
 
 
 class GatherRows(torch.autograd.Function):
-    """Rows (R, …) at distinct indices (S,): (S, …). As no row comes twice, gradients are written to their rows; those
-    of Tensor.gather are added up, on a GPU by atomic operations."""
+    """Gathers rows (R, …) at distinct indices (S,): (S, …). As no index comes twice, the backward pass writes each
+    gradient to its row; that of Tensor.gather adds gradients up, on a GPU by atomic operations."""
 
     generate_vmap_rule = True
 

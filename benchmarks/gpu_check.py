@@ -116,7 +116,7 @@ class Check:
             torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time calls in turns and return their costs by name; calls that fail are recorded, and left out."""
+        """Time calls in turns and return their measurements, keyed by name; failed calls are recorded and left out."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
@@ -252,7 +252,7 @@ def host(check: Check, options: Options) -> None:
 
 
 def steps(check: Check, options: Options) -> None:
-    """Training steps of each size, dense and routed in turns, and the time that each spends in each kind of kernel."""
+    """Time training steps of each size, dense and routed in turns, and the kinds of kernels within each step."""
     predictions = PREDICTED_STEPS["H100" if "H100" in device_name(DEVICE) else "H200"]
 
     def steps_of(size: str, micro: int | None) -> None:
@@ -301,7 +301,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Time steps with other settings of torch, and with the usual ones before and after; call gather_and_average."""
+    """Call gather_and_average, then time steps under other settings of torch, with the usual ones first and last."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -327,13 +327,13 @@ def variants(check: Check, options: Options) -> None:
 
 
 def gather_by_elements(tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """`gather_tokens` as Tensor.gather does it: an index for each number, and atomic sums for its gradient."""
+    """Do what gather_tokens does, by Tensor.gather: one index per number, and atomic additions in the backward pass."""
     return tokens.gather(1, ids_keep[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
-    """Time tokens gathered by elements and, as gather_tokens does, by rows; and the update of the averaged weights
-    against one pass over a flat tensor, the least that it can take."""
+    """Time gathering tokens, by elements and (as gather_tokens does) by rows. Also time the update of the averaged
+    weights, and one pass over a flat tensor of that size: no update can be faster."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = random(batch, tokens, WIDTHS[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values

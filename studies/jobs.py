@@ -119,7 +119,7 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 
 
 def make_one(job: Job, data: Path, cores: int, children: "Children") -> str | None:
-    """Train, score and write a job's result, except for what exists; return the error, if any."""
+    """Train and score a job, except for what exists, and write its result; return the error as text, if any."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
     lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock

@@ -247,14 +247,14 @@ def _step(folder: Path) -> int:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return a run's checkpoint folders by step, damaged ones too, but none later than the one that `latest` names."""
+    """Return a run's checkpoint folders, damaged ones too, sorted by step; none is later than `latest`, if set."""
     folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
     return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)
 
 
 def newest(run: Path) -> Path | None:
-    """Return a run's link `latest` or, if no checkpoint is there, that of the highest step; None if there is none."""
+    """Return a run's link `latest` or, if it leads nowhere, the checkpoint of the highest step; None if none exist."""
     steps = [path for path in _folders(run) if (path / "info.json").is_file()]
     return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
 

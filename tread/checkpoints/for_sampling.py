@@ -140,5 +140,5 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
 
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:
-    """Return, by name, the properties that two networks must share for their predictions to be combined."""
+    """Return the properties, keyed by name, that two networks must share for their predictions to be combined."""
     return {"objective": saved.cfg.objective, "text": saved.text, **saved.latents.to_network_scale}

@@ -104,7 +104,7 @@ def _header(path: Path) -> Snapshot:
 
 def usable(run: Path, step: int | None) -> list[Snapshot]:
     """Return the snapshots up to `step` (None: the newest one's step), from which an average at `step` is computed.
-    Raises FileNotFoundError if there are no snapshots, ValueError if none is of `step` or parameters differ."""
+    Raises FileNotFoundError if there are no snapshots, ValueError if none is at `step` or their parameters differ."""
     snapshots = find_snapshots(run)
     if not snapshots:
         raise FileNotFoundError(f"{run}/ema_snapshots holds no snapshots: ema.power=[0.05,0.1] stores them")
@@ -149,7 +149,7 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
-    """Return the factors (len(stored),) with which the stored averages add up to that of width sigma_rel at `step`.
+    """Return factors (len(stored),) by which the stored averages add up to nearly that of width sigma_rel at `step`.
 
     The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64. The factors sum to 1, so
     that parameters that do not move in training come out as they are; the paper leaves the sum free, which shrinks or

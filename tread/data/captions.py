@@ -40,7 +40,7 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
 
 
 def check_captions(captions: object, whose: str) -> None:
-    """Raise ValueError, with `whose` in the message, unless `captions` is a list of texts, not empty and none blank."""
+    """Raise ValueError, with `whose` in the message, unless `captions` is a list of one or more texts, none blank."""
     if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
     if not captions or not all(caption.strip() for caption in captions):

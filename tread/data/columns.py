@@ -178,7 +178,7 @@ class TextSpec:
 
     @property
     def stem(self) -> str:
-        """The start of the files' names: "text-" and the encoder's name, with a hash if that had to be changed."""
+        """The start of the files' names: "text-" and the encoder's name, plus a hash if that name had to be changed."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
         digest = hashlib.sha256(self.encoder.encode()).hexdigest()[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"

@@ -116,7 +116,7 @@ class ShardStore:
             return False
 
     def check_complete(self, verify: Processes | None = None) -> None:
-        """Raise OSError if `missing` finds shards after every process has made its part."""
+        """Raise OSError if shards are still missing after every process has made its part; `verify` as in `missing`."""
         if missing := self.missing(verify):
             raise OSError(f"shards {missing} of {self.work} are missing: all processes must share this folder")
 

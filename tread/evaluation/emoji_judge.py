@@ -1,6 +1,6 @@
 """How well generated emoji show their prompts: the nearest real emoji should have the prompt as a caption. Not an FID.
 
-The real emoji nearest to a generated one are looked up among all, training and held out: by their pixels at 16×16, and
+The real emoji nearest to a generated one are found among all real ones, training and held out: by pixels at 16×16, and
 by the FID Inception's features if its weights are on this machine.
 """
 

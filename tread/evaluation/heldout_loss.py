@@ -16,10 +16,10 @@ from tread.runtime.randomness import seeded_normal
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of the sample and of the noise level of the evaluation points `numbers`, both (n,) int64.
+    """Return the sample index and the noise-level index of each evaluation point in `numbers` (n,): both (n,) int64.
 
     With fewer points than samples, the points are spread evenly over the samples, so that each class has its share.
-    Otherwise point k takes sample k % samples; each further round over the samples takes the next noise level for each.
+    Otherwise point k has sample k % samples, and each round over the samples gives each of them its next noise level.
     """
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels

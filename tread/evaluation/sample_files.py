@@ -185,7 +185,7 @@ class SampleFiles:
         return {"prompt": name} if self.prompts else {"class": label, "class_name": name}
 
     def grid(self, pictures: np.ndarray) -> Image.Image:
-        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid, with the rows' names if any is more than a number."""
+        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid; rows are named unless all names are class numbers."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
         if self.prompts:
             return name_rows(grid, names)

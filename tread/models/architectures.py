@@ -49,7 +49,7 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """Settings that decide what trained weights compute, keyed "text.<name>"; fingerprint covers vocabulary."""
+        """Settings that decide what trained weights compute, keyed "text.<name>"; fingerprint stands for vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
@@ -154,7 +154,7 @@ class NetworkOptions:
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        """Return whether a state dict is of this architecture; of several matches, the last in ARCHITECTURES counts."""
+        """Return whether a state dict is of this architecture; if several match, the last in ARCHITECTURES counts."""
         return any(name in shapes for name in cls.marks)
 
     @classmethod

@@ -143,7 +143,7 @@ def _fused_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tenso
 def _fused_scan_backward(
     g: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of _fused_scan's arguments from that of its result y, by the function that mamba_ssm calls."""
+    """Return the gradients of _fused_scan's arguments; mamba_ssm computes them from g, the gradient of the result y."""
     from mamba_ssm.ops.triton.ssd_combined import _mamba_chunk_scan_combined_bwd
 
     gradients = _mamba_chunk_scan_combined_bwd(g, x, dt, A, B, C, y, FUSED_CHUNK)[:5]

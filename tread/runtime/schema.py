@@ -132,7 +132,7 @@ def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
 
 
 def fill(tree: dict, kind: type) -> dict:
-    """Return a nested dict in which missing keys, also in sections and lists, have the dataclass's defaults."""
+    """Return a nested dict in which missing keys, also in sections and lists, have the dataclass `kind`'s defaults."""
     filled = dict(tree)
     for item, hint in zip(fields(kind), _hints(kind).values()):
         value = tree.get(item.name, item.default)

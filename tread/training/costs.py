@@ -33,7 +33,7 @@ from tread.training.step import active_routes
 
 
 class Device(NamedTuple):
-    """A GPU by its maker's data sheet: bytes of memory, bf16 FLOP/s of matrix products, bytes/s of its memory."""
+    """A GPU as in its maker's data sheet: bytes of memory, bf16 FLOP/s of matrix products, bytes/s of its memory."""
 
     memory: float
     products: float
@@ -41,8 +41,8 @@ class Device(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a compiled bf16 block for each token and channel: kept for the backward pass; read or written outside of
-    matrix products and attention, forward and backward; and kept under train.memory=budget."""
+    """Bytes of a compiled bf16 block for each token and channel: `saved` for the backward pass; `moved` (read or
+    written) in both passes, outside of matrix products and attention; `budget`, saved under train.memory=budget."""
 
     saved: float
     moved: float
@@ -186,8 +186,8 @@ def memory(
 
 
 class MemoryPlan(NamedTuple):
-    """How a run's steps save memory: `how` is a value of train.memory but auto, `said` tells why, and `warning` names
-    a micro-batch if nothing fits."""
+    """How a run's steps save memory: `how` is a value of train.memory other than "auto", `said` is that choice and its
+    reason in words, and `warning` is a message if memory may not suffice, or train.memory can't be obeyed."""
 
     how: str
     said: str
@@ -228,12 +228,13 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
 
 
 def picture_side(cfg: Settings) -> int:
-    """Return the side of the pictures beside a dataset's latents, which is 8 times that of latents of autoencoders."""
+    """Return the side in pixels of a dataset's pictures: the latents' side if these are pictures, else 8 times it."""
     return cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8)
 
 
 def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> int:
-    """Return what a live encoder holds, in fp32, besides `images` pictures: traced on one, or of DINOv2 not given."""
+    """Return the bytes that a live alignment encoder's fp32 weights and work on `images` pictures take; 0 if none runs.
+    Measured on one blank picture; encoder=None: estimated for the DINOv2 that alignment.encoder names."""
     alignment = cfg.alignment
     if alignment.kind != "repa" or alignment.source != "live":
         return 0

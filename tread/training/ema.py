@@ -23,7 +23,8 @@ def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], f
 
 
 def power(sigma_rel: float) -> Callable[[int], float]:
-    """Return the power-function profile: decay (1 − 1/t)^(γ+1) at update t = 1, 2, … (EDM2, Eq. 2)."""
+    """Return the power-function profile: decay (1 − 1/t)^(γ+1) at update t = 1, 2, … (EDM2, Eq. 2). γ is the `exponent`
+    of sigma_rel."""
     gamma = exponent(sigma_rel)
     return lambda step: (1 - 1 / (step + 1)) ** (gamma + 1)
 

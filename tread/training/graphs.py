@@ -35,10 +35,11 @@ class StepKind:
 
 
 class Graphs:
-    """Takes a run's steps, by graphs as soon as it can.
+    """Does a run's training steps, by CUDA graphs as soon as it can.
 
-    stream  the stream that records, and on which the first steps of each kind run; None on a CPU.
-    record  function that records a step without doing it. A test on a CPU may let the step be its own replay.
+    stream  the stream for recording graphs and for the first steps of each kind; None on a CPU.
+    record  takes a function that does a step, records the step without doing it, and returns a function that replays
+            it. A test on a CPU may return the same function.
     """
 
     def __init__(self, run: Run, stream: "torch.cuda.Stream | None", record: Callable[[Replay], Replay]) -> None:

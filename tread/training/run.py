@@ -51,7 +51,7 @@ class StepStatistics:
         self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
-        """Add a step: its mean loss, what optimizer_step returned, and its mean alignment loss if there is one."""
+        """Add one step's mean loss, the `norm` and `skip` that optimizer_step returned, and any mean alignment loss."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
         in_a_row, longest, ago, aligned = self.sums[4:].unbind()

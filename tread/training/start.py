@@ -286,7 +286,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def files_of(data: LatentDataset) -> dict[str, str]:
-    """Return for each file of a dataset's latents a text: its recorded sha256, size and time of last change."""
+    """Return a text for each file of a dataset's latents: its recorded sha256, size and time of last change."""
     files = {}
     for shard in read_index(data.folder)["shards"]:
         found = (data.folder / shard["file"]).stat()
