@@ -52,7 +52,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the part of the section that names the shards. `entries` holds "entry" of each shard's `note`."""
+        """Return the keys of index.json's section that list the shards, from `entries`, a dict per shard: what `note`
+        returned for it under "entry"."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:

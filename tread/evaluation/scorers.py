@@ -51,7 +51,8 @@ class Scorer(Protocol):
     hashes: Mapping[str, str | None] = {}
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Return {name: array of n rows} to store with the pictures (n, C, H, W) uint8."""
+        """Return what scoring will need of pictures (n, C, H, W) uint8 besides themselves: {name: array of n rows},
+        such as features, to store with them."""
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
