@@ -235,10 +235,11 @@ def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
     """Put the kept tokens back among the saved: (B, N, …), (B, K, …), (B, K) → (B, N, …). Skipped tokens equal `saved`
-    bit for bit; gradients reach both inputs. Raises ValueError if check_ids refuses ids_keep, or has another K."""
+    bit for bit; gradients reach both inputs. Raises ValueError if check_ids refuses ids_keep, or shapes differ."""
     check_ids(ids_keep, *saved.shape[:2])
-    if kept.shape[:2] != ids_keep.shape:
-        raise ValueError(f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}: each needs one id")
+    if kept.shape != (*ids_keep.shape, *saved.shape[2:]):
+        said = f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}"
+        raise ValueError(f"{said} and all tokens of shape {tuple(saved.shape)}: each needs one id and the same width")
     rows, kept = _rows(ids_keep, saved), kept.flatten(0, 1).to(saved.dtype)
     return saved.flatten(0, 1).index_copy(0, rows, kept).view(saved.shape)
 

@@ -111,6 +111,7 @@ def test_help_of_shell_scripts_is_their_head(tmp_path, script):
     [
         ("train.btach_size=3", "unknown setting 'train.btach_size'; the nearest known one is 'train.batch_size'"),
         ("epochs=3", "unknown setting 'epochs'; here it is 'train.steps': optimizer steps, not epochs"),
+        ("every.checkpoint=10", "unknown setting 'every.checkpoint'; here it is 'every.save'"),
         ("model.depth=", "model.depth is '', but must be int"),
         ("optim.lr=nan", "optim.lr is nan, but must be positive and finite"),
         ("wandb=true", "wandb is True, but must be a section with keys: project"),

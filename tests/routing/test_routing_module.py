@@ -216,6 +216,8 @@ def test_numbers_and_ids_that_would_choose_wrongly_are_refused():
             scatter_tokens(x, kept, ids)
     with pytest.raises(ValueError, match="\\(2, 4, 1\\) kept tokens for ids of shape \\(2, 3\\)"):
         scatter_tokens(x, torch.zeros(2, 4, 1), torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    with pytest.raises(ValueError, match="all tokens of shape .* the same width"):
+        scatter_tokens(x, torch.zeros(2, 3, 2), torch.tensor([[0, 1, 2], [3, 4, 5]]))
     unsorted = torch.tensor([[5, 2, 7], [6, 4, 1]])
     actual = run_blocks([lambda tokens: -tokens], x, routes=[(Route(0, 0), unsorted)])
     expected = x.clone()

@@ -443,7 +443,7 @@ def test_a_run_older_than_the_encoders_precision_goes_on_in_fp32_unless_told(rep
         write_json(path, tree)
     text = launch(folder, *live, "name=old", "train.steps=4", "train.precision=bf16")
     assert "live features of own_encoder:patches in fp32" in text and read_json(run / "run.json")[-1]["step"] == 3
-    assert "alignment.precision stay as the run has them, though a new run would have others; key=value changes" in text
+    assert "settings stay as the run has them: alignment.precision fp32 (not auto); key=value changes one" in text
     text = launch(folder, *live, "name=old", "train.steps=5", "alignment.precision=bf16")
     assert "warning: alignment.precision was fp32, is bf16" in text and "own_encoder:patches in bf16" in text
     stored = launch(folder, *REPA[:-1], "name=stored", "train.steps=1", "alignment.precision=bf16")

@@ -172,8 +172,9 @@ def test_what_was_not_typed_stays_and_says_how_to_take_it(begun):
     assert "goes on at step 3" in text
     assert warnings(text) == [
         "warning: train.steps was 3, is 4",
-        "warning: model.hidden_size, optim.lr, every.log stay as the run has them, though a new run would have others; "
-        "key=value changes one",
+        "warning: settings stay as the run has them: model.hidden_size 16 (not 96), optim.lr 0.003 (not 0.004), "
+        "every.log 1 (not 50); key=value changes one, but model.hidden_size can't change in a run, "
+        "so take another name=…",
     ]
     assert own(begun) == {**before, "train": {**before["train"], "steps": 4}}
 
@@ -200,7 +201,7 @@ def test_a_changed_config_yaml_is_not_taken_by_an_old_run(composed, tmp_path, mo
         return settle(tree, typed, tmp_path / "configs")
 
     assert today(f"run=results/{before['name']}") == (before, [line])
-    rest = "warning: train.steps stay as the run has them, though a new run would have others; key=value changes one"
+    rest = "warning: settings stay as the run has them: train.steps 9 (not 400000); key=value changes one"
     assert today(experiment) == (before, [line, rest])
     found, said = today(experiment, "optim.betas=[0.9,0.95]", "train.steps=9")
     assert (found["optim"]["betas"], said) == ([0.9, 0.95], [])

@@ -6,7 +6,8 @@ A foreign name is never accepted, as it may mean something else there: the error
 from collections.abc import Sequence
 
 # Our keys, of which a script may know some | names elsewhere | a note for the message.
-# The first row that holds the foreign name and a key known to the script is used.
+# Of the rows that hold the foreign name and a key known to the script, the first whose key is of the same section is
+# used, else the first.
 _TABLE = """
 train.steps | epochs max_epochs num_epochs num_train_epochs | optimizer steps, not epochs
 train.steps | total_kimg kimg duration | optimizer steps, not images
@@ -28,7 +29,7 @@ model | arch architecture backbone model_name model_type | a file of configs/mod
 train.precision precision | precision mixed_precision amp bf16 fp16 fp32 dtype tf32 | auto, bf16 or fp32
 train.memory | gradient_checkpointing grad_checkpointing use_checkpoint | checkpointing computes blocks again
 every.log | log_every log_interval log_steps logging_steps print_freq
-every.save | save_every save_interval save_steps ckpt_every checkpoint_every checkpointing_steps snap
+every.save | save_every save_interval save_steps ckpt_every checkpoint_every checkpointing_steps snap checkpoint
 every.evaluate | eval_every eval_interval eval_freq eval_steps val_check_interval
 resume | resume_from resume_from_checkpoint resume_path auto_resume | the same command goes on with its run
 checkpoint weights init_from run | ckpt ckpt_path checkpoint checkpoint_path pretrained load_from model_path network
@@ -49,9 +50,11 @@ def ours(key: str, known: Sequence[str]) -> str | None:
     section, _, name = key.lower().replace("-", "_").rpartition(".")
     if section and any(other.rpartition(".")[2] == name for other in known):
         return None  # our own name under a misspelt section
+    found = []  # pairs of our key and the notes on it
     for line in _TABLE.strip().splitlines():
         keys, names, *notes = line.split(" | ")
-        if name in names.split() and (same := [other for other in keys.split() if other in known]):
-            nearest = next((other for other in same if other.rpartition(".")[0] == section), same[0])
-            return ": ".join([f"here it is {nearest!r}", *notes])
-    return None
+        found += [(other, notes) for other in keys.split() if name in names.split() and other in known]
+    if not found:
+        return None
+    nearest, notes = next((pair for pair in found if pair[0].rpartition(".")[0] == section), found[0])
+    return ": ".join([f"here it is {nearest!r}", *notes])

@@ -57,12 +57,12 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         kept = {key for key in composed["model"] if key in recorded["model"] or f"model.{key}" in keys}
         composed = {**composed, "model": {key: value for key, value in composed["model"].items() if key in kept}}
     config, in_file = take_typed(recorded, composed, {*keys, *LAUNCH}), keys_of(configs, "config")
-    warnings, rest = [], []
+    warnings, rest = [], {}
     for key, (before, now) in differences(config, composed, nothing=NOTHING).items():
         if now is NOTHING or _left_open(key, now):
             continue
         if not any(f"{key}.".startswith(f"{name}.") for name in in_file):
-            rest.append(key)
+            rest[key] = before, now
             continue
         typed_now = shlex.quote(f"{key}={written(now)}")
         advice = "name=… starts a run with that" if decisive([key], config) else f"{typed_now} takes that"
@@ -77,8 +77,11 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         if unused := [key for key, (_, now) in unused if key != "train.steps" and not _left_open(key, now)]:
             warnings.append(f"warning: {folder} is finished, its record stays: {', '.join(unused)} had no effect")
     if rest and not by_folder:  # with run=… these are defaults of other runs
-        what = f"{', '.join(rest)} stay as the run has them, though a new run would have others"
-        warnings.append(f"warning: {what}; key=value changes one")
+        kept = [f"{key} {written(before)} (not {written(now)})" for key, (before, now) in rest.items()]
+        fixed = decisive(rest, config)
+        advice = ["key=value changes one"] if len(fixed) < len(rest) else []
+        advice += [f"{' and '.join(fixed)} can't change in a run, so take another name=…"] if fixed else []
+        warnings.append(f"warning: settings stay as the run has them: {', '.join(kept)}; {', but '.join(advice)}")
     return config, warnings
 
 
