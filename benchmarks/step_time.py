@@ -112,7 +112,8 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return the kinds of steps to time: dense, routed and, in bf16 except for MaskDiT, routed with fp32="end"."""
+    """Return the kinds of steps to time: dense, routed (no block in fp32) and, in bf16 except for MaskDiT, routed with
+    each route's last block in fp32. Raises ValueError for a model without routes."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")
@@ -133,8 +134,8 @@ def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
 
 
 def measure(kinds: Kinds, pairs: int) -> dict:
-    """Time the kinds in turns, in `pairs` rounds, and return all numbers of the table. Ratios are relative to the first
-    kind, and left out if that failed."""
+    """Time the kinds of steps in turns, `pairs` times each. Returns, for JSON, the numbers of the printed table (under
+    "kinds") and the circumstances. Ratios are the first kind's time over another's; left out if the first failed."""
     failed: dict[str, str] = {}
     turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
     (first, (run, dense)), *_ = kinds.items()

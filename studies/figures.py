@@ -34,7 +34,8 @@ def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
 
 
 def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
-    """Return (the first run's point, all runs' values) for each point where every run has the metric."""
+    """Return (point, [each run's value of the metric]) for each number of images where every run has the metric. The
+    point is the first run's: its images, FLOPs and metrics."""
     curves = [curve(run, metric, "images") for run in runs]
     points = runs[0]["points"] if runs else []
     shared = [point for point in points if all(point["images"] in each for each in curves)]
@@ -288,7 +289,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return columns with the similarity of neighbouring blocks' outputs, and of the embedding and the last output."""
+    """Return a table's columns: mean similarity of neighbouring blocks' outputs; that of embedding and last output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -358,8 +359,9 @@ FIGURES = {
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML,
-    from the runs in the study's file and the requested `runs`. The table names the runs that are missing."""
+    """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML.
+    They cover the runs in the study's file and the requested `runs`; `made` is {training's key: record} (results.py,
+    `finished`). table.md names the runs that are missing."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):

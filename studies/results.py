@@ -25,7 +25,7 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 
 def finished(results: Path) -> dict[str, dict]:
-    """Return all records of trainings by key, from published results and from a folder of results."""
+    """Return {a training's key: its record, as in result.json}, from published results and the folder `results`."""
     published = [json.loads(path.read_text())["runs"].values() for path in sorted(HERE.glob("*/results.json"))]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
     known: dict[str, dict] = {}

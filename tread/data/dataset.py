@@ -163,8 +163,8 @@ class LatentDataset:
         return len(self) // batch_size
 
     def batch(self, seed: int, step: int, batch_size: int, rows: slice = slice(None), pin: bool = False) -> Batch:
-        """Return `rows` of the global batch of step `step` (0, 1, …), in page-locked memory with `pin`. Samples, views
-        and captions follow from (seed, step); no sample comes twice in a batch or an epoch."""
+        """Return `rows` of the global batch of step `step` (0, 1, …) as a Batch; `pin` puts them in page-locked memory.
+        Samples, views and captions follow from (seed, step); no sample comes twice in a batch or an epoch."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
         return self.read(indices, views, pin, captions)
 

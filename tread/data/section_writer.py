@@ -88,8 +88,9 @@ class SectionWriter(ShardStore, ABC):
     def make(
         self, processes: Processes, again: bool, lines: Iterable[str], unit: str, batch_size: int, encode: Encode
     ) -> bool:
-        """Make missing shards together with other processes and `publish` them. Returns False if the section exists.
-        Raises ValueError or OSError if it is different or damaged, FileExistsError if another launch is making it.
+        """Make the section's missing shards together with other processes, then `publish` it. Returns True; False, with
+        nothing made, if index.json has the same section already. Raises ValueError or OSError if the existing section
+        is different or damaged, FileExistsError if another launch is making it.
 
         again   replace a different or damaged section, and discard unfinished work that has another plan.json.
         lines   lines of text that describe the work, printed before it starts.

@@ -142,9 +142,9 @@ def open_encoder(
 def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor:
     """Return the Inception's 17×17 map interpolated at the tokens' centres: (B, T, 768) with T = max(grid, 16)².
 
-    A grid below 16 thus gets 16² tokens, which Encoder.encode then averages. Interpolation is linear between the
-    centres of cells and constant beyond the outer ones. Along a side of the network's 299-pixel input, cell i is
-    centred on pixel 21 + 16·i; pixel p of the input lies at p·(size / 299) in the picture, see `resize`.
+    Interpolation is linear between the centres of cells and constant beyond the outer ones. The network's input is the
+    picture resized to 299 pixels a side: input pixel p lies at pixel p·(size / 299) of the picture, see `resize`, and
+    cell i of the map is centred on input pixel 21 + 16·i. If grid is below 16, Encoder.encode averages the tokens.
     """
     maps = network.feature_map(as_input(pictures))
     rows, columns = (_between(max(grid, INCEPTION_GRID), size, maps.device) for size in pictures.shape[2:])

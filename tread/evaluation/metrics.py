@@ -140,7 +140,7 @@ def _radii(features: Tensor, seen: Seen) -> Tensor:
 
 
 def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float:
-    """Return the share of points in or on one of the balls with these centres and squared radii; see _distances."""
+    """Return the share of points inside or on at least one ball; `radii` are squared. For `seen` see _distances."""
     inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, seen))
     return inside.item() / len(points)
 

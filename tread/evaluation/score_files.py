@@ -14,7 +14,8 @@ NAMES = ("samples.npz", "fid.png", "fid.json")
 
 
 class ScoreFiles:
-    """fid.json, fid.png and samples.npz in a folder; their names start with `stem` if it holds several picture sets."""
+    """fid.json, fid.png and samples.npz in a folder. `stem` begins their names: "" in a checkpoint's folder or a
+    named one; "photos." beside pictures named photos, whose folder may hold other picture sets."""
 
     def __init__(self, folder: Path, stem: str = "") -> None:
         self.folder, self.stem = folder, stem

@@ -181,7 +181,7 @@ class DigitsJudge(Scorer):
 
 
 class EmojiJudge(Scorer):
-    """Scores `count` samples with `judge_emoji`, not by FID; `ask` chooses their captions.
+    """Scores `count` samples with `judge_emoji`, not by FID. Their captions are those of the emoji that `ask` chooses.
 
     inception  weight file of the Inception whose features are compared besides pixels; None: see `find_at_hand`.
 

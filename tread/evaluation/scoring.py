@@ -216,7 +216,7 @@ class ScoringPlan:
 
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
         """Return everything that decides the scores, for JSON; a score with an equal fingerprint is not made again. The
-        arguments are the sha256 of the reference and of the networks that score; None: not used."""
+        arguments are the sha256 of the reference, the Inception's weights and CLIP's; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
         routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
@@ -310,8 +310,8 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
     """Return the options, with the folder of the held-out data as the reference in two cases: options.reference is
-    "heldout"; or it is None, a text-conditional network has no judge, and samples are not saved. Raises ValueError or
-    FileNotFoundError if the networks have different held-out data, or none."""
+    "heldout"; or it is None, samples are not saved, and a network takes captions that no built-in judge (EmojiJudge)
+    chose. Raises ValueError or FileNotFoundError if the networks have different held-out data, or none."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
@@ -325,9 +325,9 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """Return how photos are read: as the options say, else as the training photos were, else with "exif" and "white";
-    None if options.crop is null. Raises ValueError if the checkpoints' photos were read in different ways
-    and the options do not choose one."""
+    """Return how the photos of a reference or of samples are cropped and read: as the options say, else as the training
+    photos were read, else with "exif" and "white"; None if options.crop is null. Raises ValueError if the checkpoints'
+    photos were read in different ways and the options do not choose one."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}
@@ -402,7 +402,8 @@ class CheckpointScoring:
             check_place(self.lines.parent, 0)
 
     def score(self, decoder: autoencoder.Decoder) -> dict | None:
-        """Draw samples into `parts`, score them, write the score and return it in the main process. Removes `parts`."""
+        """Return the record of the score that another launch has just made, if any. Else draw samples into the shards
+        `parts`, score them, write the record, remove `parts`, and return the record in the main process."""
         began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
         with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
             record = processes.from_main(self.find_score)
@@ -526,7 +527,7 @@ def common_record(
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
-    """Score pictures made elsewhere; their features are cached like a reference's."""
+    """Score pictures made elsewhere, write fid.json and print the scores. Features are cached like a reference's."""
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()

@@ -71,6 +71,7 @@ def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Rou
 
 def similarity(batches: Iterable[States]) -> Tensor:
     """Return the mean cosine similarity of every two states over tokens that both hold: (L + 1, L + 1) fp64 on the CPU.
+    The states are the tokens before the first and after each of the L blocks; within a route, only the kept ones.
 
     All tokens of all samples weigh the same; NaN for two states that never hold the same token. One batch is in memory
     at a time. A token whose channels are all 0 has similarity 0 to every token, itself included.
@@ -87,9 +88,9 @@ def similarity(batches: Iterable[States]) -> Tensor:
 def noised_states(
     model: Model, data: LatentDataset, samples: int, noise_levels: int, seed: int, batch_size: int
 ) -> Iterator[States]:
-    """Yield the states of the model under its routes for evaluation points (heldout_loss.py), a batch at a time. A
-    point's noise and the tokens that its routes keep depend on the seed and the point's number alone; this holds
-    even for routes that keep the same tokens for all samples of a training batch."""
+    """Yield States, the tokens between the model's blocks under its routes, for evaluation points (heldout_loss.py),
+    a batch at a time. A point's noise and the tokens that its routes keep depend on the seed and the point's number
+    alone, even for routes that keep the same tokens for all samples of a training batch."""
     network, device = model.network, next(model.network.parameters()).device
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):

@@ -196,5 +196,5 @@ class _Shifted(torch.autograd.Function):
 
 
 def _shifts(x: Tensor, weight: Tensor) -> range:
-    """Return how many tokens back each tap reads, for all taps but the last, which reads the token itself."""
+    """Return how many tokens back taps read, 1 to min(K, T) − 1. The last tap reads the token itself: left out."""
     return range(1, min(weight.shape[1], x.shape[1]))

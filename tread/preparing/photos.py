@@ -65,7 +65,7 @@ class Photos:
 
     def no_pictures(self) -> Faults:
         """Read the first bytes of each file, and return (name, reason) for those that are no pictures or can't be read.
-        Reads nothing and returns [] if there are more than LOOKED files, or first bytes can't be read alone (heads)."""
+        Reads nothing and returns [] if there are more than LOOKED files, or if `heads` is False."""
 
         def look(first: int) -> Faults:
             found = []

@@ -48,7 +48,7 @@ class SeedGroup:
         return self.runs[0].config
 
     def curve(self, metric: str) -> list[Point]:
-        """Return a metric's points at the steps where all seeds have it."""
+        """Return a metric's points (mean and spread over the seeds) at the steps where all seeds have it."""
         each = [{r["step"]: r for r in run.records if metric in r} for run in self.runs]
         points = []
         for step in each[0]:
@@ -79,7 +79,7 @@ def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
 
 
 def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
-    """Put runs that differ only in their seed into groups, and name the groups. The order of the runs is kept."""
+    """Group runs that differ only in their seed (and settings in APART); name the groups. The runs' order is kept."""
     groups: dict[str, list[Found]] = {}
     for run in runs:
         key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)

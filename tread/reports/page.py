@@ -70,7 +70,7 @@ class Page:
         self.add(f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>")
 
     def curves(self, charts: Sequence[Mapping[str, Panel]]) -> None:
-        """Append charts, each {x-axis: panel} ("" for a single axis), with a switch for axes and a button per line."""
+        """Append charts, each {name of an x-axis: panel} ("" if single). They share the switches of axes and lines."""
         self.charts.append([{axis: _plain(panel) for axis, panel in chart.items()} for chart in charts])
         self.add('<div class="charts"></div>')
 

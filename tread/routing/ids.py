@@ -40,7 +40,7 @@ def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
 def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
     """Keep H − int(H·ratio) whole rows of the grid, for blocks that use neighbouring tokens: ids_keep (B, K).
 
-    noise       (B, N) uniform numbers; the rows of the grid whose first numbers are smallest are kept.
+    noise       (B, N) uniform numbers; the rows whose first tokens have the smallest numbers are kept.
     grid        (H, W); the kept rows form a grid (K / W, W).
     force_keep  (B, N) bool; a row is kept if it is true for one of the row's tokens.
     """

@@ -171,7 +171,7 @@ def memory(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool
 ) -> StepMemory:
     """Return the bytes of a step on one device: traced for an eager network, else predicted from BLOCK_BYTES, twice as
-    many in fp32. train.memory=auto counts as plain, and so does budget for an eager network."""
+    many in fp32. train.memory "auto" is taken as "plain"; so is "budget" for an eager network."""
     if not compiled:
         return step_memory(cfg, routes, images, precision)
     weights, how = 4 * count_parameters(network), cfg.train.memory
@@ -248,7 +248,8 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
-    """Return a run's aligner without weights, or None. Loads the encoder if its cost or width is not known here."""
+    """Return a run's aligner, whose projector has no memory (meta device), or None if the run aligns nothing. Loads the
+    encoder if its width or, for a live one, its cost is not known without."""
     alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
     if alignment.kind == "none":
         return None

@@ -118,7 +118,8 @@ class Graphs:
 
 
 def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], step: Replay) -> Replay:
-    """Record a step as a CUDA graph. Raises the error of whatever can't be recorded."""
+    """Record a step as a CUDA graph, without doing it. Returns a function that replays the graph and returns what the
+    step returned. Raises the error of whatever can't be recorded, or MemoryError if too little memory is left."""
     groups, graph = run.optimizer.param_groups, torch.cuda.CUDAGraph()
     before = [group["capturable"] for group in groups]
     for group in groups:  # fused, the state is on the device in any case, and checkpoints do not see the change

@@ -93,8 +93,8 @@ def _is_done(folder: Path, config: dict) -> bool:
 
 
 def find_run(run: str) -> Path:
-    """Return the folder run=…, with links unresolved. Raises FileNotFoundError if it holds no run; the message lists
-    the runs beside it and in it."""
+    """Return the folder `run` of the run to resume, normalised, with links unresolved. Raises FileNotFoundError if it
+    holds no run; the message lists the runs beside it and in it."""
     folder = Path(os.path.normpath(run))
     folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))
 

@@ -64,8 +64,8 @@ class StepStatistics:
         self.recent.copy_(torch.cat([self.recent[1:], skip[None]]))
 
     def read(self) -> dict[str, float | str]:
-        """Return the sums by name, and "recent": a text with a character for each of the last steps, "1" if it was bad,
-        else "0". Waits for the device."""
+        """Return {name: sum} for NAMES, and "recent": a text with a character for each of the last steps, "1" if it was
+        bad, else "0". Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}

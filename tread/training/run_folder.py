@@ -131,8 +131,9 @@ class RunLog:
         return [start for start in starts if isinstance(start, dict) and "config" in start]
 
     def start(self, step: int, config: dict, **facts: object) -> None:
-        """Lock the folder, record a start or resumption, and drop the metrics of steps that will be done again. Raises
-        FileExistsError if another process has used the folder since this log was opened."""
+        """Lock the folder, record in run.json that a run starts or resumes after `step` steps, with `config` and
+        `facts`, and drop the metrics of steps that will be done again. Raises FileExistsError if another process uses
+        the folder, or has used it since this log was opened."""
         self.versions = versions()  # of the running code, whatever is committed meanwhile
         self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"another process is training in {self.folder}; name=… starts another run"
