@@ -68,7 +68,7 @@ class SavedNetwork:
 
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
-    """Open a checkpoint's network without loading its weights ("ema" or "model"); only their file's size is checked.
+    """Open a checkpoint's network without loading `weights` ("ema" or "model"); only the size of their file is checked.
 
     `shift` replaces the recorded rf.shift in sampling; None keeps it.
 

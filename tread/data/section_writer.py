@@ -48,11 +48,12 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def open(self, index: dict, full: bool) -> object:
-        """Open the files that a finished section names; `full` hashes them. Raises ValueError or OSError if damaged."""
+        """Open the files of this writer's section in `index`, a parsed index.json; `full` compares their hashes too.
+        Raises ValueError or OSError if they are damaged."""
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the part of the section that names the shards. `entries` holds "entry" of each shard's `note`."""
+        """Return the part of the section that names its files; `entries` has "entry" of each shard's `note`."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:

@@ -284,7 +284,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
 
 
 def open_photos(options: PhotoOptions) -> Photos:
-    """Find and check the pictures of options.source. Raises ValueError or OSError."""
+    """Return the pictures found in options.source, after checking them. Raises ValueError or OSError."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(
