@@ -423,7 +423,7 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Return the counts by class, and each channel's mean and standard deviation on the scale that networks see."""
+    """Return the sample counts, in all and by class, and each channel's mean and std on the scale that networks see."""
     mean, std = data.statistics
     counts = np.bincount(data.labels, minlength=len(data.latents.classes)).tolist()
     by_class = dict(zip(data.latents.classes, counts))
