@@ -70,7 +70,8 @@ class Sweep:
                 raise ValueError(f"sweep.{name} is empty")
 
     def points(self, routed: bool) -> list[Point]:
-        """Return all settings, each once; `routed`: the guidance uses routes, so their ratios are swept too."""
+        """Return all combinations of the sweep's values, each once. If the guidance uses no routes (`routed` is False),
+        the branches' fractions of skipped tokens are 0."""
         strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
@@ -179,8 +180,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Return a panel per metric over the guidance scale ω: a line per pair of selection ratios (of the strong and the
-    weak branch) and guidance interval, and a flat line for no guidance."""
+    """Return a panel per metric against ω: a line for each combination of the branches' fractions of skipped tokens and
+    an interval, and a flat line for no guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""
@@ -202,7 +203,8 @@ def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
 
 
 def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:
-    """Draw heat maps of `metric` and of the cost: rows are the weak branch's ratios, columns the strong one's."""
+    """Draw heat maps of `metric` and of the cost, by each branch's fraction of skipped tokens: rows are the weak
+    branch's values, columns the strong one's."""
     strong, weak = sweep.strong or STRONG, sweep.weak or WEAK
 
     def matrix(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:

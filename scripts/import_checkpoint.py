@@ -110,7 +110,7 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
-    """Read the weights to import: {"model" or "ema": state dict}. If the file does not say which they are, they count
+    """Return the weights to import, keyed "model" or "ema". If the file does not say which they are, they count
     as "ema", unless take=model."""
     path = Path(options.weights).expanduser()
     if not path.is_file():

@@ -2,7 +2,7 @@
 
 python scripts/reconstruct_ema.py run=results/my-run sigma_rel=0.075 step=400000
 
-Combines the snapshots that a run with ema.power stored (tread/training/posthoc_ema.py). All options:
+Combines the snapshots that a run with ema.power stored (tread/checkpoints/posthoc_ema.py). All options:
 configs/reconstruct_ema.yaml.
 """
 

@@ -68,7 +68,7 @@ class SavedNetwork:
 
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
-    """Open a checkpoint's network without loading its weights ("ema" or "model"); only their file's size is checked.
+    """Open a checkpoint's network without loading `weights` ("ema" or "model"); only the size of their file is checked.
 
     `shift` replaces the recorded rf.shift in sampling; None keeps it.
 
@@ -99,7 +99,7 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
 
 def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
     """Open the weak network of a guidance and check that its predictions can be combined with the strong one's. Returns
-    None if the strong network is also the weak one. Raises ValueError or FileNotFoundError."""
+    None if guidance.checkpoint is None: the strong network is both. Raises ValueError or FileNotFoundError."""
     weak = None
     if guidance.checkpoint is not None:
         given = f"guidance.checkpoint={guidance.checkpoint}"

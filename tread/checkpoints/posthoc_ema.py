@@ -67,7 +67,7 @@ def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
 
 
 def _compact(value: Tensor, name: str) -> Tensor:
-    """Return a copy on the CPU in fp16, or in fp32 if fp16 would overflow."""
+    """Return a CPU copy in fp16, or in fp32 if fp16 would overflow. Raises ValueError if it is not finite."""
     value = value.detach()
     if not value.isfinite().all():
         raise ValueError(f"{name} is not finite, so no average of it can be stored")

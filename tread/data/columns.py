@@ -103,7 +103,7 @@ def check_grid(grid: int, side: int, whose: str) -> None:
 
 
 def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
-    """Open the pictures kept with a dataset; `full` hashes them. Raises FileNotFoundError, ValueError or KeyError."""
+    """Open the pictures kept with a dataset; `full` checks hashes. Raises FileNotFoundError, ValueError or KeyError."""
     arrays = open_arrays(folder, index["shards"], "pictures", "uint8", index["pictures"], full)
     return ShardRows([array[:, None] for array in arrays])
 

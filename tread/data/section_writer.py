@@ -48,7 +48,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def open(self, index: dict, full: bool) -> object:
-        """Open the files that a finished section names; `full` hashes them. Raises ValueError or OSError if damaged."""
+        """Open the files of this writer's section in `index`, a parsed index.json; `full` compares their hashes too.
+        Raises ValueError or OSError if they are damaged."""
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:

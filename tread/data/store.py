@@ -98,8 +98,8 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """Return the numbers of the shards to be made. With `verify`, hash the files, show the progress in its
-        main process, and add shards whose files have changed."""
+        """Return the numbers of the shards to be made. With `verify`, these include finished shards whose files have
+        changed since: all files are hashed, with a progress bar in the main process."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:

@@ -64,7 +64,7 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Lock the work, and begin it by ShardStore.begin. Raises FileExistsError if the dataset exists or is being written."""
+        """Lock the work, and begin it by ShardStore.begin. Raises FileExistsError if the dataset is there or being written."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # again: nobody else can make it from now on
@@ -115,7 +115,7 @@ class DatasetWriter(ShardStore):
         self.keep(number, arrays, class_counts=counts, sums=channel_sums(stored, self.latents), **facts)
 
     def assemble(self, **fields: object) -> None:
-        """Write index.json into `data`, once all shards are done. Raises ValueError if the dataset would be empty,
+        """Write index.json beside the shards, once all are done. Raises ValueError if the dataset would be empty,
         OSError if shards are missing.
 
         fields  more fields of index.json: `heldout` or `train`, the folder of the other part of the data;

@@ -172,7 +172,7 @@ class Guidance:
 
     @property
     def scheduled(self) -> bool:
-        """Whether `strong` or `weak` changes over the noise levels."""
+        """Whether a branch's fraction of skipped tokens, `strong` or `weak`, changes over the noise levels."""
         return isinstance(self.strong, Schedule) or isinstance(self.weak, Schedule)
 
     def describe(self) -> str:
@@ -187,8 +187,8 @@ class Guidance:
         return " ".join(parts)
 
     def plan(self, levels: Sequence[float], progress: Sequence[float]) -> list[Call]:
-        """Return the settings of each denoiser call, given its noise level and its progress u (0 to 1) through the
-        sampling. Raises ValueError if no level lies in `interval`."""
+        """Return ω and the branches' fractions of skipped tokens for each denoiser call, given its noise level and its
+        progress u (0 to 1) through the sampling. Raises ValueError if no level lies in `interval`."""
         low, high = self.interval or (-math.inf, math.inf)
         if not any(low <= level <= high for level in levels):
             raise ValueError(

@@ -27,7 +27,7 @@ def load_pretrained(
     parts: Sequence[Sequence[str]] = (),
     unused: str = "\0",
 ) -> tuple[nn.Module, list[Any]]:
-    """Load a frozen model in fp32 and eval mode, and further parts such as its tokenizer.
+    """Return a frozen model, in fp32 and eval mode, and a list of further parts such as its tokenizer.
 
     what, known   for error messages: what is loaded, and a sentence on the possible choices.
     place         a hub id or a folder.

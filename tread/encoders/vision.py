@@ -152,7 +152,7 @@ def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor
 
 
 def _between(grid: int, size: int, device: torch.device) -> Tensor:
-    """Return weights (grid, 17) that interpolate the Inception's map along a side of a picture of `size` pixels: row i
+    """Return weights (grid, 17) that interpolate Inception's 17×17 map along a picture's side of `size` pixels: row i
     weighs the map's 17 cells for the centre of token i. Rows sum to 1."""
     centres = (torch.arange(grid, device=device) + 0.5) * size / grid - 0.5  # in the picture's pixels
     at = ((centres * SIZE / size - 21) / 16).clamp(0, 16)

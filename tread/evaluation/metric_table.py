@@ -115,7 +115,7 @@ METRICS: dict[str, Metric] = {
 
 
 def with_real(names: Iterable[str]) -> list[str]:
-    """Return these keys of metrics, each followed by the keys under which a record has the metric of real pictures."""
+    """Return these metrics' keys, each followed by the keys under which records hold that metric of real pictures."""
     return [name + end for name in names for end in ("", *METRICS[name].real)]
 
 

@@ -49,7 +49,7 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """Settings that decide what trained weights compute, keyed "text.<name>"; fingerprint stands for vocabulary."""
+        """Settings that decide what trained weights compute, keyed "text.<name>"; `fingerprint` covers vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 

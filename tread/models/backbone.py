@@ -271,7 +271,7 @@ class Backbone(nn.Module):
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Return tokens (B, N, D), conditioning (B, D), and any other inputs of the blocks; a route leaves those whole.
-        Raises ValueError for inputs that do not fit."""
+        """Return tokens (B, N, D), conditioning (B, D) and any further inputs of the blocks; on a route, blocks get all
+        but the tokens unchanged. Raises ValueError for inputs that do not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x, self.pos_embed, self.residual), self.t_embedder(t) + self.y_embedder(y)

@@ -79,7 +79,8 @@ class Sprint(LightningDiT):
         return self.unpatchify(self.final_layer(x, c))
 
     def from_g(self, x: Tensor, path_drop: Tensor | bool | None = None) -> Tensor:
-        """Return a mask (B, N, 1) bool for tokens x (B, N, D): False where path_drop replaces the output of g."""
+        """Return a mask (B, N, 1) bool for tokens x (B, N, D): False in samples where path_drop makes mask tokens
+        replace the output of g, else True. Raises ValueError unless path_drop is (B,) bool, a bool or None."""
         if path_drop is None or isinstance(path_drop, bool):
             return torch.full((*x.shape[:2], 1), not path_drop, device=x.device)
         if path_drop.shape != x.shape[:1] or path_drop.dtype != torch.bool:

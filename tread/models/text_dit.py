@@ -108,8 +108,8 @@ class TextEmbedder(nn.Module):
         return self.text_tokens * self.proj.weight.numel() + self.pooled_proj.weight.numel()
 
     def check(self, y: Text, batch: int) -> None:
-        """Raise ValueError unless y is a Text for `batch` samples with shapes as from this encoder. A mask that is
-        all False also raises it, but only on a CPU."""
+        """Raise ValueError unless y is a Text for `batch` samples of the shapes that this network's encoder gives.
+        A sample whose mask is all False raises it too, but only on a CPU and outside compiled graphs."""
         if not isinstance(y, Text):
             raise ValueError(f"y is {type(y).__name__}, but this network takes Text(tokens, mask, pooled)")
         T = self.text_tokens

@@ -110,8 +110,8 @@ def _bare(text: str) -> str:
 
 
 def composition(text: str, known: dict[str, dict]) -> Composition | None:
-    """Split an emoji that shows one person with a skin tone into its parts; the direction that the person faces is
-    ignored. Returns None for other emoji. `known` is the result of `all_emoji`."""
+    """Split an emoji of one person with a skin tone into activity, gender and tone; None for other emoji. The direction
+    that the person faces is ignored. `known` is the result of `all_emoji`."""
     tone, rest = tones(text), _bare(text).replace(JOIN + RIGHT, "")
     if len(tone) != 1:
         return None

@@ -284,7 +284,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
 
 
 def open_photos(options: PhotoOptions) -> Photos:
-    """Find and check the pictures of options.source. Raises ValueError or OSError."""
+    """Return the pictures found in options.source, after checking them. Raises ValueError or OSError."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(
@@ -423,7 +423,7 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Return the counts by class, and each channel's mean and standard deviation on the scale that networks see."""
+    """Return the sample counts, in all and by class, and each channel's mean and std on the scale that networks see."""
     mean, std = data.statistics
     counts = np.bincount(data.labels, minlength=len(data.latents.classes)).tolist()
     by_class = dict(zip(data.latents.classes, counts))

@@ -121,7 +121,7 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return [text], where the text is the title `what`, then the faults (`line` as in `named`); [] without faults."""
+    """Return a list of one text: `what`, the number of faults, and the first ones (see `named`); [] without faults."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 

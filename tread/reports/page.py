@@ -143,8 +143,8 @@ def _plain(panel: Panel) -> dict:
 
 
 def data_uri(path: Path) -> tuple[str, bool]:
-    """Return a picture's file as a URI, and whether it was reduced: large ones become JPEGs of at most SIDE pixels.
-    Raises OSError or ValueError for a file that is no complete picture."""
+    """Return a picture's file as a URI, and whether it was reduced: those that are large or no PNG become JPEGs of at
+    most SIDE pixels a side. Raises OSError or ValueError for a file that is no complete picture."""
     try:
         with Image.open(path) as picture:
             picture.load()  # a truncated file fails here

@@ -203,7 +203,7 @@ def add_scores(page: Page, subject: Subject) -> None:
 
 
 def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[list[str]]]:
-    """Return a table's head and a row per score, with the columns that any score has."""
+    """Return a table's head and a row per score. Columns for which no score has a value are left out."""
 
     def known(names: Iterable[str]) -> list[str]:
         return [name for name in names if any(score.values.get(name) not in (None, "") for score in scored)]

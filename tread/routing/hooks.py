@@ -270,7 +270,8 @@ def attach_routes(
     output: int | None = None,
     verify: bool = True,
 ) -> Routing:
-    """Run a model's blocks under routes by hooks; the model's weights, names and code stay as they are.
+    """Attach routes to a model's blocks by hooks; the model's weights, names and code stay as they are. Returns a
+    Routing: the routes act only while the model runs in its context `on` or `on_ids`.
 
     blocks        the model's own list, in the order in which it calls the blocks.
     routes        routes that share no block. Hooks can't change precision, so fp32 must be "auto" or "off"; both mean

@@ -257,7 +257,7 @@ def with_ratio(route: Route, ratio: float) -> Route:
 
 
 def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """Return how many of N tokens choose_ids keeps for a route, not counting a prefix."""
+    """Return how many of N tokens choose_ids keeps for a route; tokens of a `prefix` are not counted."""
     return RULES[route.select].count(route, num_tokens, grid)
 
 
@@ -332,7 +332,7 @@ class RatioSchedule:
             raise ValueError(f"levels is {self.levels}, but must lie in 2..16: each is compiled anew")
 
     def at(self, step: int) -> float:
-        """Return the ratio of training step `step` (0, 1, …)."""
+        """Return the selection_ratio at training step `step` (0, 1, …)."""
         done = min(max((step - self.first) / (self.last - self.first), 0.0), 1.0)
         if self.shape == "cosine":
             done = (1 - math.cos(math.pi * done)) / 2

@@ -72,7 +72,8 @@ def _settings(block: nn.Module) -> dict[str, Any]:
 
 def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:
     """Return the error text for a block whose effect changes by the fraction `difference` if its tokens are permuted.
-    `how` names the argument that passes it positions; `otherwise` is advice in case it uses the order on purpose."""
+    `how` is an argument, such as "along=", by which the caller can hand positions to the block; `otherwise` is advice
+    in case the block uses the order on purpose."""
     return (
         f"block {index} ({type(block).__name__}) depends on the order of its tokens: when they are permuted, what it "
         f"adds to them changes by {difference:.0%}. If it makes positions by itself, such as rotary angles from "

@@ -20,7 +20,7 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str:
-    """Return this code's commit, with "+changes" if files differ from it; "unknown" without a checkout of its own."""
+    """Return this code's commit, with "+changes" if files differ from it; "unknown" without its own git checkout."""
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / ".git").exists():  # an installed copy may lie inside another project's
         return "unknown"

@@ -48,7 +48,8 @@ class Alignment:
     precision: Precision = "fp32"
 
     def encoder_precision(self, training: str, device: torch.device) -> str:
-        """Return the live encoder's precision; "auto" is `training`'s precision on a GPU that has bf16, else fp32."""
+        """Return the precision of an encoder that runs in training (source="live"). "auto" becomes `training`, the
+        precision of the steps, on a GPU that has bf16, else fp32."""
         auto = training if has_bf16(device) else "fp32"
         return auto if self.precision == "auto" else self.precision
 

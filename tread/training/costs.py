@@ -199,8 +199,8 @@ def plan_memory(
     compiled: bool,
 ) -> MemoryPlan:  # fmt: skip
     """Choose how steps on micro-batches of `images` samples save memory: as train.memory says; for auto, the first of
-    plain, budget (for compiled blocks only) and checkpointing with which steps under any of the routes `kinds` fit into
-    `room` bytes."""
+    plain, budget (for compiled blocks only) and checkpointing that makes steps under all sets of routes in `kinds` fit
+    into `room` bytes. If none does, the plan has a warning."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [()], {}, images
     for how in ways if cfg.train.memory == "auto" else (cfg.train.memory,):
@@ -220,8 +220,8 @@ def plan_memory(
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
-    """Return the different sets of routes in these steps. If their ratio follows a schedule, only the sets at the first
-    of these steps and at the schedule's ends are returned."""
+    """Return the different sets of routes in these steps. Of sets that differ only by a scheduled selection_ratio,
+    only those at the first of these steps and at the schedule's first and last are returned."""
     schedule = cfg.train.ratio_schedule
     places = (steps.start, cfg.train.routes_until, *((schedule.first, schedule.last) if schedule else ()))
     return list(dict.fromkeys(active_routes(cfg, place) for place in places if place in steps))

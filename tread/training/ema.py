@@ -48,8 +48,8 @@ class EMA:
 
     @torch.no_grad()
     def update(self, network: nn.Module, share: Tensor | float, skip: Tensor) -> None:
-        """Average in the weights of `network` with `share`, a number or 0-d fp32. `skip` is 0-d fp32 on the parameters'
-        device, so that the host need not wait: 1 leaves the average as it is, 0 updates it."""
+        """Move the average towards the weights of `network` by `share`, a number or 0-d fp32. `skip` is 0-d fp32 on
+        the parameters' device, so that the host need not wait: 1 leaves the average as it is, 0 updates it."""
         if network is not self._of[0]:
             self._of = network, list(network.parameters())
         if skip.is_cuda and self._fp32:

@@ -143,7 +143,7 @@ def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
 
 
 def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
-    """Return a message on the bad `steps`, which `what` describes: their noise levels, their samples, and advice."""
+    """Return a message on bad steps: their noise levels, their samples, and advice. `what` names the steps in it."""
     process, device = process_of(run.cfg), run.processes.device
     draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # the same numbers again
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
@@ -224,7 +224,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool) -> bool:
-    """Save averages if due, and a checkpoint if due or `asked`. Returns whether `save` put the checkpoint off."""
+    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` put the latter off."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))

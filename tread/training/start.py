@@ -309,7 +309,7 @@ def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
 
 
 def data_warnings(run: Run) -> list[str]:
-    """Return warnings: held-out latents that are training data, photos decoded differently, a changed encoder."""
+    """Return warnings: held-out latents are training data, their photos were decoded differently, another encoder."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data)), files_of(run.heldout) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
