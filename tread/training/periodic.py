@@ -261,7 +261,8 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 
 
 def done_before(run: Run) -> set[str]:
-    """Return the names of the work that `evaluate_and_draw` did at this step before the run was interrupted."""
+    """Return the work that `evaluate_and_draw` did at this step before an interruption: names in metrics.jsonl for
+    this step, such as "fid", and "grid" if the grid's file exists."""
     recorded = {name for record in run.log.records() if record["step"] == run.step for name in record}
     return recorded | ({"grid"} if grid_path(run).exists() else set())
 
