@@ -62,7 +62,7 @@ def write(folder: Path) -> None:
 
 
 def ours(folder: Path, placement: str) -> Callable[[], None]:
-    """Return a function that reads as many samples as the dataset has, to the device, with this project's loader."""
+    """Return a function that reads an epoch to the device with our loader; `placement` is LatentDataset's."""
     data = LatentDataset(folder / "ours", placement=placement, device=DEVICE)
     loader, steps = Loader(data, 0, BATCH, [slice(0, BATCH)], DEVICE), itertools.count()
 

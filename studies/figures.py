@@ -78,7 +78,7 @@ def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names) for each pair with equal seeds (same data order and noise), without Nones."""
+    """Return by(run, other, *names), where not None, for each pair with equal seeds (same data order and noise)."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
@@ -239,7 +239,7 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
     """Draw each routed arm's gap in training loss to the dense arm against the number of blocks in its route, and each
-    arm's final metrics against its gap."""
+    arm's final metrics, but for the study's first, against its gap."""
     mean_gaps = {arm: statistics.mean(less) for arm, less in loss_gaps(results).items()}
     if not mean_gaps:
         return
@@ -256,7 +256,8 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:
-    """Draw heat maps over a route's first and last block: metric − the dense arm's metric, FLOPs / the dense arm's."""
+    """Draw heat maps over a route's first and last block: each metric minus the dense arm's, and FLOPs divided by the
+    dense arm's."""
     places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}

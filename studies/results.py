@@ -1,4 +1,4 @@
-"""Finds results of a study's runs by their keys, in a folder of results or published beside the studies."""
+"""Finds results of a study's runs by their keys (see study.py), in a folder of results or published beside it."""
 
 import json
 from collections import defaultdict

@@ -132,7 +132,8 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the default options and the constants of the architecture that `settings` name, keyed "model.<name>"."""
+    """Return {"model.<name>": value}: those defaults and constants of an architecture, which `settings` name, that
+    change what its weights compute."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 

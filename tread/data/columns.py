@@ -238,7 +238,8 @@ def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | No
 
 
 def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
-    """Return an encoder's TextSpec from a parsed index.json, or None. Raises ValueError for a damaged section."""
+    """Return the TextSpec of captions encoded by `encoder` from a parsed index.json, None if it names none. Raises
+    ValueError if what it states is damaged."""
     section = index.get("text", {}).get(text_encoder_name(encoder))
     if section is None:
         return None

@@ -30,7 +30,8 @@ def read_index(folder: Path) -> dict:
 
 
 def prepared_heldout(folder: Path) -> Path | None:
-    """Return the folder of held-out data that index.json names, or None. Raises FileNotFoundError or ValueError."""
+    """Return the folder of held-out data that `folder`'s index.json names; None if it names none. Raises
+    FileNotFoundError if either folder is no dataset, ValueError if index.json can't be read."""
     name = read_index(folder).get("heldout")
     if name is None:
         return None

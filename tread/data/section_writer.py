@@ -61,14 +61,14 @@ class SectionWriter(ShardStore, ABC):
         """Write shard `number`, whose rows come in parts."""
 
     def _around(self, index: dict) -> tuple[dict, str]:
-        """Return the dict, in the parsed index.json, that holds this writer's section, and the section's key in it."""
+        """Return the dict within the parsed `index` to which this writer's section belongs, and its key there."""
         for key in self._place[:-1]:
             index = index.setdefault(key, {})
         return index, self._place[-1]
 
     def is_finished(self, again: bool = False) -> bool:
-        """Return whether the section exists. Raises ValueError or OSError if it is damaged or different; with `again`,
-        returns False for such a section."""
+        """Return whether index.json has this writer's section already. Raises ValueError or OSError if the section is
+        damaged or has other facts; with `again`, returns False for such a section."""
         index = read_index(self.folder)
         around, key = self._around(index)
         if (section := around.get(key)) is None:
@@ -219,5 +219,5 @@ class FeatureWriter(SectionWriter):
         return {"shards": [{"file": entry["file"], "sha256": entry["file_sha256"]} for entry in entries]}
 
     def write(self, number: int, parts: Iterable[np.ndarray]) -> None:
-        """Write a shard from parts (n, views, T, z) float16."""
+        """Write shard `number` from parts of its features, (n, views, T, z) float16, n samples in each."""
         self.keep(number, {"file": Stream("float16", (len(self.ranges[number]), *self.row_shape), parts)})

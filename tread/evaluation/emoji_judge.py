@@ -70,8 +70,8 @@ def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
 
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
-    """Choose `count` emoji to ask for: half are training emoji, evenly spread; half are held-out compositions, in order
-    and repeated if there are too few. Without held-out data, all are training emoji."""
+    """Choose `count` emoji whose captions a network is prompted with: half are training emoji, evenly spread; half are
+    held-out compositions, in order and repeated if there are too few. If there are none, all are training emoji."""
     compositions = read_index(heldout.folder).get("compositions", 0) if heldout else 0
     held = np.arange(count // 2) % compositions if compositions else np.arange(0)
     seen = np.linspace(0, len(train) - 1, count - len(held)).round().astype(np.int64)

@@ -125,7 +125,7 @@ def names_of(what: str) -> list[str]:
 
 
 def scored_names(record: Mapping) -> list[str]:
-    """Return the column keys of a score table: metrics with of="samples", then those with of="demo" in `record`."""
+    """Return the names of a score's metrics: all with of="samples", then those with of="demo" that `record` has."""
     return names_of("samples") + [name for name in names_of("demo") if name in record]
 
 

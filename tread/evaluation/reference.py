@@ -134,7 +134,7 @@ class FeatureSets:
         return *ours, *expected
 
     def probabilities(self) -> np.ndarray:
-        """Return the samples' class probabilities (n, classes), in their order."""
+        """Return the probabilities (n, classes) that Inception gives the samples, in the samples' order."""
         if self.network.fc is None:
             raise Unavailable("the Inception weights have no fc layer")
         return np.concatenate(list(self.samples.arrays("probabilities")))

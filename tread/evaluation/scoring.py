@@ -426,8 +426,8 @@ class CheckpointScoring:
         return record
 
     def _draw(self, decoder: autoencoder.Decoder, numbers: list[int], done: Callable[[int], object]) -> None:
-        """Draw the samples of the parts with these numbers, and store them with the arrays that Scorer.prepare returns
-        for them. `done` is called with the number of samples in each batch."""
+        """Draw the samples of the shards `numbers` of self.parts, and store them with the arrays that Scorer.prepare
+        returns for them. `done` is called with the number of samples in each batch."""
         if not numbers:
             return
         plan, guidance, device = self.plan, self.plan.sampler.guidance, self.processes.device

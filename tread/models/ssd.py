@@ -173,7 +173,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Shifted(torch.autograd.Function):
-    """causal_conv for weight (C, K) with gradients written out; autograd would keep a full-size tensor for each tap."""
+    """Do the work of causal_conv: x (S, T, C), weight (C, K), bias (C,) → (S, T, C). The gradients are written out:
+    autograd would keep a tensor of the size of x for each of the K taps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

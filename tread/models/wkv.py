@@ -62,8 +62,8 @@ def _sums(
     x: Tensor, decay: Tensor, y: Tensor | None = None, half: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y
-    (None: y = x) and both sums are (D, 2, B, C, L), with L tokens in each of C chunks; decay is (D, 1, 1, 1).
-    The products within chunks are in the precision `half`."""
+    (None: y = x) and both sums are (D, 2, B, C, L), with L tokens in each of C chunks and 2 for numerator and
+    denominator; decay is (D, 1, 1, 1). The products within chunks are in the precision `half`."""
     y = x if y is None else y
     D, _, _, C, L = x.shape
     place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)

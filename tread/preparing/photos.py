@@ -203,8 +203,9 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
-    """Read the captions of `pictures` from the files in `texts`, which split_texts returned. All names lack `prefix`.
-    Returns each picture's captions, or why it has none, and (file, reason) of text files without a picture."""
+    """Read the captions of `pictures` from the text files in `texts` (see split_texts). In the store, `prefix` stands
+    before each of these names. Returns each picture's captions, or why it has none, and (file, reason) of text files
+    without a picture."""
     stems = [_stem(name) for name in pictures]
     captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]
     alone = texts.keys() - set(stems)

@@ -151,7 +151,7 @@ def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return those of `column_metrics` that are measured repeatedly during training, if a group has their curve."""
+    """Return the metrics of `column_metrics` that training measures repeatedly and that some group has a curve of."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
@@ -238,7 +238,7 @@ def number(values: Sequence[float]) -> str:
 
 
 def charts(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[dict[str, Panel]]:
-    """Return a chart per metric: {x-axis: panel}. If older code wrote the records, steps are the only axis."""
+    """Return {x-axis: panel} for each metric. x-axes are "step" and, if records have them, "flops" and "seconds"."""
     points = [point for group in groups for metric in metrics for point in group.curve(metric)]
     axes = {name: axis for axis, name in AXES.items() if any(getattr(point, axis) for point in points)}
     return [{name: panel(groups, metric, axis) for name, axis in axes.items()} for metric in metrics]

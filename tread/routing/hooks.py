@@ -127,7 +127,7 @@ class Routing:
 
     def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
         """Return the inputs (args, kwargs) of block `index`, with its tokens moved to args[0] if they came by keyword.
-        Raises ValueError unless there are as many tokens as the noise (and prefix) is for. With a custom `select` any
+        Raises ValueError unless their number is the length of the noise, plus the prefix. With a custom `select` any
         input may be the tokens, so the error is raised only if no input has an axis of this length."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)

@@ -241,7 +241,8 @@ def choose_ids(
 
 
 def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
-    """Return the pair that a network takes: (route, ids_keep (B, K)), or (route, draws) if its rule scores tokens."""
+    """Return a pair for a network's `routes`: (route, ids_keep (B, K)) chosen by the uniform numbers `draws` (B, N), or
+    (route, draws) if the rule scores tokens, as the network then chooses."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
 
 

@@ -150,7 +150,7 @@ class Aligner:
         return self.teacher.output_of(block, *process.precondition(process.noised(x, level, noise), level), y)
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:
-        """Compute the alignment loss of the projected tokens in the record of a forward pass: (B,) fp32."""
+        """Return the alignment loss (B,) fp32 between `targets` and the projected tokens of a forward pass."""
         projected, ids_keep = record.outputs[self.module.block]
         return (alignment_loss if self.teacher is None else self_distance)(projected, targets, ids_keep)
 

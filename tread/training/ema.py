@@ -43,7 +43,7 @@ class EMA:
         self._fp32 = all(parameter.dtype == torch.float32 for parameter in self._averaged)
 
     def share(self, step: int) -> float:
-        """Return 1 − d, the share that the weights after training step `step` (0, 1, …) have in the average."""
+        """Return 1 − d for training step `step` (0, 1, …): the share of that step's weights in the new average."""
         return 1 - self.profile(step)
 
     @torch.no_grad()

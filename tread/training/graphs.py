@@ -48,7 +48,7 @@ class Graphs:
         self.usual = 3 if run.processes.count == 1 else 11  # DDP settles in its first steps
 
     def take(self, inputs: Inputs) -> None:
-        """Do a training step."""
+        """Do a training step: the first few of each kind by `step_on`, later ones, if possible, by a CUDA graph."""
         leaves, layout = tree_flatten(inputs._replace(draws=vars(inputs.draws)))
         tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
         fixed = [leaf for leaf in leaves if isinstance(leaf, Hashable)]  # all but the samples' numbers

@@ -50,7 +50,7 @@ class Clock:
         self.first = self.run.step
 
     def tick(self, due: bool) -> None:
-        """Call after each step, before a log if one is `due`. Prints how long the start took, later the time left."""
+        """Call after each step, before a log if one is `due`. Prints how long the start took, then the time left."""
         if self.run.step - self.start_step == 1:
             wait_for(self.run.processes.device)
             self.advance()
@@ -136,8 +136,8 @@ def mostly_bad(sums: dict) -> bool:
 
 
 def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """Return the numbers, from 0, of the bad steps among the run's last `steps` steps, as far back as StepStatistics
-    keeps flags. `sums` are those of read_statistics."""
+    """Return which of the run's last `steps` steps were bad, as step numbers (0 for the run's first), as far back as
+    StepStatistics keeps flags. `sums` are those of read_statistics."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
@@ -261,7 +261,8 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 
 
 def done_before(run: Run) -> set[str]:
-    """Return the names of the work that `evaluate_and_draw` did at this step before the run was interrupted."""
+    """Return the work that `evaluate_and_draw` did at this step before an interruption: names in metrics.jsonl for
+    this step, such as "fid", and "grid" if the grid's file exists."""
     recorded = {name for record in run.log.records() if record["step"] == run.step for name in record}
     return recorded | ({"grid"} if grid_path(run).exists() else set())
 

@@ -113,6 +113,7 @@ def prepare_blocks(
     another in a step. Returns the choice, and the reason if compiling is wanted but fails.
 
     rows     the rows of a micro-batch.
+    steps    the steps of this launch, whose routes are the ones to compile for.
     lasting  whether gradients stay in memory between passes.
     """
     device, images, kinds = network.pos_embed.device, rows.stop - rows.start, kinds_to_come(cfg, steps)
@@ -286,7 +287,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def files_of(data: LatentDataset) -> dict[str, str]:
-    """Return a text for each file of a dataset's latents: its recorded sha256, size and time of last change."""
+    """Return {file name: text} for a dataset's latents; the text states recorded sha256, size and last change."""
     files = {}
     for shard in read_index(data.folder)["shards"]:
         found = (data.folder / shard["file"]).stat()

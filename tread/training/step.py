@@ -133,7 +133,7 @@ def training_step(run: Run) -> None:
 
 
 def step_inputs(run: Run) -> Inputs:
-    """Return what step run.step is done with: its draws, samples, learning rate and shares of the averages."""
+    """Return the inputs of step run.step: draws its random numbers and reads its samples."""
     device, rate = run.processes.device, learning_rate(run.cfg, run.step)
     if is_fused(run.optimizer):  # a CPU's kernel reads fp64, a GPU's fp32
         rate = torch.full((), rate, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
