@@ -12,7 +12,7 @@ for models that can't be edited in tread/routing/hooks.py. This file needs only 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,26 @@ from torch import Tensor
 
 FP32_CHOICES = ("auto", "end", "next", "off")
 Grid = tuple[int, int]  # rows and columns of tokens
-RULES: dict[str, Any] = {}  # by name, see Route.select; tread/routing/ids.py adds its rules, and you can add yours
+
+
+class Table(dict):
+    """A table by name, open to new entries. Raises TypeError for one that `fits` refuses; `must` says what it must be.
+
+    name  the table's name in Python, for that error.
+    """
+
+    def __init__(self, name: str, must: str, fits: Callable[[object], bool], entries: Mapping | tuple = ()) -> None:
+        super().__init__(entries)
+        self.name, self.must, self.fits = name, must, fits
+
+    def __setitem__(self, key: str, entry: object) -> None:
+        if not self.fits(entry):
+            raise TypeError(f"{self.name}[{key!r}] is {entry!r}, but must be {self.must}")
+        super().__setitem__(key, entry)
+
+
+# by name, see Route.select; tread/routing/ids.py adds its rules, and you can add yours
+RULES = Table("RULES", "an object, as in MyRule()", lambda entry: not isinstance(entry, type))
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,7 @@ class Route:
             raise ValueError(f"fp32 is {self.fp32!r}, but must be one of {', '.join(FP32_CHOICES)}")
         if isinstance(self.rejoin, str) and self.rejoin not in REJOINS:
             names = ", ".join(name for name in REJOINS if name)
-            raise ValueError(f"rejoin is {self.rejoin!r}, but must be null, a block or {names}")
+            raise ValueError(f"rejoin is {self.rejoin!r}, but must be null, a block, {names} or a plugin's")
         if RULES:
             if self.select not in RULES:
                 raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(RULES)}, or a plugin's")
@@ -260,10 +279,11 @@ class Rejoin(NamedTuple):
     join: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-REJOINS = {  # by the values of Route.rejoin; None also stands for block indices
+_REJOINS = {  # by the values of Route.rejoin; None also stands for block indices
     None: Rejoin(True, scatter_tokens),
     "stale": Rejoin(False, lambda saved, tokens, ids: scatter_tokens(saved, gather_tokens(tokens, ids), ids)),
 }
+REJOINS = Table("REJOINS", "a Rejoin", lambda entry: isinstance(entry, Rejoin), _REJOINS)
 
 
 def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:

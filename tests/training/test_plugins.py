@@ -3,16 +3,24 @@
 The reference is DiT's run of the same seed: a network of DiT's blocks must train to the same weights, bit for bit."""
 
 import os
+import re
 import textwrap
 
 import export_checkpoint
 import pytest
+import torch
 from conftest import ROOT, TINY, launch, launch_door, same, score, take_samples
 from forked import run_python
 
+from dit import DiT
+from routing_module import REJOINS, RULES
 from tread.checkpoints import checkpoint
+from tread.evaluation.metric_table import METRICS
 from tread.models.architectures import ARCHITECTURES
+from tread.routing.ids import Token
 from tread.runtime.plugins import import_plugins
+from tread.training.alignment import Alignment
+from tread.training.optimizers import OPTIMIZERS
 
 MODULE = '''
     """Blocks of DiT's with as many heads as a block has channels over `head_width`."""
@@ -57,7 +65,7 @@ CONFIG = """
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with module and config; the tables are as before behind it."""
-    monkeypatch.setitem(ARCHITECTURES, "mine", None)
+    monkeypatch.setitem(ARCHITECTURES, "mine", ARCHITECTURES["dit"])
     del ARCHITECTURES["mine"]
     (tmp_path / "mine.py").write_text(textwrap.dedent(MODULE))
     (tmp_path / "mine/model").mkdir(parents=True)
@@ -94,6 +102,23 @@ def test_a_plugin_that_has_moved_is_the_one_that_is_imported_already(tmp_path):
         for place in ("counted.py", "counted.py", "gone/counted.py"):
             import_plugins([f"{tmp_path}/{place}"])
         assert os.environ["COUNTED"] == "x"
+
+
+@pytest.mark.parametrize(
+    "table, entry, must",
+    [
+        (RULES, Token, "an object, as in MyRule()"),
+        (REJOINS, print, "a Rejoin"),
+        (OPTIMIZERS, torch.optim.NAdam, "an OptimizerEntry"),
+        (METRICS, print, "a Metric"),
+        (ARCHITECTURES, DiT, "a dataclass over NetworkOptions"),
+        (ARCHITECTURES, Alignment(), "a dataclass over NetworkOptions"),
+    ],
+)
+def test_a_table_refuses_what_is_no_entry_where_it_is_added(table, entry, must):
+    with pytest.raises(TypeError, match=rf"^[A-Z]+\['mine'\] is .*, but must be {re.escape(must)}"):
+        table["mine"] = entry
+    assert "mine" not in table
 
 
 def test_a_plugin_that_can_not_be_imported_is_named(tmp_path):

@@ -86,7 +86,10 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
         raise checkpoint.Damaged(
             f"{source.folder / 'info.json'} is damaged: {error} is missing", source.folder
         ) from error
-    cfg = read_network(config)
+    try:
+        cfg = read_network(config)
+    except ValueError as error:
+        raise ValueError(f"{source.folder / 'info.json'}: {error}") from error
     cfg = replace(cfg, model=cfg.model.anywhere)
     if shift is not None:
         if cfg.objective != "rf":

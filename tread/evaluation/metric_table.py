@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from routing_module import Table
 from tread.evaluation.metrics import NEIGHBOURS, frechet_distance, inception_score, kernel_distance, precision_recall
 from tread.evaluation.reference import FeatureSets
 
@@ -78,7 +79,7 @@ def _manifold(number: int) -> Callable[[FeatureSets], float]:
 
 _judged = functools.partial(Metric, curve=False, count="demo_samples")
 _log = functools.partial(Metric, of="training", compared=False)
-METRICS: dict[str, Metric] = {
+_METRICS = {
     "eval_loss": Metric("evaluation loss", "lower", of="heldout", alike=("edm", "rf")),
     "eval_velocity": Metric("velocity error", "lower", of="heldout"),  # independent of time density and weights
     "fid": Metric(
@@ -112,6 +113,7 @@ METRICS: dict[str, Metric] = {
     "lr": _log("learning rate", log=False),
     "images_per_s": _log("training speed", unit="images/s", log=False),
 }
+METRICS = Table("METRICS", "a Metric", lambda entry: isinstance(entry, Metric), _METRICS)
 
 
 def with_real(names: Iterable[str]) -> list[str]:

@@ -6,11 +6,11 @@ read. Fields without a default are required; attributes without a type annotatio
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated
 
 from dit import DiT
-from routing_module import Route, check_routes
+from routing_module import Route, Table, check_routes
 from tread.models.backbone import Backbone, Init
 from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
 from tread.models.mamba import Directions, Kernel, Mamba
@@ -331,7 +331,7 @@ class SprintOptions(LightningOptions):
         return Route(2, -3, 0.75, "off")
 
 
-ARCHITECTURES: dict[str, type[NetworkOptions]] = {
+_ARCHITECTURES = {
     "dit": DiTOptions,
     "dit_text": DiTTextOptions,
     "lightning": LightningOptions,
@@ -341,6 +341,12 @@ ARCHITECTURES: dict[str, type[NetworkOptions]] = {
     "rwkv": RWKVOptions,
     "sprint": SprintOptions,
 }
+ARCHITECTURES = Table(
+    "ARCHITECTURES",
+    "a dataclass over NetworkOptions (not an object of it, nor its network)",
+    lambda entry: isinstance(entry, type) and is_dataclass(entry),
+    _ARCHITECTURES,
+)
 CHOSEN = Chosen("architecture", ARCHITECTURES)
 AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of a section `model`
 
