@@ -59,7 +59,7 @@ class SavedNetwork:
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
         """Build the network in eval mode, with the residual stream of its training, and load its weights; `guidance`
-        decides its routes, see `routes`. Weights require gradients, as autocast keeps casts of no others."""
+        decides its routes, see `routes`."""
         network = build_network(self.cfg)
         network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))
