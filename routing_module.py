@@ -25,23 +25,20 @@ Grid = tuple[int, int]  # rows and columns of tokens
 
 
 class Table(dict):
-    """A table by name, open to new entries. Raises TypeError for one that `fits` refuses; `must` says what it must be.
+    """A table by name, open to new entries, which must be objects of class `kind`; None: of any class, but no class."""
 
-    name  the table's name in Python, for that error.
-    """
-
-    def __init__(self, name: str, must: str, fits: Callable[[object], bool], entries: Mapping | tuple = ()) -> None:
+    def __init__(self, kind: type | None, entries: Mapping | tuple = ()) -> None:
         super().__init__(entries)
-        self.name, self.must, self.fits = name, must, fits
+        self.kind = kind
 
-    def __setitem__(self, key: str, entry: object) -> None:
-        if not self.fits(entry):
-            raise TypeError(f"{self.name}[{key!r}] is {entry!r}, but must be {self.must}")
-        super().__setitem__(key, entry)
+    def __setitem__(self, name: str, entry: object) -> None:
+        if isinstance(entry, type) if self.kind is None else not isinstance(entry, self.kind):
+            must = "no class, but an object of it" if self.kind is None else f"of {self.kind}"
+            raise TypeError(f"the table's entry {name!r} is {entry!r}, but must be {must}")
+        super().__setitem__(name, entry)
 
 
-# by name, see Route.select; tread/routing/ids.py adds its rules, and you can add yours
-RULES = Table("RULES", "an object, as in MyRule()", lambda entry: not isinstance(entry, type))
+RULES = Table(None)  # by name, see Route.select; tread/routing/ids.py adds its rules, and you can add yours
 
 
 @dataclass(frozen=True)
@@ -279,11 +276,10 @@ class Rejoin(NamedTuple):
     join: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-_REJOINS = {  # by the values of Route.rejoin; None also stands for block indices
+REJOINS = Table(Rejoin, {  # by the values of Route.rejoin; None also stands for block indices
     None: Rejoin(True, scatter_tokens),
     "stale": Rejoin(False, lambda saved, tokens, ids: scatter_tokens(saved, gather_tokens(tokens, ids), ids)),
-}
-REJOINS = Table("REJOINS", "a Rejoin", lambda entry: isinstance(entry, Rejoin), _REJOINS)
+})  # fmt: skip
 
 
 def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:

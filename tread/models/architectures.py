@@ -6,7 +6,7 @@ read. Fields without a default are required; attributes without a type annotatio
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from dit import DiT
@@ -331,7 +331,7 @@ class SprintOptions(LightningOptions):
         return Route(2, -3, 0.75, "off")
 
 
-_ARCHITECTURES = {
+ARCHITECTURES = Table(type, {
     "dit": DiTOptions,
     "dit_text": DiTTextOptions,
     "lightning": LightningOptions,
@@ -340,13 +340,7 @@ _ARCHITECTURES = {
     "maskdit": MaskDiTOptions,
     "rwkv": RWKVOptions,
     "sprint": SprintOptions,
-}
-ARCHITECTURES = Table(
-    "ARCHITECTURES",
-    "a dataclass over NetworkOptions (not an object of it, nor its network)",
-    lambda entry: isinstance(entry, type) and is_dataclass(entry),
-    _ARCHITECTURES,
-)
+})  # fmt: skip
 CHOSEN = Chosen("architecture", ARCHITECTURES)
 AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of a section `model`
 

@@ -28,15 +28,14 @@ class OptimizerEntry:
 
 
 # any optimizer works: optimizer_step clips and skips, checkpoints save and resume
-_OPTIMIZERS = {
+OPTIMIZERS = Table(OptimizerEntry, {
     "adamw": OptimizerEntry(
         partial(torch.optim.AdamW, fused=True),
         lambda options: 2 + bool(options.get("amsgrad")),
         ("betas", "eps", "weight_decay"),
     ),
     "sgd": OptimizerEntry(torch.optim.SGD, lambda options: float(bool(options.get("momentum")))),
-}
-OPTIMIZERS = Table("OPTIMIZERS", "an OptimizerEntry", lambda entry: isinstance(entry, OptimizerEntry), _OPTIMIZERS)
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def prepare_blocks(
             how = "plain" if cfg.train.memory == "auto" else cfg.train.memory
             return MemoryPlan(how, how)
         more = lasting * 4 * count_parameters(network) + live_bytes(cfg, images, aligner and aligner.encoder)
-        return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled)
+        return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
 
     def attempt() -> None:
         for routes in kinds:
