@@ -87,7 +87,7 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
             f"{source.folder / 'info.json'} is damaged: {error} is missing", source.folder
         ) from error
     try:
-        cfg = read_network(config)
+        cfg = read_network(config, source.folder)
     except ValueError as error:
         raise ValueError(f"{source.folder / 'info.json'}: {error}") from error
     cfg = replace(cfg, model=cfg.model.anywhere)

@@ -28,6 +28,7 @@ from tread.evaluation.scorers import judge_digits
 from tread.models.conditions import Text
 from tread.runtime.device import autocast, peak_flops, wait_for
 from tread.runtime.files import explain_failure
+from tread.runtime.plugins import plugin_hashes
 from tread.training.costs import sample_flops, training_flops
 from tread.training.optimizer import learning_rate
 from tread.training.run import Failure, Run, StepStatistics
@@ -374,6 +375,7 @@ def save(run: Run) -> bool:
         "attribution": run.data.attribution,
         "encoder": run.aligner and run.aligner.fingerprint,
         "config": run.config,
+        "plugins": plugin_hashes(run.cfg.plugins) | (run.earlier.info.get("plugins", {}) if run.earlier else {}),
         "versions": run.log.versions if run.processes.main else None,
     }
 
