@@ -12,7 +12,7 @@ for models that can't be edited in tread/routing/hooks.py. This file needs only 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,23 @@ from torch import Tensor
 
 FP32_CHOICES = ("auto", "end", "next", "off")
 Grid = tuple[int, int]  # rows and columns of tokens
-RULES: dict[str, Any] = {}  # by name, see Route.select; tread/routing/ids.py adds its rules, and you can add yours
+
+
+class Table(dict):
+    """A table by name, open to new entries, which must be objects of class `kind`; None: of any class, but no class."""
+
+    def __init__(self, kind: type | None, entries: Mapping | tuple = ()) -> None:
+        super().__init__(entries)
+        self.kind = kind
+
+    def __setitem__(self, name: str, entry: object) -> None:
+        if isinstance(entry, type) if self.kind is None else not isinstance(entry, self.kind):
+            must = "no class, but an object of it" if self.kind is None else f"of {self.kind}"
+            raise TypeError(f"the table's entry {name!r} is {entry!r}, but must be {must}")
+        super().__setitem__(name, entry)
+
+
+RULES = Table(None)  # by name, see Route.select; tread/routing/ids.py adds its rules, and you can add yours
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,7 @@ class Route:
             raise ValueError(f"fp32 is {self.fp32!r}, but must be one of {', '.join(FP32_CHOICES)}")
         if isinstance(self.rejoin, str) and self.rejoin not in REJOINS:
             names = ", ".join(name for name in REJOINS if name)
-            raise ValueError(f"rejoin is {self.rejoin!r}, but must be null, a block or {names}")
+            raise ValueError(f"rejoin is {self.rejoin!r}, but must be null, a block, {names} or a plugin's")
         if RULES:
             if self.select not in RULES:
                 raise ValueError(f"select is {self.select!r}, but must be one of {', '.join(RULES)}, or a plugin's")
@@ -261,10 +277,10 @@ class Rejoin(NamedTuple):
     join: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-REJOINS = {  # by the values of Route.rejoin; None also stands for block indices
+REJOINS = Table(Rejoin, {  # by the values of Route.rejoin; None also stands for block indices
     None: Rejoin(True, scatter_tokens),
     "stale": Rejoin(False, lambda saved, tokens, ids: scatter_tokens(saved, gather_tokens(tokens, ids), ids)),
-}
+})  # fmt: skip
 
 
 def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:

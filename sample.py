@@ -31,6 +31,7 @@ from tread.evaluation.sample_files import SampleFiles, check_name, describe_draw
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import Precision, avoid_faults, device_name, use_cores, use_precision
+from tread.runtime.plugins import plugin_changes
 from tread.runtime.schema import Count, Positive
 from tread.runtime.tensor_files import Weights
 
@@ -91,7 +92,7 @@ def main(composed: DictConfig) -> None:
         check_ratios(sampler, *outlines)
         files.check()
         text, notes = encode_prompts(strong, prompts, device, options.text_encoder) if prompts else (None, ())
-        for note in (*notes, *filter(None, [avoid_faults(device)])):
+        for note in (*plugin_changes(strong.found.info), *notes, *filter(None, [avoid_faults(device)])):
             print(f"note: {note}")
         facts = facts_of(asdict(options), sampler, strong, weak) | {"device": device_name(device)}
         facts |= {"latents": asdict(replace(strong.latents, classes=()))} if files.latents else {}

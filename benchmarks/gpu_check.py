@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -37,12 +37,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import gather_tokens
+from tread.models.cost_constants import SIZES
 from tread.runtime.device import autocast, device_name, set_tf32, wait_for
 from tread.runtime.files import check_file
 from tread.runtime.schema import Count
+from tread.training.costs import memory
 from tread.training.run import Run
+from tread.training.settings import Settings
+from tread.training.step import active_routes
 
-WIDTHS = {"S": 384, "B": 768, "L": 1024, "XL": 1152}
 PREDICTED_STEPS = {  # size → images/s of dense and routed steps (fp32: off), and their ratio, at batch 256
     "H200": {"S": (5800, 8000, 1.37), "B": (2400, 3350, 1.40), "L": (815, 1345, 1.65), "XL": (570, 980, 1.71)},
     "H100": {"S": (5100, 7000, 1.37), "B": (2100, 2950, 1.40), "L": (730, 1180, 1.65), "XL": (515, 875, 1.71)},
@@ -162,7 +165,7 @@ def machine(check: Check, options: Options) -> None:
             check.add(f"{name}, read and written", 2 * times * source.nbytes / turn.median / 1e9, "GB/s")
 
     def products(size: str) -> None:
-        width, rows = WIDTHS[size] // (8 if CPU else 1), 256 * batch
+        width, rows = SIZES[size] // (8 if CPU else 1), 256 * batch
         x, weight, gradient = random(rows, width), random(4 * width, width), random(rows, 4 * width)
         calls = {
             f"products of {size}, forward": lambda: x @ weight.T,
@@ -174,7 +177,7 @@ def machine(check: Check, options: Options) -> None:
             check.add(name, times * 2 * rows * width * 4 * width / turn.median / 1e12, "TFLOP/s")
 
     check.attempt("copy", copies)
-    for size in WIDTHS:
+    for size in SIZES:
         check.attempt(f"products of {size}", partial(products, size))
     for width, tokens, words in [*((w, n, 0) for n in (256, 128) for w in (64, 72)), (64, 256, 64), (64, 256, 77)]:
         name = f"attention, heads of {width}, {tokens} tokens" + f" to {words} words, masked" * bool(words)
@@ -207,7 +210,8 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
     for called, turn in check.turns(calls, rounds).items():
         found = gradients(backends[called], q, k, v)
         error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact))
-        check.add(called, 1e3 * turn.median / times, "ms", gradient_error=error)
+        speed = 12 * batch * 16 * tokens * (words or tokens) * width * times / turn.median / 1e12
+        check.add(called, 1e3 * turn.median / times, "ms", gradient_error=error, tflops=speed)
 
 
 def words_of(size: str, *more: str) -> list[str]:
@@ -242,8 +246,8 @@ def host(check: Check, options: Options) -> None:
         with opened(*words_of(size, *small)) as run:
             arms = kinds_of(run)
             for name, turn in check.turns(calls_of(arms), options.pairs).items():
-                facts = {"stages": stages(*arms[name])}
                 milliseconds = 1e3 * turn.median / BLOCK
+                facts = {"stages": stages(*arms[name]), "ms_a_block": milliseconds / len(run.network.blocks)}
                 check.add(f"{size}'s depth, {name}, {how}", milliseconds, "ms", predicted.get((size, how)), **facts)
 
     for size in ("S",) if CPU else ("S", "XL"):
@@ -265,6 +269,8 @@ def steps(check: Check, options: Options) -> None:
             for name, row in result["kinds"].items():
                 facts = {key: row[key] for key in ("ms", "mfu", "peak_gb", "first_turn_s", "stages")}
                 predicted = {"dense": dense, "routed": routed}.get(name)
+                planned = planned_bytes(*arms[name], result["compiled"]) / 1e9
+                check.add(f"{size}, {name}: peak memory", row["peak_gb"], "GB", planned, planned=planned)
                 check.add(f"{size}, {name}", row["images_per_s"], "images/s", predicted, micro_batch=micro, **facts)
                 if "ratio" in row:
                     facts = {key: row[key] for key in ("ratio_95", "ideal", "of_ideal")}
@@ -279,6 +285,13 @@ def steps(check: Check, options: Options) -> None:
             new = [row for name, row in check.rows.items() if name not in before or name.startswith(size)]
             if not any(row.get("failed") == "out of memory" for row in new):
                 break
+
+
+def planned_bytes(run: Run, cfg: Settings, compiled: bool) -> int:
+    """Return the peak memory that a run plans for a step with the settings `cfg`."""
+    cfg = replace(cfg, train=replace(cfg.train, memory=run.memory.partition(",")[0]))
+    rows, routes = run.micro_batches[0], active_routes(cfg, run.step)
+    return memory(cfg, run.network, routes, rows.stop - rows.start, run.precision, compiled, run.aligner).peak
 
 
 def kernel_kind(name: str) -> str:
@@ -335,7 +348,7 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
     """Time gathering tokens, by elements and (as gather_tokens does) by rows. Also time the update of the averaged
     weights, and one pass over a flat tensor of that size: no update can be faster."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
-    x = random(batch, tokens, WIDTHS[size], dtype=torch.float32).requires_grad_()
+    x = random(batch, tokens, SIZES[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
     with opened(*words_of(size, "train.compile=false")) as run:
         zero = torch.zeros((), device=DEVICE)

@@ -7,7 +7,7 @@ checkpoint that sample.py, fid.py and init_from take. To give it away, dtype=fp1
 removes this machine's paths from the record. All options: configs/export_checkpoint.yaml.
 """
 
-from pathlib import Path
+from pathlib import Path, PurePath
 
 if __name__ == "__main__":
     import checkout  # noqa: F401
@@ -87,6 +87,8 @@ def account(exported: checkpoint.Checkpoint, options: Options) -> str:
         lines += [f"  python sample.py checkpoint={options.out}{raw}"]
         lines += [f"  python fid.py checkpoint={options.out}{raw} reference=…"]
     lines += [f"  python train.py init_from={options.out}{raw.replace('weights', 'init_weights')} name=…"]
+    if files := [PurePath(name).name for name in info["config"].get("plugins", ()) if name.endswith(".py")]:
+        lines += [f"  needs {', '.join(files)}: put a copy into {options.out}, or run where one is"]
     if asked := info.get("attribution"):
         lines += [f"  attribution, which its card should have, and its samples: {asked}"]
     return "\n".join(lines)

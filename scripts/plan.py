@@ -1,23 +1,28 @@
 """Predicts the cost of a run: python scripts/plan.py experiment=imagenet256_xl2 model=tread devices=8 price=3.5
 
-Parameters, FLOPs, device memory by part, the largest micro-batch that fits and the train.memory that it needs,
-images/s, hours, money and disk, each dense and routed; encoders that run in training are counted. No GPU or dataset
-is needed; device=this measures on this machine. Times of listed devices are predictions for a compiled network in
-bf16 (tread/training/costs.py). All options: configs/plan.yaml.
+Parameters, FLOPs, device memory by part, the largest micro-batch that fits and the train.memory that it takes,
+images/s, hours, money and disk, each dense and routed; a live encoder is counted. No GPU or dataset is needed;
+device=this measures on this machine. Times of listed devices are predictions for a compiled network in bf16
+(tread/training/costs.py), with the constants that benchmarks/gpu_check.py has measured where its file for the device is
+there. All options: configs/plan.yaml.
 """
 
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import hydra
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from routing_module import Route
 from tread.checkpoints.network import build_network
+from tread.models.cost_constants import DEVICES, PREDICTED, Constants, measured_constants
 from tread.runtime import schema
 from tread.runtime.cli import explained, open_door, plain
 from tread.runtime.device import device_name, memory_of, use_precision
@@ -25,7 +30,6 @@ from tread.runtime.files import size_text
 from tread.runtime.schema import Count, Positive
 from tread.training import settings
 from tread.training.costs import (
-    DEVICES,
     blank_aligner,
     count_parameters,
     largest_micro_batch,
@@ -39,6 +43,7 @@ from tread.training.costs import (
 from tread.training.settings import Settings
 
 KEYS = ("devices", "device", "price")
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ def show(cfg: Settings, options: Options) -> None:
     with torch.device("meta"):
         network = build_network(cfg)
     images, routes = cfg.train.batch_size // options.devices, cfg.model.resolved_routes
-    columns = [column(cfg, network, kind, images, options) for kind in ((), routes)[: 2 if routes else 1]]
+    constants, measured = constants_of(options.device)
+    columns = [column(cfg, network, kind, images, options, constants) for kind in ((), routes)[: 2 if routes else 1]]
     parameters = count_parameters(network)
     print(f"{cfg.name}: {parameters:,} parameters, {network.num_tokens} tokens, batch {cfg.train.batch_size}")
     print("\n" + " " * 34 + "".join(f"{head:>14}" for head in ("all tokens", "routed")[: len(columns)]))
@@ -80,9 +86,21 @@ def show(cfg: Settings, options: Options) -> None:
     print(
         f"\ndisk: {checkpoint} a checkpoint, every {cfg.every.save:,} steps; latents {size_text(sample)} a view in fp16"
     )
+    if measured:
+        print(measured)
 
 
-def column(cfg: Settings, network: torch.nn.Module, routes: tuple[Route, ...], images: int, options: Options) -> dict:
+def constants_of(device: str) -> tuple[Constants, str]:
+    """Return the constants of a device's predicted times, and a line that names the measured ones and their file."""
+    file = max(RESULTS.glob(f"gpu_*{device}*.json"), default=None)
+    constants = measured_constants(json.loads(file.read_text()), DEVICES[device]) if file else PREDICTED
+    names = [name for name, value in constants._asdict().items() if value != getattr(PREDICTED, name)]
+    return constants, f"times: {', '.join(names)} as measured in {file.name}" if names else ""
+
+
+def column(
+    cfg: Settings, network: nn.Module, routes: tuple[Route, ...], images: int, options: Options, constants: Constants
+) -> dict:
     """Return the plan's lines, name → text, for training under `routes` with `images` per device in each step."""
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     this, steps = options.device == "this", cfg.train.steps
@@ -92,9 +110,9 @@ def column(cfg: Settings, network: torch.nn.Module, routes: tuple[Route, ...], i
     aligner = blank_aligner(cfg, network)
     encoder = aligner.encoder if aligner else None
     live = live_bytes(cfg, images, encoder)
-    how = plan_memory(cfg, network, [routes], images, room - live, precision, compiled).how
+    how = plan_memory(cfg, network, [routes], images, room - live, precision, compiled, aligner).how
     saving = replace(cfg, train=replace(cfg.train, memory=how))
-    few, more = (memory(saving, network, routes, count, precision, compiled) for count in (1, 2))
+    few, more = (memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
     micro = largest_micro_batch(few, more, images, room - live)
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
     flops = sample_flops(network, routes, aligner)
@@ -114,7 +132,7 @@ def column(cfg: Settings, network: torch.nn.Module, routes: tuple[Route, ...], i
         least = min(micro, 8)
         seconds = measured_seconds(cfg, routes, least, here, precision) * images / least
     else:
-        seconds = step_seconds(cfg, network, routes, images, DEVICES[options.device], aligner)
+        seconds = step_seconds(cfg, network, routes, images, DEVICES[options.device], aligner, constants)
     hours = steps * seconds / 3600
     lines |= {"images/s": f"{cfg.train.batch_size / seconds:,.0f}", "hours": f"{hours:,.1f}"}
     lines |= {"device-hours": f"{hours * options.devices:,.1f}", "on": device_name(here) if this else options.device}

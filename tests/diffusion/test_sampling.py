@@ -18,6 +18,7 @@ from routing_module import Route
 from sample import parse_seeds
 from tread.checkpoints.network import build_network, read_network
 from tread.data.latents import to_uint8
+from tread.diffusion import sampling
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS as GUIDANCE_KINDS
 from tread.diffusion.guidance import Guidance, Schedule
@@ -343,25 +344,35 @@ class Casts(TorchDispatchMode):
         return operator(*given, **more or {})
 
 
+def uncached(device, precision):
+    return torch.autocast(device.type, torch.bfloat16, precision == "bf16", cache_enabled=False)
+
+
 @pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda item: item.kind)
-def test_a_batch_casts_each_weight_once_and_pictures_stay_the_same_bits(tmp_path, composed, guidance):
-    """Against the same network frozen, of which autocast keeps no casts; with a block of the route in fp32."""
+def test_a_batch_casts_each_weight_once_and_pictures_stay_the_same_bits(tmp_path, composed, guidance, monkeypatch):
+    """Of a network that trains, and of a frozen one, as averages are; against autocast without its cache; with a block
+    of the route in fp32."""
     save_checkpoint(tmp_path / "run", composed)
     model = opened(tmp_path / "run").load(CPU)
     model = replace(model, routes=(Route(1, 3, fp32="end"),))
     sampler = Sampler(steps=3, batch_size=4, precision="bf16", guidance=guidance)
     calls, results = len(sampler.plan(model.process)), []
-    for least, most in ((1, 1), (calls, 2 * calls)):  # branches of other numbers of tokens run one after the other
+    for least, most in ((1, 1), (1, 1), (calls, 2 * calls)):  # branches of other numbers of tokens run one by one
+        if least > 1:
+            monkeypatch.setattr(sampling, "autocast", uncached)
+        trains = [weight.requires_grad for weight in model.network.parameters()]
         with Casts(model.network) as casts:
             results.append(torch.cat(list(draw(model, range(7), torch.arange(7) % 5, sampler))))
         inner = {name: count for name, count in casts.counts.items() if "blocks.0." in name}
         assert len(inner) == 10 and all(2 * least <= count <= 2 * most for count in inner.values()), inner
+        assert trains == [weight.requires_grad for weight in model.network.parameters()]
         model.network.requires_grad_(False)
-    assert calls == 5 and torch.equal(*results) and results[0].isfinite().all() and not results[0].requires_grad
+    assert calls == 5 and all(torch.equal(results[0], other) for other in results[1:])
+    assert results[0].isfinite().all() and not any(result.requires_grad for result in results)
 
 
 @pytest.mark.parametrize("name", ["lightning", "rwkv", "mamba", "maskdit", "sprint"])
-def test_cached_casts_change_no_bits_of_other_networks(composed, name):
+def test_cached_casts_change_no_bits_of_other_networks(composed, name, monkeypatch):
     sizes = ("hidden_size=32", "depth=6", "num_heads=2", *(("head_dim=8",) if name == "mamba" else ()))
     config = composed(f"model={name}", *(f"model.{size}" for size in sizes))
     network = randomized(partial(build_network, read_network(config)), 0, 0.1).eval()
@@ -370,7 +381,7 @@ def test_cached_casts_change_no_bits_of_other_networks(composed, name):
         with Casts(network) as casts:
             results.append(*draw(Model(EDM(), network), range(3), torch.arange(3), sampler))
         counts.append(casts.counts.total())
-        network.requires_grad_(False)
+        monkeypatch.setattr(sampling, "autocast", uncached)
     assert torch.equal(*results) and 0 < counts[0] < counts[1] / 2
 
 

@@ -410,7 +410,7 @@ def test_what_can_not_rejoin_stale_refuses_to():
         MaskDiT(depth=4, **sizes)(*given, [(whole, ids)])
     with pytest.raises(ValueError, match="route 0→-1 has rejoin=stale.*only run_blocks"):
         attach_routes(torch.nn.ModuleList(mixing()), whole)
-    with pytest.raises(ValueError, match="rejoin is 'fresh', but must be null, a block or stale"):
+    with pytest.raises(ValueError, match="rejoin is 'fresh', but must be null, a block, stale or a plugin's"):
         Route(0, 1, rejoin="fresh")
 
 

@@ -24,10 +24,11 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.models import ssd, wkv
+from tread.models.cost_constants import block_bytes
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.training import failures, settings, start
-from tread.training.costs import BLOCK_BYTES, blank_loss
+from tread.training.costs import blank_loss
 
 GPU = torch.device("cuda")
 
@@ -143,7 +144,7 @@ class Lowered(Exception):
     pass
 
 
-def lowered(built, model: str, budget: float) -> tuple[float, float, int]:
+def lowered(built, model: str, budget: float, width: int = 128, residual: str = "fp32") -> tuple[float, float, int]:
     """Bytes for each token and channel that a block saves for its backward pass, and that its fused kernels read and
     write, from the difference of two batches; and the number of products. Inductor lowers and fuses for the CPU, and
     writes no code; what it was given runs as it is."""
@@ -172,7 +173,8 @@ def lowered(built, model: str, budget: float) -> tuple[float, float, int]:
     for images in (2, 4):
         torch._dynamo.reset()
         found.append([0, 0, 0])
-        cfg, network = built(model, "dataset.size=32", "model.hidden_size=128", "model.depth=2")
+        cfg, network = built(model, "dataset.size=32", f"model.hidden_size={width}", "model.depth=2")
+        network.residual = residual
         with pytest.MonkeyPatch.context() as patch, functorch.patch(activation_memory_budget=budget):
             patch.setattr(graph.GraphLowering, "codegen", count)
             for scan in (ssd, wkv):
@@ -190,20 +192,22 @@ def lowered(built, model: str, budget: float) -> tuple[float, float, int]:
     reason="the numbers are of torch 2.13's fusions",
 )
 @pytest.mark.parametrize(
-    "model, products",
+    "model, width, products",
     [
-        slow("dit", 17),
-        slow("lightning", 17),
-        slow("dit_text", 28),
-        slow("lightning_text", 28),
-        slow("rwkv", 35),
-        slow("mamba", 36),
+        slow("dit", 128, 17),
+        slow("lightning", 128, 17),
+        slow("dit_text", 128, 28),
+        slow("lightning_text", 128, 28),
+        slow("rwkv", 128, 35),
+        slow("mamba", 128, 36),
+        slow("mamba", 384, 36),
     ],
 )
-def test_a_compiled_block_moves_no_more_bytes_than_planned(built, model, products):
+def test_a_compiled_block_moves_no_more_bytes_than_planned(built, model, width, products):
     """By inductor, beside the constants that plans are made of, within 2%; a budget computes no product again."""
-    (saved, moved, ours), (less, _, same) = (lowered(built, model, budget) for budget in (1.0, compiling.BUDGET))
-    assert (saved, moved, less) == pytest.approx(tuple(BLOCK_BYTES[model]), rel=0.02)
+    ways = ((1.0, width), (compiling.BUDGET, width), (1.0, width, "bf16"))
+    (saved, moved, ours), (less, _, same), (_, in_bf16, _) = (lowered(built, model, *way) for way in ways)
+    assert (saved, moved, less, in_bf16) == pytest.approx(block_bytes(model, width), rel=0.02)
     assert ours == same == products
 
 

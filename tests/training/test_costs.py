@@ -1,5 +1,6 @@
 """Predicted costs against the sums that they are, by hand; what fits a memory; and the plan of a run."""
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -13,13 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tread.checkpoints.network import build_network
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost
-from tread.training import settings
-from tread.training.costs import (
-    BANDWIDTH,
+from tread.models.cost_constants import (
     DEVICES,
-    LAUNCH,
+    PREDICTED,
     UPDATE_BYTES,
     Device,
+    blocks_run,
+    measured_constants,
+)
+from tread.training import settings
+from tread.training.costs import (
     StepMemory,
     count_parameters,
     kinds_to_come,
@@ -28,8 +32,9 @@ from tread.training.costs import (
     memory,
     plan_memory,
     step_seconds,
-    tokens_of_blocks,
 )
+
+BANDWIDTH, LAUNCH = PREDICTED.bandwidth, PREDICTED.launch
 
 
 @pytest.fixture
@@ -51,12 +56,55 @@ def test_a_step_is_the_sum_of_its_parts(xl):
     for device in DEVICES.values():
         expected = products / device.products + moved / BANDWIDTH / device.bandwidth
         assert step_seconds(cfg, network, (), images, device) == pytest.approx(expected, rel=1e-3)
+        less = images * N * D * (179 - 137) * blocks / BANDWIDTH / device.bandwidth
+        bf16 = replace(cfg, train=replace(cfg.train, residual="bf16"))
+        assert step_seconds(bf16, network, (), images, device) == pytest.approx(expected - less, rel=1e-3)
     endless = Device(1e12, 1e30, 1e30)
     assert step_seconds(cfg, network, (), images, endless) == pytest.approx(blocks * LAUNCH)
     routes = cfg.model.resolved_routes
-    assert tokens_of_blocks(network, routes) == [256] * 2 + [128] * 23 + [256] * 3
+    assert [count for _, count, _ in blocks_run(network, routes)] == [256] * 2 + [128] * 23 + [256] * 3
     dense, routed = (step_seconds(cfg, network, kind, images, DEVICES["h200"]) for kind in ((), routes))
     assert 0.97 < dense / routed / (network.forward_flops() / network.forward_flops(routes)) < 1.03
+
+
+def test_a_decoder_counts_with_its_own_width(composed):
+    """MaskDiT-XL's 8 blocks of width 512 on all tokens, by hand: bytes kept in bf16, and read and written."""
+    cfg = settings.read(composed("experiment=imagenet256_xl2", "model=maskdit"))
+    with torch.device("meta"):
+        network = build_network(cfg)
+    blocks, ends = 28 * 128 * 1152 + 8 * 256 * 512, 256 * 1152
+    kept = memory(cfg, network, cfg.model.resolved_routes, 4, "bf16", compiled=True)
+    assert kept.saved == pytest.approx(kept.weights / 2 + 4 * (36.2 * blocks + 30 * ends))
+    slow = Device(1e12, 1e30, 1e9)
+    moved = 4 * (179 * blocks + 41 * ends) + UPDATE_BYTES * count_parameters(network)
+    found = step_seconds(cfg, network, cfg.model.resolved_routes, 4, slow)
+    assert found == pytest.approx(moved / BANDWIDTH / 1e9)
+
+
+def test_measured_constants_take_the_predicted_ones_places(tmp_path, monkeypatch):
+    """By hand; what failed, or lacks a part, stays predicted. A plan names them and the file."""
+    h200 = DEVICES["h200"]
+    machine = {f"products of {size}, forward": {"measured": 494.5} for size in ("S", "B", "L", "XL")}
+    machine |= {f"attention, heads of {w}, 256 tokens, flash": {"measured": 1, "tflops": 98.9} for w in (64, 72)}
+    machine |= {"copy, read and written": {"measured": 2400.0}}
+    host = {"S's depth, dense, compiled": {"measured": 6.0, "ms_a_block": 0.5}}
+    result = {"machine": {"rows": machine}, "host": {"rows": host}}
+    (found, reached), *rest = measured_constants(result, h200)
+    assert (
+        found == (384, 768, 1024, 1152)
+        and reached == pytest.approx([0.5] * 4)
+        and rest == [{64: 0.1, 72: 0.1}, 0.5, 0.5e-3]
+    )
+    failed = ("products of L", "attention, heads of 72")
+    result["machine"]["rows"] = {name: {} if name.startswith(failed) else row for name, row in machine.items()}
+    expected = PREDICTED._replace(bandwidth=0.5, launch=0.5e-3)
+    assert measured_constants(result, h200) == expected and measured_constants({}, h200) == PREDICTED
+    monkeypatch.setattr(plan, "RESULTS", tmp_path)
+    (tmp_path / "gpu_h200.json").write_text(json.dumps(result))
+    words = ["experiment=imagenet256_s2", "model=tread", "devices=128"]
+    said = [launch_door(plan.main, "plan", tmp_path, *words, f"device={device}") for device in ("h200", "h100")]
+    assert "times: bandwidth, launch as measured in gpu_h200.json\n" in said[0] and "measured" not in said[1]
+    assert f"{256 / (12 * 0.5e-3):,.0f}" in said[0]  # which is bound by the host
 
 
 def test_the_largest_micro_batch_is_a_divisor_that_fits():

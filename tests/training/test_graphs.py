@@ -9,7 +9,7 @@ from conftest import launch, logged, raising, records, same
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tread.training import failures, graphs, start, step
+from tread.training import failures, graphs, periodic, start, step
 from tread.training.graphs import Graphs
 
 OPTIONS = ["train.steps=14", "train.micro_batch_size=4", "optim.clip_norm=0.5", "name=run", "every.sample=99"]
@@ -105,6 +105,35 @@ def test_replayed_steps_are_those_without_graphs(tmp_path, monkeypatch, spoilt, 
     first = 1 if "train.ratio_schedule" in options[0] else 0
     assert sorted(set(replayed)) == [*range(first + 3, 7), 11, 12, 13]
     assert [replayed.count(number) for number in (first + 3, 6, 11, 12)] == [3, 1, 3, 1]
+
+
+@pytest.mark.parametrize("steps, forecast", [(14, "training 16.0"), (6, None)])
+def test_speed_and_forecast_leave_out_warming_up_and_rehearsal(tmp_path, monkeypatch, steps, forecast):
+    """By a clock: usual and rehearsed steps take 10 s each, a replay 2; the log comes two replays later."""
+    now = [0.0]
+    monkeypatch.setattr(periodic.time, "perf_counter", lambda: now[0])
+
+    def ticking(run, do):
+        replay = itself(run, do)
+
+        def timed():
+            end = now[0] + (10.0 if len(replayed) <= 2 else 2.0)
+            results = replay()
+            now[0] = end
+            return results
+
+        return timed
+
+    def usual(run, inputs):
+        now[0] += 10.0
+        return step_on(run, inputs)
+
+    step_on, replayed = graphs.step_on, use_graphs(monkeypatch, ticking)
+    monkeypatch.setattr(graphs, "step_on", usual)
+    options = ["dataset.heldout=null", "every.sample=99", "every.log=6", "eval.demo_samples=0", "name=run"]
+    text = launch(tmp_path, "model=dit", f"train.steps={steps}", *options)
+    assert logged(tmp_path / "results/run", "images_per_s")[0] == 4.0
+    assert (f"estimated by the first steps: {forecast}" in text) if forecast else "estimated" not in text
 
 
 def wrong(run, do):

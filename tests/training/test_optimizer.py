@@ -288,7 +288,7 @@ def settings(**options):
 @pytest.mark.parametrize(
     "options, shown",
     [
-        ({"name": "adam"}, "optim.name is 'adam', but must be adamw or sgd"),
+        ({"name": "adam"}, "optim.name is 'adam', but must be adamw, sgd or a plugin's"),
         ({"name": "sgd", "options": {"momentun": 0.9}}, "{momentun:0.9}.*optim.name=sgd takes momentum, .*'momentun'"),
         ({"options": {"betas": [0.9, 0.9]}}, "optim.name=adamw takes amsgrad.*multiple values.*optim.options=null"),
         ({"final_lr": 2.0}, "optim.final_lr is 2.0.*between 0 and optim.lr, 1.0"),

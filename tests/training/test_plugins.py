@@ -3,16 +3,26 @@
 The reference is DiT's run of the same seed: a network of DiT's blocks must train to the same weights, bit for bit."""
 
 import os
+import sys
 import textwrap
+from functools import partial
 
 import export_checkpoint
 import pytest
-from conftest import ROOT, TINY, launch, launch_door, same, score, take_samples
+import torch
+from conftest import ROOT, TINY, launch, launch_door, read_json, same, score, take_samples, write_json
 from forked import run_python
 
+from routing_module import REJOINS, RULES
 from tread.checkpoints import checkpoint
+from tread.evaluation.metric_table import METRICS
 from tread.models.architectures import ARCHITECTURES
+from tread.routing.ids import Token
+from tread.runtime import plugins
+from tread.runtime.files import sha256
 from tread.runtime.plugins import import_plugins
+from tread.training.alignment import Alignment
+from tread.training.optimizers import OPTIMIZERS
 
 MODULE = '''
     """Blocks of DiT's with as many heads as a block has channels over `head_width`."""
@@ -57,7 +67,7 @@ CONFIG = """
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with module and config; the tables are as before behind it."""
-    monkeypatch.setitem(ARCHITECTURES, "mine", None)
+    monkeypatch.setitem(ARCHITECTURES, "mine", ARCHITECTURES["dit"])
     del ARCHITECTURES["mine"]
     (tmp_path / "mine.py").write_text(textwrap.dedent(MODULE))
     (tmp_path / "mine/model").mkdir(parents=True)
@@ -86,6 +96,62 @@ def test_a_network_of_ones_own_trains_resumes_samples_and_is_exported(folder):
     assert checkpoint.find(folder / "results/run").step == 3
 
 
+def fresh(monkeypatch):
+    """Forget all plugins, as a new process would."""
+    monkeypatch.setattr(plugins, "_imported", {})
+    for name in [name for name in sys.modules if name.endswith("/mine.py")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_changed_plugin_is_told_at_going_on_and_at_sampling(folder, monkeypatch):
+    """The record's hash is the file's; one warning names the file, however often it is opened; an older record says
+    nothing."""
+    fresh(monkeypatch)
+    few, said = ("eval.demo_samples=0", "dataset.heldout=null"), "plugin mine.py has changed since the run began"
+    given = ("plugins=[mine.py]", "model.architecture=mine", "name=run", *few)
+    assert said not in launch(folder, *given, "train.steps=1")
+    find = partial(checkpoint.find, folder / "results/run")
+    before = sha256(folder / "mine.py")
+    assert find().info["plugins"] == {"mine.py": before}
+    (folder / "mine.py").write_text(textwrap.dedent(MODULE) + "# edited")
+    for steps in (2, 3):
+        fresh(monkeypatch)
+        text = launch(folder, "run=results/run", f"train.steps={steps}")
+        assert text.count(f"warning: {said}") == 1 and find().info["plugins"] == {"mine.py": before}
+    few = ("checkpoint=results/run", "steps=2", "classes=[1]", "seeds=0")
+    assert take_samples(folder, *few, "out=a.png").count(f"note: {said}") == 1
+    assert said in score(folder, "checkpoint=results/run", "num_samples=4", "batch_size=4", "steps=2")
+    info = read_json(find().folder / "info.json")
+    del info["plugins"]
+    write_json(find().folder / "info.json", info)
+    assert said not in take_samples(folder, *few, "out=b.png")
+
+
+def test_an_exported_checkpoint_finds_its_plugin_beside_it_or_where_it_is_used(folder, monkeypatch):
+    """On a machine without the file's old place; without any, the error names what is missing and where it was not."""
+    fresh(monkeypatch)
+    few = ("eval.demo_samples=0", "dataset.heldout=null", "train.steps=1", "name=run")
+    launch(folder, "plugins=[mine.py]", "model.architecture=mine", *few)
+    for paths in ("full", "short"):
+        given = (f"out={paths}", f"paths={paths}", "checkpoint=results/run")
+        text = launch_door(export_checkpoint.main, "export_checkpoint", folder, *given)
+        assert f"needs mine.py: put a copy into {paths}, or run where one is" in text
+        other = folder / f"on {paths}"
+        other.mkdir()
+        (folder / "mine.py").rename(other / "kept")
+        draw = partial(take_samples, other, f"checkpoint={folder / paths}", "steps=2", "classes=[1]", "seeds=0")
+        fresh(monkeypatch)
+        missing = f"{folder / paths}/info.json: it needs the plugin mine.py, which is neither .*mine.py nor in {folder}"
+        with pytest.raises(SystemExit, match=f"{missing}/{paths} or {other}"):
+            draw("out=a.png")
+        for number, place in enumerate((folder / paths, other)):
+            fresh(monkeypatch)
+            (place / "mine.py").write_text(textwrap.dedent(MODULE))
+            draw(f"out={number}.png")
+            (place / "mine.py").unlink()
+        (other / "kept").rename(folder / "mine.py")
+
+
 def test_a_plugin_that_has_moved_is_the_one_that_is_imported_already(tmp_path):
     """The reference is a module that counts its imports."""
     (tmp_path / "counted.py").write_text("import os\nos.environ['COUNTED'] = os.environ.get('COUNTED', '') + 'x'")
@@ -94,6 +160,16 @@ def test_a_plugin_that_has_moved_is_the_one_that_is_imported_already(tmp_path):
         for place in ("counted.py", "counted.py", "gone/counted.py"):
             import_plugins([f"{tmp_path}/{place}"])
         assert os.environ["COUNTED"] == "x"
+
+
+def test_a_table_refuses_what_is_no_entry_where_it_is_added():
+    """A class for an object, an object for a class, and objects of other kinds."""
+    cases = [(RULES, Token, "no class, but an object of it"), (ARCHITECTURES, Alignment(), "of <class 'type'>")]
+    cases += [(REJOINS, print, "of .*Rejoin'>"), (METRICS, print, "of .*Metric'>")]
+    for table, entry, must in (*cases, (OPTIMIZERS, torch.optim.NAdam, "of .*OptimizerEntry'>")):
+        with pytest.raises(TypeError, match=f"^the table's entry 'mine' is .*, but must be {must}$"):
+            table["mine"] = entry
+        assert "mine" not in table
 
 
 def test_a_plugin_that_can_not_be_imported_is_named(tmp_path):

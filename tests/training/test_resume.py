@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, launch, launch_door, launch_processes, records
+from conftest import ROOT, TINY, launch, launch_door, launch_processes, records, take_samples
 from omegaconf import OmegaConf
 
 import train
@@ -226,6 +226,19 @@ def test_keys_that_are_younger_than_the_run_have_todays_default(begun):
         assert path.read_text() != text and '"rejoin": null' in text
         path.write_text(re.sub(r',\s*"rejoin": null', "", path.read_text()))
     assert warnings(resume(begun, f"run={RUN}")) == [] and own(begun)["tracker"] == "none"
+
+
+def test_a_setting_of_newer_code_is_told_with_its_file(begun):
+    """In the run's record, at going on; in the checkpoint's, at sampling and where there is no run.json."""
+    record, info = begun / RUN / "run.json", begun / RUN / "step_0000003/info.json"
+    for file in (record, info):
+        file.write_text(file.read_text().replace('"patch_size": ', '"patches": 3, "patch_size": ', 1))
+    for file in (record, info):
+        with pytest.raises(SystemExit, match=f"{file.relative_to(begun)}: unknown setting 'model.patches'"):
+            resume(begun, f"run={RUN}")
+        record.unlink(missing_ok=True)
+    with pytest.raises(SystemExit, match=f"{info}: unknown setting 'model.patches'"):
+        take_samples(begun, f"checkpoint={RUN}")
 
 
 def test_typed_values_are_taken_one_by_one():

@@ -189,6 +189,7 @@ def test_it_is_off_unless_asked_for_and_where_no_route_is(read_config, tiny):
             ["model.routes.0.selection_ratio=0.95"],
             "^model.routes.0.selection_ratio 0.95 keeps a single token of the 4×4.* at most 0.875 keeps more",
         ),
+        (["model.architecture=mine"], r"^model.architecture is 'mine', but must be dit, .* \(or a plugin's\)$"),
         (["model.routes.0.select=rows"], "^model.routes.0.select is 'rows', but must be one of token, row, shared"),
         (["model=dit", "train.loss_tokens=kept"], "train.loss_tokens are of routes, but model=dit has none"),
         (["model=rwkv", "train.ratio_schedule={start:0.5,end:0.2,last:5}"], "are of routes, but model=rwkv has none"),

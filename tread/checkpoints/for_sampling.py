@@ -60,7 +60,7 @@ class SavedNetwork:
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
         """Build the network in eval mode, with the residual stream of its training, and load its weights; `guidance`
-        decides its routes, see `routes`. Weights require gradients: autocast caches the casts of such weights only."""
+        decides its routes, see `routes`."""
         network = build_network(self.cfg)
         network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))
@@ -87,7 +87,10 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
         raise checkpoint.Damaged(
             f"{source.folder / 'info.json'} is damaged: {error} is missing", source.folder
         ) from error
-    cfg = read_network(config)
+    try:
+        cfg = read_network(config, source.folder)
+    except ValueError as error:
+        raise ValueError(f"{source.folder / 'info.json'}: {error}") from error
     cfg = replace(cfg, model=cfg.model.anywhere)
     if shift is not None:
         if cfg.objective != "rf":

@@ -1,6 +1,7 @@
 """Reads a network's settings from a checkpoint's config, and builds its diffusion process and the network."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Literal
 
 from rf import RF
@@ -10,7 +11,8 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.process import Process
 from tread.models.architectures import AnyOptions, TextSettings
 from tread.models.backbone import Backbone
-from tread.runtime.schema import Count, read
+from tread.runtime.plugins import find_plugin
+from tread.runtime.schema import Count, check, read
 
 Objective = Annotated[Literal["edm", "rf"], "rectified flow"]
 
@@ -46,9 +48,14 @@ class Network:
     plugins: tuple[str, ...] = ()
 
 
-def read_network(config: dict) -> Network:
-    """Read the network's settings from a checkpoint's config. Raises ValueError for unknown or mistyped ones."""
-    return read({item.name: config[item.name] for item in fields(Network) if item.name in config}, Network)
+def read_network(config: dict, folder: Path | None = None) -> Network:
+    """Read the network's settings from a checkpoint's config, with plugins as `find_plugin` finds them for its folder.
+    Raises ValueError for unknown or mistyped settings, and for a plugin that is missing."""
+    stated = {item.name: config[item.name] for item in fields(Network) if item.name in config}
+    if folder and "plugins" in stated:
+        check("plugins", stated["plugins"], tuple[str, ...])
+        stated["plugins"] = [find_plugin(name, folder) for name in stated["plugins"]]
+    return read(stated, Network)
 
 
 def process_of(cfg: Network) -> Process:

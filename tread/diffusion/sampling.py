@@ -5,7 +5,8 @@ A sample depends only on its label and its seed, from which its noise and its ro
 Shapes: B samples, N tokens; latents (B, C, S, S).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -179,8 +180,25 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
         return seeded_normal(seeds, shape, f"churn {step}").to(device)
 
     noise, levels = seeded_normal(seeds, shape).to(device), model.process.schedule(sampler.steps)
-    with torch.autocast(device.type, enabled=False):  # autocast keeps its casts of weights until the outermost one ends
+    networks = {network, weaker.network} if sampler.precision == "bf16" else ()
+    with _casts_kept(device, networks):
         return solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise).float()
+
+
+@contextmanager
+def _casts_kept(device: torch.device, networks: Collection[nn.Module]) -> Iterator[None]:
+    """Context in which autocast casts each weight of these networks once. It keeps its casts until the outermost
+    autocast ends, and only those of weights that require gradients, as frozen ones then do."""
+    weights = (weight for network in networks for weight in network.parameters() if weight.is_floating_point())
+    frozen = [weight for weight in weights if not weight.requires_grad]
+    try:
+        with torch.autocast(device.type, enabled=False):
+            for weight in frozen:
+                weight.requires_grad_()
+            yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
 
 
 def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, Tensor, Condition, Routes], Tensor]:

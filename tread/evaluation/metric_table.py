@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from routing_module import Table
 from tread.evaluation.metrics import NEIGHBOURS, frechet_distance, inception_score, kernel_distance, precision_recall
 from tread.evaluation.reference import FeatureSets
 
@@ -78,7 +79,7 @@ def _manifold(number: int) -> Callable[[FeatureSets], float]:
 
 _judged = functools.partial(Metric, curve=False, count="demo_samples")
 _log = functools.partial(Metric, of="training", compared=False)
-METRICS: dict[str, Metric] = {
+METRICS = Table(Metric, {
     "eval_loss": Metric("evaluation loss", "lower", of="heldout", alike=("edm", "rf")),
     "eval_velocity": Metric("velocity error", "lower", of="heldout"),  # independent of time density and weights
     "fid": Metric(
@@ -111,7 +112,7 @@ METRICS: dict[str, Metric] = {
     "grad_norm": _log("gradient norm, mean of the good steps"),
     "lr": _log("learning rate", log=False),
     "images_per_s": _log("training speed", unit="images/s", log=False),
-}
+})  # fmt: skip
 
 
 def with_real(names: Iterable[str]) -> list[str]:

@@ -42,6 +42,7 @@ from tread.runtime.compiling import Compile, compile_blocks, settle_compile
 from tread.runtime.device import Precision, avoid_faults, device_name, use_precision
 from tread.runtime.distributed import Processes
 from tread.runtime.files import check_place, explain_failure
+from tread.runtime.plugins import plugin_changes
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.runtime.versions import versions
@@ -414,7 +415,7 @@ class CheckpointScoring:
             processes.say(f"{plan.folder}: {plan.count:,} samples of {how}")
             for other in set(folder.glob(".fid-*")) - {self.parts.work}:
                 processes.say(f"  note: {other} holds unfinished work by other settings; remove it if unwanted")
-            for text in self.scorer.warnings(plan.count):
+            for text in (*plugin_changes(plan.saved.found.info), *self.scorer.warnings(plan.count)):
                 processes.say(f"  note: {text}")
             self.parts.share(processes, "samples", partial(self._draw, decoder), verify=True)
             if processes.main:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from dit import DiT
-from routing_module import Route, check_routes
+from routing_module import Route, Table, check_routes
 from tread.models.backbone import Backbone, Init
 from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
 from tread.models.mamba import Directions, Kernel, Mamba
@@ -331,7 +331,7 @@ class SprintOptions(LightningOptions):
         return Route(2, -3, 0.75, "off")
 
 
-ARCHITECTURES: dict[str, type[NetworkOptions]] = {
+ARCHITECTURES = Table(type, {
     "dit": DiTOptions,
     "dit_text": DiTTextOptions,
     "lightning": LightningOptions,
@@ -340,7 +340,7 @@ ARCHITECTURES: dict[str, type[NetworkOptions]] = {
     "maskdit": MaskDiTOptions,
     "rwkv": RWKVOptions,
     "sprint": SprintOptions,
-}
+})  # fmt: skip
 CHOSEN = Chosen("architecture", ARCHITECTURES)
 AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of a section `model`
 

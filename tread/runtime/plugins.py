@@ -6,11 +6,13 @@ so training, resuming, sampling and scoring know the same entries.
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-_imported: set[str] = set()  # names of files
+from tread.runtime.files import sha256
+
+_imported: dict[str, str] = {}  # name of a file or module → sha256 of what was imported, "" if it is no file
 
 
 def import_plugins(names: Sequence[str]) -> None:
@@ -19,22 +21,45 @@ def import_plugins(names: Sequence[str]) -> None:
     imported."""
     for name in names:
         place, module = absolute(name), Path(name).name
-        if place in sys.modules or (module in _imported and not Path(place).is_file()):
+        if module in _imported and (place in sys.modules or not Path(place).is_file()):
             continue
         try:
             if name.endswith(".py"):
                 spec = spec_from_file_location(place, place)
                 sys.modules[place] = module_from_spec(spec)
+                digest = sha256(Path(place))
                 spec.loader.exec_module(sys.modules[place])
-                _imported.add(module)
             else:
-                importlib.import_module(name)
+                file = importlib.import_module(name).__file__
+                digest = sha256(Path(file)) if file else ""
+            _imported[module] = digest
         except Exception as error:
             sys.modules.pop(place, None)
             raise ValueError(
                 f"plugins names {name}, which can't be imported: {type(error).__name__}: {error}; it must be a module "
                 "that Python finds, or the path of a .py file"
             ) from error
+
+
+def plugin_hashes(names: Sequence[str]) -> dict[str, str]:
+    """Return file name or module → sha256 of the content that was imported, to record with a run."""
+    return {Path(name).name: _imported[Path(name).name] for name in names}
+
+
+def plugin_changes(info: Mapping) -> list[str]:
+    """Return a warning if imported plugins have other contents than a checkpoint's info.json says."""
+    changed = [name for name, digest in info.get("plugins", {}).items() if _imported.get(name, digest) != digest]
+    return [f"plugin {', '.join(changed)} has changed since the run began, by its sha256"] if changed else []
+
+
+def find_plugin(name: str, folder: Path) -> str:
+    """Return where a plugin is that a checkpoint in `folder` names: a .py file beside it, or where the record says, or
+    in the working directory. Raises ValueError if it is nowhere and none of that name was imported."""
+    file = Path(name).name
+    found = next((place for place in (folder / file, Path(name), Path(file)) if place.is_file()), None)
+    if name.endswith(".py") and found is None and file not in _imported:
+        raise ValueError(f"it needs the plugin {file}, which is neither {name} nor in {folder} or {Path.cwd()}")
+    return str(found) if name.endswith(".py") and found else name
 
 
 def absolute(name: str) -> str:

@@ -50,7 +50,7 @@ class Chosen(NamedTuple):
         """
         if not isinstance(section, dict) or self.key not in section:
             raise ValueError(f"{where} is {section!r}, but must be a section that has {self.key}")
-        check(f"{where}.{self.key}", section[self.key], Literal[tuple(self.table)])
+        check(f"{where}.{self.key}", section[self.key], Annotated[Literal[tuple(self.table)], "or a plugin's"])
         kind, kept = self.table[section[self.key]], {}
         for name, value in section.items():
             owners = {entry: item for entry, other in self.table.items() for item in fields(other) if item.name == name}

@@ -19,58 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from routing_module import Route, check_routes
+from routing_module import Route
 from tread.checkpoints.network import build_network, process_of
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost, open_encoder
 from tread.models.backbone import Backbone
-from tread.routing.ids import count_run, pair
+from tread.models.cost_constants import END_BYTES, PREDICTED, UPDATE_BYTES, Constants, Device, block_bytes, blocks_run
+from tread.routing.ids import pair
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import Alive, autocast, wait_for
 from tread.runtime.files import size_text
-from tread.training.alignment import Aligned, Aligner, build_projector
+from tread.training.alignment import Aligned, Aligner, build_projector, tokens_at
 from tread.training.settings import Settings
 from tread.training.step import active_routes
 
-
-class Device(NamedTuple):
-    """A GPU as in its maker's data sheet: bytes of memory, bf16 FLOP/s of matrix products, bytes/s of its memory."""
-
-    memory: float
-    products: float
-    bandwidth: float
-
-
-class BlockBytes(NamedTuple):
-    """Bytes of a compiled bf16 block for each token and channel: `saved` for the backward pass; `moved` (read or
-    written) in both passes, outside of matrix products and attention; `budget`, saved under train.memory=budget."""
-
-    saved: float
-    moved: float
-    budget: float
-
-
-DEVICES = {
-    "h200": Device(141e9, 989e12, 4.8e12),
-    "h100": Device(80e9, 989e12, 3.35e12),
-    "a100": Device(80e9, 312e12, 2.04e12),
-    "4090": Device(24e9, 165e12, 1.01e12),
-}
-BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py holds them against what torch's compiler makes
-    "dit": BlockBytes(36.2, 179, 24.2),
-    "maskdit": BlockBytes(36.2, 179, 24.2),
-    "lightning": BlockBytes(40.2, 217, 32.9),
-    "sprint": BlockBytes(40.2, 217, 32.9),
-    "dit_text": BlockBytes(48.1, 239, 32.2),
-    "lightning_text": BlockBytes(52.1, 275, 42.9),
-    "rwkv": BlockBytes(80.5, 539, 53),
-    "mamba": BlockBytes(156.8, 1364, 101),
-}
-END_BYTES = BlockBytes(30, 41, 30)  # of embedding and last layer together, likewise
-UPDATE_BYTES = 44  # read or written by clipping, AdamW and one average, for each parameter
-REACHED = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # network's width → share of `products` reached
-ATTENTION = {64: 0.19, 72: 0.13}  # width of a head → share of `products` that attention reaches
-BANDWIDTH = 0.875  # share of `bandwidth` reached
-LAUNCH = 1.1e-3  # seconds of the host for a block's forward pass, backward pass and update, compiled
 USABLE = 0.94  # share of `memory`; the rest is CUDA's and fragments'
 
 
@@ -89,7 +50,7 @@ def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | 
 class StepMemory(NamedTuple):
     """Bytes of memory that one training step takes on one device.
 
-    weights    the network's weights, in fp32; gradients take as much.
+    weights    the weights of network and projector, in fp32; gradients take as much.
     averages   the averaged weights.
     optimizer  the optimizer's state.
     saved      what the forward pass keeps for the backward pass.
@@ -115,7 +76,7 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Return the bytes that a step on `images` samples takes, traced for an uncompiled network without alignment."""
+    """Return the memory of a step of `images` samples under these routes, traced without compiling; see `memory`."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
@@ -131,15 +92,6 @@ def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: 
     return StepMemory(weights, averages, optimizer, saved, alive.peak + averages + optimizer)
 
 
-def tokens_of_blocks(network: Backbone, routes: Sequence[Route]) -> list[int]:
-    """Return on how many tokens each block runs."""
-    tokens = [network.num_tokens] * len(network.blocks)
-    for route in check_routes(routes, len(tokens)):
-        for block in range(route.start, route.end + 1):
-            tokens[block] = count_run(route, network.num_tokens, network.grid)
-    return tokens
-
-
 def step_seconds(
     cfg: Settings,
     network: Backbone,
@@ -147,40 +99,62 @@ def step_seconds(
     images: int,
     device: Device,
     aligner: Aligner | None = None,
+    constants: Constants = PREDICTED,
 ) -> float:
     """Predict the seconds of a compiled step of `images` samples on one device, with all blocks in bf16."""
-    tokens, width = tokens_of_blocks(network, routes), network.hidden_size
-    linear = sum(block.multiply_adds(count, attention=False) for block, count in zip(network.blocks, tokens))
-    mixing = sum(block.multiply_adds(count) for block, count in zip(network.blocks, tokens)) - linear
-    head = width // getattr(cfg.model, "num_heads", width)
-    attention = ATTENTION[min(ATTENTION, key=lambda known: abs(known - head))]
-    reached = float(np.interp(width, *REACHED))
-    products = 6 * (linear / reached + mixing / attention) + (aligner.flops(routes) / reached if aligner else 0)
-    block = BLOCK_BYTES.get(cfg.model.architecture, BLOCK_BYTES["dit"])
-    each = width * (block.moved * sum(tokens) + END_BYTES.moved * network.num_tokens)
-    moved = images * each + UPDATE_BYTES * count_parameters(network)
-    seconds = images * products / device.products + moved / (BANDWIDTH * device.bandwidth)
-    return max(seconds, LAUNCH * len(tokens))
+    blocks = blocks_run(network, routes)
+    head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)
+    attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
+    products = aligner.flops(routes) / np.interp(network.hidden_size, *constants.reached) if aligner else 0
+    moved = network.hidden_size * END_BYTES.moved * network.num_tokens
+    for block, count, width in blocks:
+        linear = block.multiply_adds(count, attention=False)
+        mixing = block.multiply_adds(count) - linear
+        products += 6 * (linear / np.interp(width, *constants.reached) + mixing / attention)
+        known = block_bytes(cfg.model.architecture, width)
+        moved += count * width * (known.moved_in_bf16 if cfg.train.residual == "bf16" else known.moved)
+    moved = images * moved + UPDATE_BYTES * count_parameters(network)
+    seconds = images * products / device.products + moved / (constants.bandwidth * device.bandwidth)
+    return float(max(seconds, constants.launch * len(blocks)))
 
 
 def count_parameters(network: Backbone) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
+def projector_bytes(aligner: Aligner, routes: Sequence[Route], precision: str) -> int:
+    """Return what alignment's loss of one image keeps for the backward pass, and its targets, but for a live encoder's
+    own: the projector's input, each layer's output and its SiLU's, the last one's in fp32; in fp32 the targets."""
+    layers = [layer for layer in aligner.module.projector if isinstance(layer, nn.Linear)]
+    network, width = aligner.module.network, layers[-1].out_features
+    tokens = tokens_at(aligner.module.block, routes, network)
+    kept = layers[0].in_features + 2 * sum(layer.out_features for layer in layers)
+    return tokens * kept * (2 if precision == "bf16" else 4) + 4 * (network.num_tokens + tokens) * width
+
+
 def memory(
-    cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool
-) -> StepMemory:
+    cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool,
+    aligner: Aligner | None = None,
+) -> StepMemory:  # fmt: skip
     """Return the bytes of a step on one device: traced for an eager network, else predicted from BLOCK_BYTES, twice as
-    many in fp32. train.memory "auto" is taken as "plain"; so is "budget" for an eager network."""
+    many in fp32. train.memory=auto counts as plain, and so does budget for an eager network."""
+    if aligner is not None:
+        step = memory(cfg, network, routes, images, precision, compiled)
+        weights = 4 * count_parameters(aligner.module.projector)
+        optimizer, saved = int(cfg.optim.copies * weights), images * projector_bytes(aligner, routes, precision)
+        parts = (step.weights + weights, step.averages, step.optimizer + optimizer, step.saved + saved)
+        return StepMemory(*parts, step.peak + weights + optimizer + max(saved, weights))
     if not compiled:
         return step_memory(cfg, routes, images, precision)
     weights, how = 4 * count_parameters(network), cfg.train.memory
     averages, optimizer = weights * (1 + len(cfg.ema.power)), int(weights * cfg.optim.copies)
-    block, tokens = BLOCK_BYTES.get(cfg.model.architecture, BLOCK_BYTES["dit"]), tokens_of_blocks(network, routes)
-    kept = (block.budget if how == "budget" else block.saved) * sum(tokens)
+    blocks, kind = blocks_run(network, routes), cfg.model.architecture
+    sizes = [(count * width, block_bytes(kind, width)) for _, count, width in blocks]
+    kept = sum(size * (block.budget if how == "budget" else block.saved) for size, block in sizes)
     if how == "checkpointing":  # each block's fp32 input, and one block that is computed again
-        kept = 4 * sum(tokens) + block.saved * max(tokens)
-    each = network.hidden_size * (kept + END_BYTES.saved * network.num_tokens) * (1 if precision == "bf16" else 2)
+        kept = sum(4 * size for size, _ in sizes) + max(size * block.saved for size, block in sizes)
+    ends = network.hidden_size * END_BYTES.saved * network.num_tokens
+    each = (kept + ends) * (1 if precision == "bf16" else 2)
     saved = int(weights / 2 + images * each)  # autocast keeps weights in bf16
     return StepMemory(weights, averages, optimizer, saved, weights + averages + optimizer + max(saved, weights))
 
@@ -196,7 +170,7 @@ class MemoryPlan(NamedTuple):
 
 def plan_memory(
     cfg: Settings, network: Backbone, kinds: Sequence[Sequence[Route]], images: int, room: int, precision: str,
-    compiled: bool,
+    compiled: bool, aligner: Aligner | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """Choose how steps on micro-batches of `images` samples save memory: as train.memory says; for auto, the first of
     plain, budget (for compiled blocks only) and checkpointing that makes steps under all sets of routes in `kinds` fit
@@ -205,11 +179,12 @@ def plan_memory(
     kinds, peaks, micro = kinds or [()], {}, images
     for how in ways if cfg.train.memory == "auto" else (cfg.train.memory,):
         saving = replace(cfg, train=replace(cfg.train, memory=how))
-        peaks[how] = max(memory(saving, network, kind, images, precision, compiled).peak for kind in kinds)
+        peaks[how] = max(memory(saving, network, kind, images, precision, compiled, aligner).peak for kind in kinds)
         if peaks[how] <= USABLE * room:
             break
     else:
-        pairs = ([memory(saving, network, kind, count, precision, compiled) for count in (1, 2)] for kind in kinds)
+        how_run = (precision, compiled, aligner)
+        pairs = ([memory(saving, network, kind, count, *how_run) for count in (1, 2)] for kind in kinds)
         micro = min(largest_micro_batch(few, more, images, room) for few, more in pairs)
     others = "".join(f", {way} {size_text(peak)}" for way, peak in peaks.items() if way != how)
     said = f"{how}, predicted {size_text(peaks[how])} of {size_text(room)}{others}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from routing_module import Table
 from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 
 
@@ -27,14 +28,14 @@ class OptimizerEntry:
 
 
 # any optimizer works: optimizer_step clips and skips, checkpoints save and resume
-OPTIMIZERS = {
+OPTIMIZERS = Table(OptimizerEntry, {
     "adamw": OptimizerEntry(
         partial(torch.optim.AdamW, fused=True),
         lambda options: 2 + bool(options.get("amsgrad")),
         ("betas", "eps", "weight_decay"),
     ),
     "sgd": OptimizerEntry(torch.optim.SGD, lambda options: float(bool(options.get("momentum")))),
-}
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Optim:
         if len(self.betas) != 2:
             raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers")
         if self.name not in OPTIMIZERS:
-            raise ValueError(f"optim.name is {self.name!r}, but must be {' or '.join(OPTIMIZERS)}")
+            raise ValueError(f"optim.name is {self.name!r}, but must be {', '.join(OPTIMIZERS)} or a plugin's")
         signature, given = inspect.signature(OPTIMIZERS[self.name].make), self._arguments()
         try:
             signature.bind((), **given, **(self.options or {}))

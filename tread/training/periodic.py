@@ -28,6 +28,7 @@ from tread.evaluation.scorers import judge_digits
 from tread.models.conditions import Text
 from tread.runtime.device import autocast, peak_flops, wait_for
 from tread.runtime.files import explain_failure
+from tread.runtime.plugins import plugin_hashes
 from tread.training.costs import sample_flops, training_flops
 from tread.training.optimizer import learning_rate
 from tread.training.run import Failure, Run, StepStatistics
@@ -37,10 +38,12 @@ from tread.training.summary import forecast
 
 class Clock:
     """Measures time and FLOPs of training, not of evaluating and saving: in all and, for the speed, since the last log.
-    The speed leaves out the first step, which compiles, unless a log is due right after it."""
+    Speed and forecast leave out the first steps: one, which compiles, and with CUDA graphs those before the first
+    replay, of which the last is recorded and rehearsed. If a log is due right after them, it counts them."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
+        self.settled = run.step + (1 if run.graphs is None else run.graphs.usual + 1)
         self.starting: dict[str, float] = {}  # seconds of the start, for the next record
         self.counted = run.step, self.began  # step and time up to which training is counted
         self.restart()
@@ -50,16 +53,17 @@ class Clock:
         self.first = self.run.step
 
     def tick(self, due: bool) -> None:
-        """Call after each step, before a log if one is `due`. Prints how long the start took, then the time left."""
-        if self.run.step - self.start_step == 1:
+        """Call after each step, before a log if one is `due`. Prints how long the start took, later the time left."""
+        if self.run.step in (self.start_step + 1, self.settled):
             wait_for(self.run.processes.device)
             self.advance()
-            start, first = self.counted[1] - self.run.began, self.counted[1] - self.began
-            self.starting = {"cold_start_seconds": round(start, 2), "first_step_seconds": round(first, 3)}
-            self.run.processes.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
+            if self.run.step == self.start_step + 1:
+                start, first = self.counted[1] - self.run.began, self.counted[1] - self.began
+                self.starting = {"cold_start_seconds": round(start, 2), "first_step_seconds": round(first, 3)}
+                self.run.processes.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
             if not due:
                 self.restart()
-        elif self.run.step - self.start_step == 3 and self.run.step < self.run.cfg.train.steps:
+        elif self.run.step == self.settled + 2 and self.run.step < self.run.cfg.train.steps:
             wait_for(self.run.processes.device)
             seconds = (time.perf_counter() - self.counted[1]) / (self.run.step - self.counted[0])
             self.run.processes.say(forecast(self.run, seconds))
@@ -372,6 +376,7 @@ def save(run: Run) -> bool:
         "attribution": run.data.attribution,
         "encoder": run.aligner and run.aligner.fingerprint,
         "config": run.config,
+        "plugins": plugin_hashes(run.cfg.plugins) | (run.earlier.info.get("plugins", {}) if run.earlier else {}),
         "versions": run.log.versions if run.processes.main else None,
     }
 

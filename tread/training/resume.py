@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 
 from tread.checkpoints.checkpoint import find_whole, newest
 from tread.runtime.plugins import import_plugins
-from tread.runtime.schema import written
+from tread.runtime.schema import check_overrides, written
 from tread.runtime.tensor_files import listed
 from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
+from tread.training.settings import known_keys
 
 ON_DONE = ("report", "plugins")  # settings that a finished run takes anew when it is started again
 # group of configs → the key that names the chosen file in a run's config
@@ -46,6 +47,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     recorded = starts[-1]["config"] if starts else checkpoint.info["config"]
     if "plugins" not in typed:  # else a start without the recorded ones would fail after this one
         import_plugins(recorded.get("plugins", ()))
+        check_record(recorded, folder / "run.json" if starts else checkpoint.folder / "info.json")
     recorded = migrate(recorded)
     keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
     for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
@@ -83,6 +85,15 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         advice += [f"{' and '.join(fixed)} can't change in a run, so take another name=…"] if fixed else []
         warnings.append(f"warning: settings stay as the run has them: {', '.join(kept)}; {', but '.join(advice)}")
     return config, warnings
+
+
+def check_record(config: dict, file: Path) -> None:
+    """Raise ValueError for a setting that is not known here, as newer code may record; the message names the file."""
+    sections = [(name, section) for name, section in migrate(config).items() if isinstance(section, dict)]
+    try:
+        check_overrides([f"{name}.{key}=" for name, section in sections for key in section], known_keys())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _is_done(folder: Path, config: dict) -> bool:

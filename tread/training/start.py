@@ -29,6 +29,7 @@ from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
 from tread.runtime.device import avoid_faults, memory_of
 from tread.runtime.distributed import Processes, open_training, split_batch
 from tread.runtime.files import check_place, explain_failure, point_to, size_text, write_whole
+from tread.runtime.plugins import plugin_changes
 from tread.runtime.randomness import generator
 from tread.runtime.schema import written
 from tread.runtime.signals import Stop
@@ -123,7 +124,7 @@ def prepare_blocks(
             how = "plain" if cfg.train.memory == "auto" else cfg.train.memory
             return MemoryPlan(how, how)
         more = lasting * 4 * count_parameters(network) + live_bytes(cfg, images, aligner and aligner.encoder)
-        return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled)
+        return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
 
     def attempt() -> None:
         for routes in kinds:
@@ -310,7 +311,8 @@ def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
 
 
 def data_warnings(run: Run) -> list[str]:
-    """Return warnings: held-out latents are training data, their photos were decoded differently, another encoder."""
+    """Return warnings: held-out latents that are training data, photos decoded differently, a changed encoder or
+    plugin."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data)), files_of(run.heldout) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
@@ -326,7 +328,7 @@ def data_warnings(run: Run) -> list[str]:
     if before and aligner and aligner.fingerprint not in (None, before):
         name = aligner.settings.encoder
         warnings.append(f"{name} is another encoder than the run was aligned with up to here, by its hash")
-    return warnings
+    return warnings + plugin_changes(run.earlier.info if run.earlier else {})
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:

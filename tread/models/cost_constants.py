@@ -1,0 +1,101 @@
+"""The constants that costs of training are predicted from: devices, shares of their speed, bytes of compiled blocks."""
+
+from collections.abc import Mapping, Sequence
+from statistics import harmonic_mean
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import nn
+
+from routing_module import Route, check_routes
+from tread.models.backbone import Backbone
+from tread.routing.ids import count_run
+
+
+class Device(NamedTuple):
+    """A GPU by its maker's data sheet: bytes of memory, bf16 FLOP/s of matrix products, bytes/s of its memory."""
+
+    memory: float
+    products: float
+    bandwidth: float
+
+
+class Constants(NamedTuple):
+    """The constants of `step_seconds` that benchmarks/gpu_check.py can measure; the defaults are predictions."""
+
+    reached: tuple[Sequence[int], Sequence[float]] = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # width → share
+    attention: Mapping[int, float] = MappingProxyType({64: 0.19, 72: 0.13})  # width of a head → share that it reaches
+    bandwidth: float = 0.875  # share of Device.bandwidth reached; those above are of Device.products
+    launch: float = 1.1e-3  # seconds of the host for a block's forward pass, backward pass and update, compiled
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a compiled bf16 block for each token and channel: kept for the backward pass; read or written outside of
+    matrix products and attention, forward and backward; kept under train.memory=budget; and `moved` under
+    train.residual=bf16."""
+
+    saved: float
+    moved: float
+    budget: float
+    moved_in_bf16: float
+
+
+PREDICTED = Constants()
+DEVICES = {
+    "h200": Device(141e9, 989e12, 4.8e12),
+    "h100": Device(80e9, 989e12, 3.35e12),
+    "a100": Device(80e9, 312e12, 2.04e12),
+    "4090": Device(24e9, 165e12, 1.01e12),
+}
+BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py holds them against what torch's compiler makes
+    "dit": BlockBytes(36.2, 179, 24.2, 137),
+    "maskdit": BlockBytes(36.2, 179, 24.2, 137),
+    "lightning": BlockBytes(40.2, 217, 32.9, 184),
+    "sprint": BlockBytes(40.2, 217, 32.9, 184),
+    "dit_text": BlockBytes(48.1, 239, 32.2, 173),
+    "lightning_text": BlockBytes(52.1, 275, 42.9, 218),
+    "rwkv": BlockBytes(80.5, 539, 53, 499),
+    "mamba": BlockBytes(146.6, 1177, 88.7, 1135),
+}
+TOKEN_BYTES = {"mamba": BlockBytes(1306, 23900, 1560, 23900)}  # beside those, for each token: the scan's B and C
+END_BYTES = BlockBytes(30, 41, 30, 41)  # of embedding and last layer together, likewise
+UPDATE_BYTES = 44  # read or written by clipping, AdamW and one average, for each parameter
+SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # widths of DiTs
+
+
+def block_bytes(architecture: str, width: int) -> BlockBytes:
+    """Return the bytes of a block of this width; those of an unknown architecture are DiT's."""
+    known, fixed = BLOCK_BYTES.get(architecture, BLOCK_BYTES["dit"]), TOKEN_BYTES.get(architecture, (0, 0, 0, 0))
+    return BlockBytes(*(each + more / width for each, more in zip(known, fixed)))
+
+
+def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Module, int, int]]:
+    """Return for each block, those of MaskDiT's decoder too, the block, its number of tokens and its width."""
+    tokens = [network.num_tokens] * len(network.blocks)
+    for route in check_routes(routes, len(tokens)):
+        count = count_run(route, network.num_tokens, network.grid)
+        tokens[route.start : route.end + 1] = [count] * (route.end + 1 - route.start)
+    blocks = [(block, count, network.hidden_size) for block, count in zip(network.blocks, tokens)]
+    decoder = getattr(network, "decoder_blocks", ())
+    return blocks + [(block, network.num_tokens, network.decoder_hidden_size) for block in decoder]
+
+
+def measured_constants(result: Mapping, device: Device) -> Constants:
+    """Return the constants, those that `result`, a file of benchmarks/gpu_check.py, holds in place of the predicted."""
+    parts = (result.get(part, {}).get("rows", {}) for part in ("machine", "host"))
+    rows = {name: row for part in parts for name, row in part.items()}
+
+    def values(start: str, key: str) -> list[float]:
+        return [row[key] for name, row in rows.items() if name.startswith(start) and key in row]
+
+    speeds = {width: values(f"products of {size}, ", "measured") for size, width in SIZES.items()}
+    mixing = {head: values(f"attention, heads of {head}, 256 tokens, ", "tflops") for head in PREDICTED.attention}
+    copied, launched = values("copy", "measured"), values("S's depth, dense, compiled", "ms_a_block")
+    reached = tuple(speeds), [harmonic_mean(some or [1]) * 1e12 / device.products for some in speeds.values()]
+    attention = {head: max(some, default=0) * 1e12 / device.products for head, some in mixing.items()}
+    return Constants(
+        reached if all(speeds.values()) else PREDICTED.reached,
+        attention if all(mixing.values()) else PREDICTED.attention,
+        copied[0] * 1e9 / device.bandwidth if copied else PREDICTED.bandwidth,
+        launched[0] / 1e3 if launched else PREDICTED.launch,
+    )
