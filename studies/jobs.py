@@ -68,7 +68,7 @@ class Job:
         return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
 
     def write_result(self) -> None:
-        """Write result.json from what exists: points over training, and all scores by their keys. Raises OSError."""
+        """Write result.json from what exists: the metrics logged during training, and all scores. Raises OSError."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
         for start in log.starts()[-1:]:
@@ -119,7 +119,7 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 
 
 def make_one(job: Job, data: Path, cores: int, children: "Children") -> str | None:
-    """Train, score and write a job's result, except for what exists; return the error, if any."""
+    """Train and score a job, except for what exists, and write its result; return the error as text, if any."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
     lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock

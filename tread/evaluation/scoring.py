@@ -385,7 +385,7 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
-    """Return the score files of samples=…: in options.out, or beside the samples (or tar) and named after them."""
+    """Return the files for scores of options.samples: in options.out, else beside the samples and named after them."""
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
@@ -407,7 +407,7 @@ class CheckpointScoring:
     settings  everything that decides the score.
     files     files of the score.
     lines     the .csv to which a line is appended.
-    parts     store of the samples and their features, kept until they are scored; a reference does not change them.
+    parts     store of the samples and their features, kept until they are scored; usable for any reference.
     seconds   time that this process took to draw samples and extract features.
     """
 
