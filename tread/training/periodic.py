@@ -38,8 +38,7 @@ from tread.training.summary import forecast
 
 class Clock:
     """Measures time and FLOPs of training, not of evaluating and saving: in all and, for the speed, since the last log.
-    Speed and forecast leave out the first steps: one, which compiles, and with CUDA graphs those before the first
-    replay, of which the last is recorded and rehearsed. If a log is due right after them, it counts them."""
+    Speed and forecast leave out the first steps (compiled; until a graph replays) unless a log is due right after."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()

@@ -256,8 +256,8 @@ def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
     if kind == "cifar10" and not Path(path).exists():
         cifar10.prepare_cifar10(Path(cfg.dataset.path), cfg.dataset.archive)
     elif kind in ("digits", "emoji") and not Path(path).exists() and Path(path).absolute().parts[-2:] != (kind, part):
-        own = "latents of your own need dataset=folder"
-        raise FileNotFoundError(f"{path} does not exist: {own}; {kind} are written to folders …/{kind}/{part} only")
+        said = f"{path} does not exist: latents of your own need dataset=folder"
+        raise FileNotFoundError(f"{said}; {kind} are written to folders …/{kind}/{part} only")
     elif kind == "digits":
         digits.prepare_digits(Path(path), part)
     elif kind == "emoji":

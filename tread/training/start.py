@@ -311,8 +311,7 @@ def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
 
 
 def data_warnings(run: Run) -> list[str]:
-    """Return warnings: held-out latents that are training data, photos decoded differently, a changed encoder or
-    plugin."""
+    """Return warnings: held-out data is trained on; photos decoded differently; an encoder or plugin has changed."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data)), files_of(run.heldout) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
