@@ -64,7 +64,7 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Lock the work, and begin it by ShardStore.begin. Raises FileExistsError if the dataset exists or is being written."""
+        """Lock the work and begin it by ShardStore.begin. Raises FileExistsError if the dataset or a writer exists."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # again: nobody else can make it from now on
