@@ -52,7 +52,7 @@ def test_a_run_leaves_what_it_says(straight):
     assert logged(run, "loss", "step") == [1, 2, 3, 4, 5, 6]
     assert logged(run, "eval_loss", "step") == [3, 6]
     starts = read_json(run / "run.json")
-    assert [s["step"] for s in starts] == [0] and starts[0]["versions"]["torch"] == torch.__version__
+    assert [s["step"] for s in starts] == [0] and torch.__version__.startswith(starts[0]["versions"]["torch"])
     assert {"git", "python"} <= set(starts[0]["versions"])
 
 
