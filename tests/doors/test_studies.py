@@ -112,7 +112,7 @@ def test_the_table_has_means_errors_and_paired_differences():
     assert figures.differences(*pair, figures.at_equal_images, "eval_loss") == pytest.approx([0.01, 0.02, 0.03])
     between = [(1.2 + 1.0 + seed / 10) / 2 for seed in range(3)]
     ends = [1.01, 1.12, 1.23]
-    equal = figures.differences(*pair, figures.at_equal_flops, "eval_loss")
+    equal = figures.differences(*pair, figures.at_equal, "eval_loss", "flops")
     assert equal == pytest.approx([end - middle for end, middle in zip(ends, between)])
 
     lines = figures.table(read, by_arm).splitlines()
@@ -236,7 +236,7 @@ def test_a_job_does_what_is_left(tmp_path, monkeypatch):
     commands, ended, one = [], [], job(tmp_path / "one")
     other = jobs.Job(replace(one.training, seed=1), one.scores, tmp_path / "other")
 
-    def pretend(self, command, cores, log, lock):
+    def pretend(self, command, cores, log, lock, over=None):
         commands.append(command[:2])
         if "seed=1" in command:
             raise ValueError("train.py ended with 1: error: no room")
