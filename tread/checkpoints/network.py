@@ -20,13 +20,15 @@ class Dataset:
     name: str
     path: str | None
     heldout: str | None
-    embedded: Literal["digits", "emoji"] | None
+    embedded: Literal["digits", "emoji", "cifar10"] | None
     channels: Count | None
     size: Count | None
     num_classes: Count | None
     verify: Verify
     placement: Placement
     normalize: bool
+    flip: bool = False
+    archive: str | None = None
 
     def __post_init__(self) -> None:
         if self.path is None:

@@ -1,7 +1,7 @@
 """Reads datasets of latents: folders that are checked when they are opened and read at the speed of memory.
 
     index.json               what the numbers mean, and the files with their hashes
-    shard-00000.npy          (n, views, channels, S, S) float16 or float32, read by memory map
+    shard-00000.npy          (n, views, channels, S, S) float16, float32 or, of pixels, uint8, read by memory map
     shard-00000.labels.npy   (n,) int64
 
 In index.json, `content` is "latents", or "moments": a posterior's mean and spread stacked along the channels (2C),
@@ -76,6 +76,7 @@ class LatentDataset:
     features   read the features of this encoder too; `feature_spec` describes them.
     pictures   read pictures too: stored ones, or the latents if they are pixels; `picture_size` is their side.
     text       read the captions too, as this text encoder encoded them; `text_spec` describes them.
+    flip       mirror half of the samples of each `batch`; of pixels alone, stored in one view.
     """
 
     folder: Path
@@ -85,6 +86,7 @@ class LatentDataset:
     features: str | None = None
     pictures: bool = False
     text: str | None = None
+    flip: bool = False
     latents: LatentSpec = field(init=False)
     feature_spec: FeatureSpec | None = field(init=False, default=None)
     text_spec: TextSpec | None = field(init=False, default=None)
@@ -112,6 +114,12 @@ class LatentDataset:
             self._open(index, full=self.verify == "full")
         except (KeyError, TypeError) as error:
             raise damaged(path, error) from error
+        if self.flip and (self.features or self.latents.views > 1 or not holds_pixels(self.latents)):
+            raise ValueError(
+                f"dataset.flip mirrors pixels stored in one view, without stored features, but {self.folder} holds "
+                f"{self.latents.autoencoder}, {self.latents.views} views, features {self.features}: dataset.flip=false "
+                "(prepare_latents.py flip=true stores a mirrored view of latents)"
+            )
         place([self._latents, *(self._text.rows if self._text else ())], self.placement, self.device, self.folder)
 
     def _open(self, index: dict, full: bool) -> None:
@@ -134,11 +142,16 @@ class LatentDataset:
 
     def __reduce__(self) -> tuple:
         # pickling sends the arguments, by which another process opens the files anew
-        how = (self.folder, "open", self.placement, self.device, self.features, self.pictures, self.text)
+        how = (self.folder, "open", self.placement, self.device, self.features, self.pictures, self.text, self.flip)
         return LatentDataset, how, {"latents": self.latents}
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def views(self) -> int:
+        """The number of views of a sample that can be read: those stored, or 2 if one is mirrored as it is read."""
+        return 2 if self.flip else self.latents.views
 
     def locate(self, index: int) -> tuple[Path, int]:
         """Return the shard's file that holds a sample, and the sample's row in it."""
@@ -172,12 +185,12 @@ class LatentDataset:
         self, seed: int, step: int, batch_size: int, rows: slice
     ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray | None]:
         """Return for `rows` of a step's global batch: sample indices, the stored view to read of each (0 plain, 1
-        mirrored; a single 0 if only one is stored), and caption numbers (None without text)."""
+        mirrored; a single 0 if there is only one), and caption numbers (None without text)."""
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
         indices = _epoch_order(seed, epoch, len(self))[number * batch_size : (number + 1) * batch_size][rows]
         views, captions = 0, None
-        if self.latents.views > 1:
-            drawn = torch.randint(self.latents.views, (batch_size,), generator=generator(seed, step, "view"))
+        if self.views > 1:
+            drawn = torch.randint(self.views, (batch_size,), generator=generator(seed, step, "view"))
             views = drawn.numpy()[rows]
         if self._text is not None:
             drawn = torch.rand(batch_size, dtype=torch.float64, generator=generator(seed, step, "caption"))
@@ -207,8 +220,8 @@ class LatentDataset:
         indices, views = np.asarray(indices), np.asarray(views)
         if len(indices) and not (0 <= indices.min() <= indices.max() < len(self) and 0 <= views.min()):
             raise IndexError(f"indices {indices.min()}..{indices.max()}, but {self.folder} holds {len(self)} samples")
-        if views.size and views.max() >= self.latents.views:
-            raise IndexError(f"view {views.max()}, but {self.folder} holds {self.latents.views} views")
+        if views.size and views.max() >= self.views:
+            raise IndexError(f"view {views.max()}, but {self.folder} has {self.views} views")
         stored = self._latents.read(indices, views, pin)
         features = self._features and self._features.read(indices, views, pin)
         pictures = self._pictures and self._pictures.read(indices, views, pin)

@@ -18,6 +18,7 @@ from torch import Tensor
 from tread.runtime.schema import check
 
 Dtype = Literal["float16", "float32"]
+Stored = Literal["float16", "float32", "uint8"]
 Orientation = Literal["exif", "stored"]
 Alpha = Literal["white", "drop"]
 
@@ -34,6 +35,7 @@ class LatentSpec:
     fingerprint                   hash of the autoencoder's weights; None if unknown.
     channel_shift, channel_scale  the network then gets (x − channel_shift)·channel_scale per channel; (): it gets x.
     orientation, alpha            how photos were decoded, see images.read_rgb; the defaults are ADM's way.
+    dtype                         of the stored numbers; uint8, of pixels alone, 0..255 for −1..1.
     """
 
     shape: tuple[int, int, int]
@@ -44,7 +46,7 @@ class LatentSpec:
     scale: float = 1.0
     shift: float = 0.0
     scale_applied: bool = False
-    dtype: Dtype = "float16"
+    dtype: Stored = "float16"
     views: int = 1
     fingerprint: str | None = None
     channel_shift: tuple[float, ...] = ()
@@ -58,8 +60,10 @@ class LatentSpec:
                 f"content {self.content!r} with spread {self.spread!r}: stored are latents (spread null), "
                 "or moments with spread logvar or std"
             )
-        for name, kind in (("dtype", Dtype), ("orientation", Orientation), ("alpha", Alpha)):
+        for name, kind in (("dtype", Stored), ("orientation", Orientation), ("alpha", Alpha)):
             check(name, getattr(self, name), kind)
+        if self.dtype == "uint8" and not holds_pixels(self):
+            raise ValueError("dtype is uint8, in which only pixels are stored")
         if self.views not in (1, 2):
             raise ValueError(f"views is {self.views}, but must be 1, or 2 with flipped copies")
         if self.scale == 0 or 0 in self.channel_scale:
@@ -113,7 +117,8 @@ def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | 
     the latter is None. No other function applies shift and scale to stored numbers."""
     scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":
-        return (stored.float() - shift) * scale, None
+        z = stored.float() / 127.5 - 1 if stored.dtype == torch.uint8 else stored.float()
+        return (z - shift) * scale, None
     mean, spread = stored.float().chunk(2, dim=-3)
     # log-variances are clamped as AutoencoderKL clamps them
     std = spread if latents.spread == "std" else (0.5 * spread.clamp(-30.0, 20.0)).exp()

@@ -14,7 +14,7 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
 from tread.models.architectures import CHOSEN, AnyOptions, TextSettings
 from tread.models.backbone import Residual
-from tread.preparing import digits, emoji
+from tread.preparing import cifar10, digits, emoji
 from tread.routing.ids import RULES, RatioSchedule, check_ratio
 from tread.runtime import schema
 from tread.runtime.compiling import Compile
@@ -249,14 +249,19 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Make part "train" or "heldout" of the dataset that dataset.embedded names (digits, emoji) if it is missing, with
-    encoded captions for a text-conditional network. Does nothing if dataset.embedded is null. Raises FileNotFoundError
-    if it would be made in a folder not called <embedded>/<part>, as a mistyped path of other data."""
+    """Make part "train" or "heldout" of the dataset that dataset.embedded names (digits, emoji, cifar10) if it is
+    missing, with encoded captions for a text-conditional network. Does nothing if dataset.embedded is null. Raises
+    FileNotFoundError if digits or emoji would be made in a folder not called <embedded>/<part>, as a mistyped path of
+    other data, and the errors of prepare_cifar10."""
     kind = cfg.dataset.embedded
-    if kind and not Path(path).exists() and Path(path).absolute().parts[-2:] != (kind, part):
+    if kind == "cifar10":
+        folder = Path(cfg.dataset.path)
+        if not Path(path).exists() and Path(path) in (folder, cifar10.heldout_of(folder)):
+            cifar10.prepare_cifar10(folder, cfg.dataset.archive)
+    elif kind and not Path(path).exists() and Path(path).absolute().parts[-2:] != (kind, part):
         own = "latents of your own need dataset=folder"
         raise FileNotFoundError(f"{path} does not exist: {own}; {kind} are written to folders …/{kind}/{part} only")
-    if cfg.dataset.embedded == "digits":
+    elif kind == "digits":
         digits.prepare_digits(Path(path), part)
-    elif cfg.dataset.embedded == "emoji":
+    elif kind == "emoji":
         emoji.prepare_emoji(Path(path), part, cfg.text.encoder if cfg.model.takes_text else None)

@@ -370,14 +370,15 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open part "train" or "heldout" of a dataset, and check that it fits the model. If missing, digits and emoji
-    (dataset.embedded) are made first. Raises ValueError or FileNotFoundError."""
+    """Open part "train" or "heldout" of a dataset, and check that it fits the model. If missing, an embedded
+    dataset (dataset.embedded) is made first. Raises ValueError or FileNotFoundError."""
     prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None
     pictures = repa and cfg.alignment.source == "live"
     text = cfg.text.encoder if cfg.model.takes_text else None
-    data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text)
+    flip = part == "train" and cfg.dataset.flip
+    data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text, flip)
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, cfg.dataset.num_classes)
     measures = (*data.latents.shape, len(data.latents.classes))
     if measures != expected:
