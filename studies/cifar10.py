@@ -50,7 +50,11 @@ def random_inception(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]), whole_file(path) as partial:
         torch.manual_seed(0)
-        save_file(Inception(with_classes=False, narrow=16).state_dict(), partial)
+        network = Inception(with_classes=False, narrow=16)
+        for parameter in network.parameters():
+            if parameter.ndim == 4:
+                torch.nn.init.kaiming_normal_(parameter)  # the usual draw lets features vanish
+        save_file(network.state_dict(), partial)
 
 
 if __name__ == "__main__":

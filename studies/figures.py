@@ -70,11 +70,14 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     """Return one run's metric minus another's, at the most "flops" or "steady_seconds" that both reach; None if one has
-    no value, or seconds are of other devices."""
+    no value, or seconds are of other devices. Ends within 1% of the same seconds, as of a time budget, are equal."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
-    place = min(max(each, default=0) for each in curves)
+    ends = [max(each, default=0) for each in curves]
+    if axis == "steady_seconds" and 0 < max(ends) < 1.01 * min(ends):
+        return curves[0][ends[0]] - curves[1][ends[1]]
+    place = min(ends)
     here, there = (interpolate(each, place) for each in curves)
     return None if None in (here, there) else here - there
 

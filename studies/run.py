@@ -7,8 +7,7 @@
                    studies/<name>_gpu/ (scale=gpu)
     arms=[dense]   these arms alone, with all their ways of scoring
     part=train     only train; part=score: then only score, with jobs=2 two networks at once
-    images=10000   another length; seconds=60: another time budget; samples=100: another number of samples
-    also=[…]       further overrides of train.py for all arms: a smaller network, say, to rehearse
+    rehearse=true  the whole of it with a tiny network and short, where the study's file says how (cifar10)
     data=data      the folder of imagenette/ (scale=small) or imagenet256/ (paper)
     results=results/studies   the folder of the runs
 
@@ -35,7 +34,7 @@ from studies.cost import estimate
 from studies.figures import publish, write
 from studies.jobs import Part, jobs_of, make
 from studies.results import finished, is_made
-from studies.study import HERE, ScaleName, altered, names, plan, read_study
+from studies.study import HERE, ScaleName, names, only, plan, read_study, rehearsed
 from tread.encoders.inception import find_weights
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
@@ -55,17 +54,14 @@ class Options:
     results: str = "results/studies"
     arms: tuple[str, ...] = ()
     part: Part = "both"
-    images: Count | None = None
-    seconds: Count | None = None
-    samples: Count | None = None
-    also: tuple[str, ...] = ()
+    rehearse: bool = False
 
     def __post_init__(self) -> None:
         if self.publish and self.scale not in ("small", "gpu"):
             said = f"publish=true is for scale=small and gpu, whose numbers stand in docs; scale is {self.scale}"
             raise ValueError(said)
-        if self.publish and (self.also or self.images or self.seconds or self.samples):
-            raise ValueError("publish=true is for the study as its file has it, without also, images, seconds, samples")
+        if self.publish and self.rehearse:
+            raise ValueError("publish=true is for numbers, and rehearse=true gives none")
 
 
 def main() -> None:
@@ -81,7 +77,8 @@ def run(options: Options) -> None:
     """Run a study, draw its figure and write its table; see `publish`. Raises ValueError or OSError for wrong options
     before any run."""
     study = read_study(options.study, options.scale)
-    study = altered(study, options.arms, options.also, options.images, options.seconds, options.samples)
+    study = rehearsed(study) if options.rehearse else study
+    study = only(study, options.arms) if options.arms else study
     runs, data, results = plan(study, options.seeds), Path(options.data), Path(options.results)
     place, made = results / study.name / study.scale, finished(results)
     to_make = [run for run in runs if not is_made(run, made)]

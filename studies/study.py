@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
@@ -62,10 +62,11 @@ class Arm:
 class Study:
     """A study at one scale.
 
-    arms     {name: arm}.
-    against  {name of an arm: name of the arm that it is compared with}.
-    figure   how metrics are drawn: a key of FIGURES in studies/figures.py.
-    ways     names of further ways of scoring; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
+    arms       {name: arm}.
+    against    {name of an arm: name of the arm that it is compared with}.
+    figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
+    ways       names of further ways of scoring; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
+    rehearsal  keys of Arm for a trial of the same commands with a tiny network, see `rehearsed`.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Study:
     figure: str
     metrics: tuple[str, ...]
     ways: tuple[str, ...] = ()
+    rehearsal: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,23 +170,26 @@ def read_study(name: str, scale: ScaleName) -> Study:
     return Study(name, scale, arms=arms, against=against, ways=(*ways,), **drawn, **tree)
 
 
-def altered(
-    study: Study, arms: Sequence[str], also: Sequence[str], images: int | None, seconds: int | None, samples: int | None
-) -> Study:
-    """Return the study with `arms` alone (those of their ways of scoring included; (): all), overrides `also` in each,
-    and another length, time budget or number of samples; evaluations, checkpoints and scores stay as many. Raises
-    ValueError for an unknown arm."""
+def only(study: Study, arms: Sequence[str]) -> Study:
+    """Return a study with these arms alone, each with its ways of scoring. Raises ValueError for an unknown arm."""
     if unknown := {*arms} - {*study.arms}:
         raise ValueError(f"study {study.name} has no arm {', '.join(sorted(unknown))}, but {', '.join(study.arms)}")
-    kept = {}
-    for name, arm in study.arms.items():
-        network, _, way = name.rpartition(", ")
-        if not arms or name in arms or (way in study.ways and network in arms):
-            share = Fraction(images or arm.images, arm.images)
-            lengths = {key: round(getattr(arm, key) * share) for key in ("images", "evaluate", "save", "score")}
-            given = {"seconds": seconds or arm.seconds, "samples": samples or arm.samples}
-            kept[name] = replace(arm, overrides=tuple(_last_words(arm.overrides, also)), **lengths, **given)
+    named = {*arms, *(f"{arm}, {way}" for arm in arms for way in study.ways)}
+    kept = {name: arm for name, arm in study.arms.items() if name in named}
     return replace(study, arms=kept, against={arm: to for arm, to in study.against.items() if {arm, to} <= {*kept}})
+
+
+def rehearsed(study: Study) -> Study:
+    """Return a study with the arms' overrides, length, time budget and samples changed as study.rehearsal says. There
+    are as many evaluations, checkpoints and scores. Raises ValueError if the study's file says nothing."""
+    if not study.rehearsal:
+        raise ValueError(f"studies/{study.name}.yaml has no section rehearsal")
+    arms = {}
+    for name, arm in study.arms.items():
+        share = Fraction(study.rehearsal["images"], arm.images)
+        lengths = {key: round(getattr(arm, key) * share) for key in ("evaluate", "save", "score")}
+        arms[name] = schema.read(_over(asdict(arm) | lengths, study.rehearsal), Arm, f"arms.{name}.")
+    return replace(study, arms=arms)
 
 
 def _over(base: dict, said: dict) -> dict:
