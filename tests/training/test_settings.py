@@ -34,7 +34,12 @@ PAPER = {  # experiment → hidden size, depth, heads, end of the route (TREAD, 
 
 
 CHOSEN = [f"dataset={name}" for name in DATASETS] + [f"experiment={name}" for name in EXPERIMENTS]
-WITH_ALL = ["dataset=digits", "dataset=folder", "experiment=imagenet256_b2"]  # models; others with some
+WITH_ALL = [
+    "dataset=digits",
+    "dataset=folder",
+    "experiment=imagenet256_b2",
+    "experiment=cifar10_s2",
+]  # models; others with some
 WITH_TEXT = ("dataset=folder", "experiment=imagenet256_b2")
 
 
@@ -83,6 +88,25 @@ def test_experiments_are_the_papers(read_config, experiment):
     assert (model, cfg.train, cfg.optim, cfg.ema) == (sit.model, sit.train, sit.optim, sit.ema)
     assert process_of(sit) is sit.rf and sit.rf == RF() and (sit.rf.default_steps, sit.objective) == (50, "rf")
     assert sit.name == f"{experiment}-tread-rf"
+
+
+@pytest.mark.parametrize("size, unit, share", [("s2", 1e18, 0.19), ("b2", 1e18, 0.31), ("small", 1e15, None)])
+def test_cifar10_states_what_it_costs(read_config, size, unit, share):
+    """And is flipped, with power EMAs, at the paper's 256 tokens; the small one at 64."""
+    head = (ROOT / f"configs/experiment/cifar10_{size}.yaml").read_text()
+    stated = re.search(r"([\d.]+) [EP]FLOP with the route, ([\d.]+) without; ([\d.]+) h and ([\d.]+) h", head).groups()
+    million = float(re.search(r"([\d.]+) M parameters", head)[1])
+    for model, flops, hours in zip(("tread", "dit"), stated[:2], stated[2:]):
+        cfg = read_config(f"experiment=cifar10_{size}", f"model={model}")
+        assert cfg.dataset.flip and cfg.ema.power == (0.05, 0.1) and cfg.name == f"cifar10_{size}-{model}"
+        assert (cfg.dataset.path, cfg.dataset.heldout) == ("data/cifar10", "data/cifar10-heldout")
+        with torch.device("meta"):
+            network = build_network(cfg)
+        assert network.num_tokens == (64 if size == "small" else 256)
+        assert sum(parameter.numel() for parameter in network.parameters()) == pytest.approx(million * 1e6, rel=0.02)
+        actual = 3 * network.forward_flops(cfg.model.routes) * cfg.train.batch_size * cfg.train.steps
+        assert f"{actual / unit:.1f}" == flops
+        assert share is None or actual / (share * 989e12 * 3600) == pytest.approx(float(hours), rel=0.04)
 
 
 @pytest.mark.parametrize("objective", ["edm", "rf"])

@@ -245,15 +245,19 @@ def part_size(count: int, batch_size: int) -> int:
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 
+def feature_store(pictures: Pictures, folder: Path, network: Inception) -> ShardStore:
+    """Return the store of the pictures' features in the cache `folder`, under the hashes of pictures and weights."""
+    plan = {"pictures": pictures.sha256, "inception": network.sha256}
+    pieces = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
+    return ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, pieces)
+
+
 def extract_all(
     pictures: Pictures, folder: Path, network: Inception, processes: Processes
 ) -> tuple[Pictures, ShardStore]:
-    """Extract the features of all undamaged pictures; return these pictures and the store of their features, which is
-    cached in `folder` under the hashes of pictures and weights. Each process extracts a share. Raises ValueError that
-    names all damaged pictures, unless pictures.skip is set."""
-    plan = {"pictures": pictures.sha256, "inception": network.sha256}
-    pieces = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
-    parts = ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, pieces)
+    """Extract the features of all undamaged pictures; return these pictures and the `feature_store` in `folder`. Each
+    process extracts a share. Raises ValueError that names all damaged pictures, unless pictures.skip is set."""
+    parts = feature_store(pictures, folder, network)
 
     def work(numbers: list[int], done: Callable[[int], object]) -> None:
         for number in numbers:

@@ -2,16 +2,19 @@
 
     .npz with mu, sigma      mean and covariance of pool features, for FID (EDM's and TTUR's files)
     .npz with mu_s, sigma_s  mean and covariance of spatial features too, for sFID
+    .npz with sigma_triu     in place of sigma, and sigma_s_triu of sigma_s: the upper triangle, row by row
     .npz with arr_0          pictures; ADM's batches have pictures and all four statistics
     folder or tar            pictures, as in image_sets.py
+    cifar10                  the statistics of CIFAR-10's 50,000 training pictures, unflipped, which come along
 
 If a file has statistics and pictures, FID and sFID use the statistics, and precision, recall and KID the pictures, as
 in ADM's evaluator.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,9 +32,12 @@ from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure, whole_file
 
 T = TypeVar("T")
+TRIANGLE = "_triu"
+MAKE_FEATURES = "reference_features=true makes them, in about an hour of two CPU cores, once"
 STATED = ("resolution", "count")  # what save_statistics adds to the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
 KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
+SHIPPED = {"cifar10": Path(__file__).with_name("cifar10.npz")}  # by save_reference= and packed=true, see docs/scores.md
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Reference:
     pictures    the pictures, from whose features missing statistics are computed; None: there are none.
     resolution  (H, W); None: unknown.
     count       number of its pictures, or of those behind its statistics; None: unknown.
+    lacking     why it has no pictures, for the metrics that need them.
     """
 
     where: str
@@ -50,6 +57,7 @@ class Reference:
     pictures: Pictures | None
     resolution: tuple[int, int] | None
     count: int | None
+    lacking: str = "the reference has statistics, but no pictures (arr_0)"
 
     @property
     def statistics_from(self) -> str:
@@ -60,13 +68,18 @@ class Reference:
 def open_reference(
     path: Path, crop: Crop | None, processes: Processes, sizes: Mapping[str, int], skip: bool = False
 ) -> Reference:
-    """Open a reference without decoding its pictures. `sizes` are the numbers of features that stored statistics must
-    have, keyed "pool" and "spatial"; the other arguments are those of open_pictures. Raises FileNotFoundError, or
-    ValueError if the file is damaged, has statistics of another Inception network, or is no reference."""
+    """Open a reference, a path or a name of SHIPPED, without decoding its pictures. `sizes` are the numbers of features
+    that stored statistics must have, keyed "pool" and "spatial"; the other arguments are those of open_pictures. Raises
+    FileNotFoundError, or ValueError if the file is damaged, has statistics of another Inception network, or is no
+    reference."""
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
+    if str(path) in SHIPPED and not path.exists():
+        shipped = open_reference(SHIPPED[str(path)], None, processes, sizes)
+        return replace(shipped, where=str(path), lacking=f"features of its pictures were not made: {MAKE_FEATURES}")
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
-    there = [kind for kind, keys in KEYS.items() if npz and {*keys} <= {*npz.names}]
+    names = {name.removesuffix(TRIANGLE) for name in npz.names} if npz else ()
+    there = [kind for kind, keys in KEYS.items() if names and {*keys} <= names]
     stated = {kind: _statistics(npz, *KEYS[kind], sizes[kind]) for kind in there}
     if npz is None or "arr_0" in npz.names:
         pictures = open_pictures(path, crop, processes, skip)
@@ -79,7 +92,8 @@ def open_reference(
 
 
 def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) -> Statistics:
-    mean, covariance = npz.read(mean_key), npz.read(covariance_key)
+    mean, whole = npz.read(mean_key), covariance_key in npz.names
+    covariance = npz.read(covariance_key) if whole else symmetric(npz.read(covariance_key + TRIANGLE))
     if mean.shape != (dimension,) or covariance.shape != (dimension, dimension):
         raise ValueError(
             f"{npz.path}: {mean_key} {mean.shape} and {covariance_key} {covariance.shape} are statistics of another "
@@ -88,6 +102,14 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) ->
     if not all(array.dtype.kind == "f" and np.isfinite(array).all() for array in (mean, covariance)):
         raise ValueError(f"{npz.path}: {mean_key} or {covariance_key} holds numbers that are not finite or not real")
     return mean.astype(np.float64), covariance.astype(np.float64)
+
+
+def symmetric(triangle: np.ndarray) -> np.ndarray:
+    """Return the symmetric matrix (D, D) of which `triangle` is the upper triangle, row by row."""
+    size = (math.isqrt(8 * triangle.size + 1) - 1) // 2
+    matrix = np.zeros((size, size), triangle.dtype)
+    matrix[np.triu_indices(size)] = triangle[: size * (size + 1) // 2]
+    return np.triu(matrix) + np.triu(matrix, 1).T
 
 
 def statistics(what: str, features: ShardStore, kind: str, processes: Processes) -> Statistics:
@@ -143,7 +165,7 @@ class FeatureSets:
     def pools(self) -> tuple[Tensor, Tensor]:
         """Pool features (n, D) of the reference and (m, D) of the samples, fp32."""
         if self.features is None:
-            raise Unavailable("the reference has statistics, but no pictures (arr_0)")
+            raise Unavailable(self.reference.lacking)
         return tuple(torch.from_numpy(np.concatenate(list(s.arrays("pool")))) for s in (self.features, self.samples))
 
     def compare(
@@ -174,12 +196,19 @@ class FeatureSets:
         return self._compared.setdefault(title, value)
 
 
-def save_statistics(path: Path, pictures: Pictures, features: ShardStore, processes: Processes) -> None:
-    """Write mu, sigma, mu_s, sigma_s and the pictures' count and resolution as an .npz that open_reference reads."""
+def save_statistics(
+    path: Path, pictures: Pictures, features: ShardStore, processes: Processes, packed: bool = False
+) -> None:
+    """Write mu, sigma, mu_s, sigma_s and the pictures' count and resolution as an .npz that open_reference reads;
+    `packed` as float32, of the covariances the upper triangle alone."""
     if processes.main:
         arrays = {}
         for kind, keys in KEYS.items():
             arrays |= zip(keys, reference_statistics(features, kind, processes))
+        for mean, covariance in KEYS.values() if packed else ():
+            triangle = arrays.pop(covariance)[np.triu_indices(len(arrays[mean]))]
+            arrays[covariance + TRIANGLE] = triangle.astype(np.float32)
+            arrays[mean] = arrays[mean].astype(np.float32)
         with explain_failure(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as partial, partial.open("wb") as file:

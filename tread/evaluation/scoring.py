@@ -30,12 +30,13 @@ from tread.diffusion.solvers import Solver
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.clip import ClipScore
-from tread.evaluation.image_sets import Pictures, extract_all, open_pictures, part_size, save_npz
+from tread.evaluation.image_sets import Pictures, extract_all, feature_store, open_pictures, part_size, save_npz
 from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, open_prompts
-from tread.evaluation.reference import Reference, check_size, save_statistics
+from tread.evaluation.reference import SHIPPED, Reference, check_size, save_statistics
 from tread.evaluation.sample_files import describe_drawing
 from tread.evaluation.score_files import ScoreFiles, add_line, table
 from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, Unscored, open_scorer
+from tread.preparing import cifar10
 from tread.preparing.images import Crop
 from tread.runtime import schema
 from tread.runtime.compiling import Compile, compile_blocks, settle_compile
@@ -49,6 +50,7 @@ from tread.runtime.versions import versions
 CLIP = "clip_score"  # its key in METRICS and in stored parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # default numbers of samples
 GRID = 64  # pictures of fid.png
+CIFAR10_TEST = "cifar10-test"
 # keys that only some scores have
 OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip"}
 
@@ -86,6 +88,8 @@ class ScoringOptions:
     out: str | None
     plugins: tuple[str, ...] = ()
     decode_precision: autoencoder.Decoding = "fp32"
+    reference_features: bool = False
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.samples is None) and not (self.samples is None and self.save_reference):
@@ -94,6 +98,10 @@ class ScoringOptions:
             raise ValueError("prompts=… and clip=… are of a checkpoint; samples=… are scored without their captions")
         if self.reference is None and (self.samples or self.save_reference):
             raise ValueError("reference=… is needed: ADM's .npz, an .npz with mu and sigma, a folder or a tar")
+        if self.reference_features and self.reference not in SHIPPED:
+            raise ValueError(f"reference_features=true is of reference={', '.join(SHIPPED)}; pictures' are always made")
+        if self.packed and not self.save_reference:
+            raise ValueError("packed=true is of save_reference=…")
         if self.save_reference and Path(self.save_reference).suffix != ".npz":
             raise ValueError(f"save_reference is {self.save_reference!r}, but must end in .npz")
         paths = [Path(path) for path in (self.samples, self.reference) if path]
@@ -131,6 +139,8 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     skip = options.on_error == "skip"
     samples = options.samples and open_pictures(Path(options.samples), crop, processes, skip)
     against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes, skip)
+    if options.reference in SHIPPED:
+        add_shipped_pictures(against, options, plans, processes)
     with processes.main_first():  # one process fetches the weights
         clip = options.clip and ClipScore(options.clip, processes.device)
     scorings = [CheckpointScoring(plan, against or plan.judge, clip, processes) for plan in plans]
@@ -150,7 +160,8 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     if against and (left or samples or options.save_reference):
         against.extract_reference(Path(options.cache))
     if options.save_reference:
-        save_statistics(Path(options.save_reference), against.reference.pictures, against.features, processes)
+        pictures, path = against.reference.pictures, Path(options.save_reference)
+        save_statistics(path, pictures, against.features, processes, options.packed)
     for number, scoring in enumerate(scorings):
         if scoring in left:
             records[number] = scoring.score(decoder_of(scoring.plan.saved.latents))
@@ -310,8 +321,11 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
     """Return the options, with the folder of the held-out data as the reference in two cases: options.reference is
-    "heldout"; or it is None, a text-conditional network has no judge, and samples are not saved. Raises ValueError or
-    FileNotFoundError if the networks have different held-out data, or none."""
+    "heldout"; or it is None, a text-conditional network has no judge, and samples are not saved. "cifar10-test" stands
+    for CIFAR-10's test pictures. Raises ValueError or FileNotFoundError if the networks have different held-out data,
+    or none."""
+    if options.reference == CIFAR10_TEST:
+        return replace(options, reference=str(cifar10.heldout_of(find_cifar10(plans, make=True))))
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if not plans or not (options.reference == HELDOUT or unnamed):
@@ -322,6 +336,34 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
             f"the checkpoints have other held-out data ({', '.join(sorted(folders))}): score them one by one"
         )
     return replace(options, reference=folders.pop())
+
+
+def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
+    """Return the folder of CIFAR-10's training pictures: the networks' own, else data/cifar10; `make` writes them, and
+    the test pictures, if they are missing. Raises the errors of prepare_cifar10."""
+    datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
+    folder = Path(datasets[0].path if datasets else "data/cifar10")
+    if make:
+        cifar10.prepare_cifar10(folder, datasets[0].archive if datasets else None)
+    return folder
+
+
+def add_shipped_pictures(
+    scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
+) -> None:
+    """Add CIFAR-10's training pictures to the shipped statistics, for precision, recall and KID, if their features are
+    asked for or cached. Raises ValueError if there are not as many as behind the statistics."""
+    with processes.main_first():
+        folder = find_cifar10(plans, make=options.reference_features)
+    if not (folder / "index.json").is_file():
+        return
+    pictures, reference = open_pictures(folder, None, processes), scorer.reference
+    missing = processes.from_main(lambda: feature_store(pictures, Path(options.cache), scorer.network).missing())
+    if pictures.count == reference.count and (options.reference_features or not missing):
+        both = hashlib.sha256(f"{reference.sha256} {pictures.sha256}".encode()).hexdigest()
+        scorer.reference = replace(reference, pictures=pictures, sha256=both)
+    elif options.reference_features:
+        raise ValueError(f"{folder} holds {pictures.count:,} pictures, but CIFAR-10 has {reference.count:,}")
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
