@@ -110,7 +110,7 @@ class RF(Process):
         return squared, noisy - t.float().view(-1, 1, 1, 1) * v, noisy
 
     def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
-        """Return each sample's mean error (B,) fp32, for clean latents x, times t (B,) and standard normal noise."""
+        """Return each sample's mean squared error (see `errors`), (B,) fp32. x is clean, noise standard normal."""
         squared = self.errors(network, x, y, t, noise, routes)[0]
         return squared.mean(dim=(1, 2, 3))
 
@@ -169,6 +169,7 @@ class RF(Process):
 
         strong, weak  pairs (Route, ids_keep (B, K)) of the branch, or a function from the number of each denoiser call
                       (0, 1, …) to such pairs, which may differ from call to call.
+        scale         the guidance weight ω; 1: the strong branch alone.
         weak_y        labels of the weak branch; None: y, as in Sparse Guidance.
         """
         denoise = partial(self.denoise, network)

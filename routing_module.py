@@ -111,7 +111,7 @@ class Route:
 
     @property
     def rejoins(self) -> "Rejoin":
-        """The entry of REJOINS that says how the skipped tokens return."""
+        """This route's entry of REJOINS: how its skipped tokens return."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
@@ -130,8 +130,8 @@ Routes = Sequence[tuple[Route, Tensor]]  # pairs (route, ids_keep (B, K))
 
 
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
-    """Resolve the routes of a network of `depth` blocks and sort them by start. Raises ValueError for routes that share
-    a block, and for a route whose `rejoin` lies inside another route, where tokens are missing."""
+    """Return the routes resolved for `depth` blocks (Route.resolve) and sorted by start. Raises ValueError for routes
+    that share a block, and for a route whose `rejoin` lies inside another route, where tokens are missing."""
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):
         if second.start <= first.end:
@@ -196,8 +196,8 @@ def readable(values: Tensor) -> bool:
 
 
 class GatherRows(torch.autograd.Function):
-    """Rows (R, …) at distinct indices (S,): (S, …). As no row comes twice, gradients are written to their rows; those
-    of Tensor.gather are added up, on a GPU by atomic operations."""
+    """Gathers rows (R, …) at distinct indices (S,): (S, …). As no index comes twice, the backward pass writes each
+    gradient to its row; that of Tensor.gather adds gradients up, on a GPU by atomic operations."""
 
     generate_vmap_rule = True
 
@@ -235,7 +235,7 @@ def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
     """Put the kept tokens back among the saved: (B, N, …), (B, K, …), (B, K) → (B, N, …). Skipped tokens equal `saved`
-    bit for bit; gradients reach both inputs. Raises ValueError if check_ids refuses ids_keep, or if K differs."""
+    bit for bit; gradients reach both inputs. Raises ValueError if check_ids refuses ids_keep, or has another K."""
     check_ids(ids_keep, *saved.shape[:2])
     if kept.shape[:2] != ids_keep.shape:
         raise ValueError(f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}: each needs one id")
@@ -244,7 +244,7 @@ def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
 
 
 def _rows(ids_keep: Tensor, tokens: Tensor) -> Tensor:
-    """Return where the kept tokens (B, K) lie among all B·N: (B·K,). gather refuses other indices, on a GPU as well."""
+    """Return where the kept tokens (B, K) lie among all B·N: (B·K,). Indices out of range are an error on a GPU too."""
     batch, count = tokens.shape[:2]
     return torch.arange(batch * count, device=tokens.device).view(batch, count).gather(1, ids_keep).flatten()
 
@@ -294,8 +294,8 @@ def times_written(tokens: Tensor) -> int:
 
 
 def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed). The first of them are
-    tokens, whose type the output has."""
+    """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed). The first
+    input is the tokens; the output is returned in their type."""
     with torch.autocast(inputs[0].device.type, enabled=False):
         return block(*(a.float() if a.is_floating_point() else a for a in inputs)).to(inputs[0].dtype)
 
@@ -316,7 +316,7 @@ class Record:
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
     """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep itself, or uniform draws
-    (B, N) for a rule that scores tokens: it then chooses by these draws and by the scores of the tokens (B, N, D)."""
+    (B, N) for a rule that scores tokens: the rule then chooses by the draws and by its scores of `tokens` (B, N, D)."""
     if chosen.is_floating_point():
         with torch.no_grad():
             rule = RULES[route.select]
@@ -327,7 +327,7 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
 
 
 def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | None) -> None:
-    """Raise ValueError unless the rule chose as many of N tokens as it says it keeps, which the FLOPs rely on."""
+    """Raise ValueError unless ids_keep (B, K) has the K that the rule's `count` returns, on which FLOPs rely."""
     says = RULES[route.select].count(route, num_tokens, grid)
     if ids_keep.shape[1:] != (says,):
         raise ValueError(

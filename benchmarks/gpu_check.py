@@ -116,7 +116,7 @@ class Check:
             torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time calls in turns and return their costs by name; calls that fail are recorded, and left out."""
+        """Time calls in turns and return their measurements, keyed by name; failed calls are recorded and left out."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
@@ -149,9 +149,9 @@ def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def machine(check: Check, options: Options) -> None:
-    """The device's limits: the speed of copies, of each size's matrix products, and of each attention backend.
+    """Measure the device's limits: the speed of copies, of each size's matrix products, and of each attention backend.
 
-    They decide which backend to use for which shape, and how much fusing the memory-bound end of a step can gain.
+    The limits decide which backend to use for which shape, and how much fusing the memory-bound end of a step can gain.
     """
     times, batch = (1, 2) if CPU else (20, 256)
 
@@ -252,7 +252,7 @@ def host(check: Check, options: Options) -> None:
 
 
 def steps(check: Check, options: Options) -> None:
-    """Training steps of each size, dense and routed in turns, and the time that each spends in each kind of kernel."""
+    """Time training steps of each size, dense and routed in turns, and the kinds of kernels within each step."""
     predictions = PREDICTED_STEPS["H100" if "H100" in device_name(DEVICE) else "H200"]
 
     def steps_of(size: str, micro: int | None) -> None:
@@ -301,7 +301,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Time steps with other settings of torch, and with the usual ones before and after; call gather_and_average."""
+    """Call gather_and_average, then time steps under other settings of torch, with the usual ones first and last."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -327,13 +327,13 @@ def variants(check: Check, options: Options) -> None:
 
 
 def gather_by_elements(tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """`gather_tokens` as Tensor.gather does it: an index for each number, and atomic sums for its gradient."""
+    """Do what gather_tokens does, by Tensor.gather: one index per number, and atomic additions in the backward pass."""
     return tokens.gather(1, ids_keep[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
-    """Time tokens gathered by elements and, as gather_tokens does, by rows; and the update of the averaged weights
-    against one pass over a flat tensor, the least that it can take."""
+    """Time gathering tokens, by elements and (as gather_tokens does) by rows. Also time the update of the averaged
+    weights, and one pass over a flat tensor of that size: no update can be faster."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = random(batch, tokens, WIDTHS[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
@@ -355,7 +355,7 @@ def peers(check: Check, options: Options) -> None:
     """Time our dense steps beside plain training loops of diffusers' DiT and of our network, eager and compiled."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
-        """Return a function that trains as public scripts do: autocast, AdamW, an EMA per parameter, loss.item()."""
+        """Return a function that does BLOCK steps as in public scripts: autocast, AdamW, an EMA loop, loss.item()."""
         optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-4, foreach=True)
         average, labels = copy.deepcopy(parameters), torch.randint(1000, (len(latents),), device=DEVICE)
 
@@ -411,7 +411,7 @@ def peers(check: Check, options: Options) -> None:
 
 
 def kinds(check: Check, options: Options) -> None:
-    """Time training steps of the other networks at B's size, each in turns with DiT's, and record ratios of times."""
+    """Time training steps of the other networks at DiT-B's size, each in turns with DiT-B's; record ratios of times."""
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
 
@@ -430,9 +430,9 @@ def kinds(check: Check, options: Options) -> None:
 
 
 def sampling(check: Check, options: Options) -> None:
-    """Network, decoder and DINOv2-B in fp32, TF32 and bf16: pictures/s, and the largest difference from fp32.
+    """Time the network, the decoder and DINOv2-B in fp32, TF32 and bf16, and compare their outputs with fp32's.
 
-    Differences are fractions of the largest output. Weights are random.
+    Speeds are in pictures/s, the largest differences fractions of the largest output. Weights are random.
     """
     batch = 2 if CPU else 64
 

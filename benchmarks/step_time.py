@@ -133,7 +133,8 @@ def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
 
 
 def measure(kinds: Kinds, pairs: int) -> dict:
-    """Return all numbers of the table; ratios are relative to the first kind, unless that failed."""
+    """Time the kinds in turns, in `pairs` rounds, and return all numbers of the table. Ratios are relative to the first
+    kind, and left out if that failed."""
     failed: dict[str, str] = {}
     turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
     (first, (run, dense)), *_ = kinds.items()

@@ -105,7 +105,7 @@ class Turns(NamedTuple):
 def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
-    """Time calls in turns, in reverse order every second round, and return costs by name. A call that fails raises
+    """Time calls in turns, in reverse order every second round, and return the Turns of each. A call that fails raises
     ValueError or, if `failed` is given, adds its error there under its name, and the other calls go on."""
     costs = {name: [] for name in calls}
     for turn in range(-2, rounds):

@@ -179,7 +179,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Return a panel per metric against ω: a line per setting of ratios and interval, a flat line for no guidance."""
+    """Return a panel per metric over the guidance scale ω: a line per pair of selection ratios (of the strong and the
+    weak branch) and guidance interval, and a flat line for no guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

@@ -1,9 +1,9 @@
 """Predicts the cost of a run: python scripts/plan.py experiment=imagenet256_xl2 model=tread devices=8 price=3.5
 
-Parameters, FLOPs, device memory by part, the largest micro-batch that fits and the train.memory that it takes,
-images/s, hours, money and disk, each dense and routed; a live encoder is counted. No GPU or dataset is needed;
-device=this measures on this machine. Times of listed devices are predictions for a compiled network in bf16
-(tread/training/costs.py). All options: configs/plan.yaml.
+Parameters, FLOPs, device memory by part, the largest micro-batch that fits and the train.memory that it needs,
+images/s, hours, money and disk, each dense and routed; encoders that run in training are counted. No GPU or dataset
+is needed; device=this measures on this machine. Times of listed devices are predictions for a compiled network in
+bf16 (tread/training/costs.py). All options: configs/plan.yaml.
 """
 
 if __name__ == "__main__":

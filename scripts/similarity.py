@@ -64,7 +64,7 @@ def main(composed: DictConfig) -> None:
 
 
 def run(options: Options) -> None:
-    """Check everything, compute the similarities, and write both files. Raises ValueError or OSError."""
+    """Check everything, and write similarity.json and similarity.png. Raises ValueError or OSError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_precision("fp32", device)
     use_cores(options.cpu_threads, processes=1)

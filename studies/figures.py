@@ -83,7 +83,7 @@ def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names), unless None, for each pair with equal seeds (same data order and noise)."""
+    """Return by(run, other, *names) for each pair with equal seeds (same data order and noise), without Nones."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
@@ -159,7 +159,7 @@ def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal
 
 
 def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:
-    """Return a line of the means over the seeds at (x, values), with standard errors if there are several seeds."""
+    """Return a line through `points` (x, one value per seed): means, and standard errors if there are several seeds."""
     errors = [standard_error(values) for _, values in points]
     means = [statistics.mean(values) for _, values in points]
     return Line(name, [x for x, _ in points], means, errors if errors and None not in errors else None)
@@ -268,7 +268,7 @@ LOSS_GAP = "training loss above the dense one's"
 
 
 def training_loss(run: Made) -> float | None:
-    """Return the mean training loss over the last fifth of the training, by steps; None without records."""
+    """Return the training loss averaged over the last fifth of the training's steps; None if there are no records."""
     losses = curve(run, "loss", "images")
     ends = [max(images, (1 - LAST) * max(losses)) for images in losses]
     weights = [end - before for before, end in zip([(1 - LAST) * max(losses, default=0), *ends], ends)]
@@ -282,7 +282,7 @@ def training_gap(run: Made, other: Made) -> float | None:
 
 
 def loss_gaps(results: Results) -> dict[str, list[float]]:
-    """Return {routed arm: by how much its training loss exceeds the dense arm's, per seed}."""
+    """Return {routed arm: its training loss minus the dense arm's, one difference per seed}."""
     gaps = {arm: differences(runs, results["dense"], training_gap) for arm, runs in results.items() if arm != "dense"}
     return {arm: less for arm, less in gaps.items() if less}
 
@@ -375,7 +375,7 @@ def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> lis
 
 
 def when_columns(study: Study, results: Results) -> Columns:
-    """Return a column: from how many images on the routed arm stays ahead in evaluation loss, at equal FLOPs."""
+    """Return a table's column: after how many images each routed arm stays ahead in evaluation loss at equal FLOPs."""
     leads = {}
     for routed, dense in study.against.items():
         points = flops_gap(results[dense], results[routed], "eval_loss")

@@ -39,7 +39,7 @@ def finished(results: Path) -> dict[str, dict]:
 
 
 def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
-    """Return whether a run is trained and has all its planned scores."""
+    """Return whether a run is trained and has all its planned scores, by the records `made` (see `finished`)."""
     record = made.get(run.training.key, {"trained": False})
     return record["trained"] and all(score.key in record["scores"] for score in run.scores)
 

@@ -16,10 +16,11 @@ from tread.data.latents import LatentSpec, to_network
 from tread.data.writer import write_dataset
 from tread.encoders.autoencoder import load_decoder
 from tread.preparing import cifar10
-from tread.preparing.cifar10 import CLASSES, NAMES, TEST, TRAIN, prepare_cifar10
+from tread.preparing.cifar10 import TEST, TRAIN, prepare_cifar10
 from tread.runtime import files as our_files
+from tread.training.start import open_datasets
 
-FILES = cifar10.standin() | {CLASSES: "\n".join((*NAMES, "", "")).encode()}
+FILES = cifar10.standin()
 
 
 def write_archive(path: Path, files: dict[str, bytes] = FILES) -> Path:
@@ -57,10 +58,8 @@ def test_archive_folder_and_nested_folder_give_the_bytes_they_hold(tmp_path):
             x = to_network(batch.stored, data.latents)
             assert np.array_equal(x.flatten(1), records[:, 1:].astype(np.float32) / np.float32(127.5) - 1)
             assert np.array_equal(load_decoder(data.latents)(x), batch.stored)
+            assert np.allclose(data.statistics, [x.mean((0, 2, 3)), x.std((0, 2, 3), correction=0)], atol=1e-5)
         assert train.read(np.array([0])).stored[0, :, 31, 31].tolist() == [59, 43, 49]
-        x = to_network(train.read(np.arange(100)).stored, train.latents).double()
-        assert np.allclose(train.statistics, [x.mean((0, 2, 3)), x.std((0, 2, 3), correction=0)], atol=1e-6)
-    assert not [path for path in (tmp_path / "data").iterdir() if path.suffix != ".lock" and path.name[0] == "."]
 
 
 def altered(name: str, at: int, value: int) -> dict[str, bytes]:
@@ -75,7 +74,6 @@ DAMAGES = [
     (FILES | {TEST: FILES[TEST][:-3073]}, "data_batch_1.bin has 61,460 bytes, but must have 58,387"),
     (FILES | {TEST: b""}, "data_batch_1.bin has 61,460 bytes, but must have 3,073"),
     (altered(TRAIN[4], 3073, 10), "data_batch_5.bin has a label 10, but there are ten classes"),
-    (FILES | {CLASSES: b"apple\naquarium_fish\n"}, "names other classes than CIFAR-10's: apple, aquarium_fish"),
 ]
 
 
@@ -109,16 +107,6 @@ def test_sources_that_are_none_a_full_disk_and_files_of_unofficial_length(tmp_pa
     assert not [path for path in data.iterdir() if path.suffix != ".lock"]
 
 
-def test_half_of_it_is_made_whole_and_what_is_there_stays(tmp_path):
-    folder = tmp_path / "standin"
-    prepare_cifar10(folder, "standin")
-    before = (folder / "index.json").stat()
-    cifar10.heldout_of(folder).rename(tmp_path / "elsewhere")
-    prepare_cifar10(folder, "standin")
-    assert (folder / "index.json").stat() == before and len(LatentDataset(cifar10.heldout_of(folder), "full")) == 20
-    prepare_cifar10(folder, "nowhere")  # nothing is to do
-
-
 def test_flips_are_drawn_from_seed_and_step(tmp_path):
     prepare_cifar10(tmp_path / "standin", "standin")
     plain, flipping = (LatentDataset(tmp_path / "standin", flip=flip) for flip in (False, True))
@@ -134,7 +122,16 @@ def test_flips_are_drawn_from_seed_and_step(tmp_path):
     assert 160 < flipped < 240
     again = LatentDataset(tmp_path / "standin", flip=True, placement="ram").batch(3, 7, 50)
     assert np.array_equal(again.stored, batch.stored)
-    assert np.array_equal(flipping.read(np.arange(5)).stored, plain.read(np.arange(5)).stored)
+
+
+def test_training_makes_both_parts_and_flips_its_own_alone(tmp_path, read_config):
+    words = ["dataset=cifar10", f"dataset.path={tmp_path}/standin", "dataset.archive=standin", "train.batch_size=8"]
+    train, heldout = open_datasets(read_config(*words))
+    assert (train.flip, len(train), heldout.flip, len(heldout)) == (True, 100, False, 20)
+    heldout.folder.rename(tmp_path / "elsewhere")  # half of it is made whole
+    before = (train.folder / "index.json").stat()
+    prepare_cifar10(train.folder, "standin")
+    assert (train.folder / "index.json").stat() == before and len(LatentDataset(heldout.folder, "full")) == 20
 
 
 def test_latents_are_not_flipped_and_not_stored_in_bytes(tmp_path):

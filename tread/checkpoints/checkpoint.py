@@ -126,7 +126,7 @@ class Checkpoint:
         return path
 
     def verify(self, name: str) -> Path:
-        """Like `check`, but also raises ValueError unless the file has the hash that info.json states."""
+        """Return the path of a part's file. Raises ValueError unless it has the size and hash that info.json states."""
         path = self.check(name)
         if sha256(path) != self.sha256(name):
             raise Damaged(f"{path} is damaged: its content is not what was written, by info.json's hash", self.folder)
@@ -176,7 +176,7 @@ def find(path: Path) -> Checkpoint:
 
 
 def containing(path: Path) -> Checkpoint | None:
-    """Return the checkpoint whose info.json names a file, or None. Raises ValueError if that info.json is damaged."""
+    """Return the checkpoint whose info.json lists `path`, or None. Raises ValueError if that info.json is damaged."""
     folder = path.resolve().parent
     if not (folder / "info.json").is_file() or _parsed(folder).get("format") != "checkpoint":
         return None
@@ -247,14 +247,14 @@ def _step(folder: Path) -> int:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return a run's checkpoint folders by step, damaged ones too, but none later than the one that `latest` names."""
+    """Return a run's checkpoint folders, damaged ones too, sorted by step; none is later than `latest`, if set."""
     folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
     return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)
 
 
 def newest(run: Path) -> Path | None:
-    """Return a run's link `latest` or, if no checkpoint is there, that of the highest step; None if there is none."""
+    """Return a run's link `latest` or, if it leads nowhere, the checkpoint of the highest step; None if none exist."""
     steps = [path for path in _folders(run) if (path / "info.json").is_file()]
     return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
 
@@ -298,7 +298,8 @@ def optimizer_tensors(
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Convert a value to JSON and put its tensors into `tensors`. Tensors and containers become lists [kind, …]."""
+    """Convert entry `key` of the optimizer's state of parameter `name` to JSON. Containers become lists [kind, …], and
+    tensors lists [kind, key in `tensors`, whether they are on another device than `device`]."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]
@@ -311,7 +312,7 @@ def _pack(value: object, key: str, name: str, device: torch.device, tensors: dic
 
 
 def _unpack(value: object, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Reverse `_pack`: tensors that were on the parameters' device move to `device`, others stay on the CPU."""
+    """Rebuild a value from `_pack`; tensors from the parameters' device go to `device`, others stay on the CPU."""
     if not isinstance(value, list):
         return value
     kind, *items = value

@@ -47,7 +47,8 @@ class SavedNetwork:
         return self.found.sha256(self.weights)
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """Return the training's routes; if it had none and guidance.force needs one, the architecture's usual route."""
+        """Return the routes that the network was trained with. If it had none, but the guidance needs a route and is
+        used all the same (guidance.force), return the architecture's usual route."""
         model = self.cfg.model
         forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
@@ -59,7 +60,7 @@ class SavedNetwork:
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
         """Build the network in eval mode, with the residual stream of its training, and load its weights; `guidance`
-        decides its routes, see `routes`. Weights require gradients, as autocast keeps casts of no others."""
+        decides its routes, see `routes`. Weights require gradients: autocast caches the casts of such weights only."""
         network = build_network(self.cfg)
         network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))
@@ -139,5 +140,5 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
 
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:
-    """Return, by name, the properties that two networks must share for their predictions to be combined."""
+    """Return the properties, keyed by name, that two networks must share for their predictions to be combined."""
     return {"objective": saved.cfg.objective, "text": saved.text, **saved.latents.to_network_scale}

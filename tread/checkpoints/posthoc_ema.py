@@ -104,7 +104,7 @@ def _header(path: Path) -> Snapshot:
 
 def usable(run: Path, step: int | None) -> list[Snapshot]:
     """Return the snapshots up to `step` (None: the newest one's step), from which an average at `step` is computed.
-    Raises FileNotFoundError if there are no snapshots, ValueError if none is of `step` or parameters differ."""
+    Raises FileNotFoundError if there are no snapshots, ValueError if none is at `step` or their parameters differ."""
     snapshots = find_snapshots(run)
     if not snapshots:
         raise FileNotFoundError(f"{run}/ema_snapshots holds no snapshots: ema.power=[0.05,0.1] stores them")
@@ -128,8 +128,9 @@ def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
 def inner_products(profiles: Profiles) -> np.ndarray:
     """Return ∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64.
 
-    p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t]. For s ≤ t, with exponents β and γ, the integral over [0, s] is
-    (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is computed by logarithms.
+    A profile is p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], where t is its step and γ the exponent of its sigma_rel. For two
+    profiles (s, β) and (t, γ) with s ≤ t the integral over [0, s] is (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is
+    computed by logarithms.
     """
     t, gamma = np.array([(step, exponent(sigma_rel)) for step, sigma_rel in profiles]).T
     s, beta = t[:, None], gamma[:, None]
@@ -148,7 +149,7 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
-    """Return the factors (len(stored),) with which the stored averages add up to that of width sigma_rel at `step`.
+    """Return factors (len(stored),) by which the stored averages add up to nearly that of width sigma_rel at `step`.
 
     The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64. The factors sum to 1, so
     that parameters that do not move in training come out as they are; the paper leaves the sum free, which shrinks or
@@ -161,9 +162,9 @@ def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
 
 
 def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return the relative error ‖Σ xᵢ pᵢ − p‖ / ‖p‖, over training time, of fitting the profile p of width sigma_rel at
-    step `step` by the stored profiles pᵢ with the best coefficients x (see `coefficients`): 0 for an exact fit,
-    accurate to 1e-7."""
+    """Return how far the stored profiles pᵢ are from fitting the profile p of width sigma_rel at step `step`: the
+    relative error ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, for the best factors xᵢ (see `coefficients`). 0 is an exact
+    fit; accurate to 1e-7."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     x = coefficients(stored, step, sigma_rel) / scale
     return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))

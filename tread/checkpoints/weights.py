@@ -107,7 +107,7 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return the settings that names and shapes of tensors show, num_heads and positions only by rotary tables."""
+    """Return the settings that tensors' names and shapes reveal; only rotary tables reveal num_heads and positions."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -132,7 +132,7 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the default options and the constants of the architecture that `settings` name, by dotted name."""
+    """Return the default options and the constants of the architecture that `settings` name, keyed "model.<name>"."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
@@ -159,7 +159,7 @@ class StoredWeights:
     source: checkpoint.Checkpoint | None = None  # the checkpoint that the file is a part of; None for files of others
 
     def describe(self) -> str:
-        """Return kind, file and step in words, as far as they are known."""
+        """Return in words the weights' kind, file and step, as far as these are known."""
         kind = KINDS.get(self.kind, "averaged or raw, which is not recorded,")
         if self.source is None:
             return f"{kind} of {self.where}, at a step that is not recorded"
@@ -168,7 +168,7 @@ class StoredWeights:
         return f"{kind} of {self.where}, step {self.source.step:,}{origin}"
 
     def recorded(self) -> dict[str, object] | None:
-        """Return the recorded settings of model and text, by dotted name; None if there is no record. Options
+        """Return the recorded settings of model and text, keyed by dotted name; None if there is no record. Options
         that did not exist yet when the record was made have their defaults."""
         if self.source is None:
             return None
@@ -262,7 +262,7 @@ def load_weights(
     model: NetworkOptions | None = None,
     text: TextSettings | None = None,
 ) -> StoredWeights:
-    """Load weights "ema" or "model" from `path` (init_from) into a network, built from the settings `model` and `text`.
+    """Load the weights "ema" or "model" of `path` (init_from) into `network`, built by the settings `model` and `text`.
     Raises FileNotFoundError, or ValueError if names, shapes or recorded settings do not match."""
     stored = read_weights(Path(path).expanduser(), weights)
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
@@ -270,7 +270,7 @@ def load_weights(
 
 
 def _conventions(cfg: Network) -> dict[str, object]:
-    """Return the process's settings that decide what a network's input and output mean, by dotted name."""
+    """Return the process's settings that decide what a network's input and output mean, keyed by dotted name."""
     process = process_of(cfg)
     return {f"{cfg.objective}.{name}": getattr(process, name) for name in process.conventions}
 

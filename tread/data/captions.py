@@ -40,7 +40,7 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
 
 
 def check_captions(captions: object, whose: str) -> None:
-    """Raise ValueError, with `whose` in the message, unless `captions` is a list of texts, not empty and none blank."""
+    """Raise ValueError, with `whose` in the message, unless `captions` is a list of one or more texts, none blank."""
     if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
     if not captions or not all(caption.strip() for caption in captions):
@@ -50,7 +50,7 @@ def check_captions(captions: object, whose: str) -> None:
 
 
 def read_captions(folder: Path, index: dict) -> list[list[str]]:
-    """Return each sample's captions, checked by hash. Raises FileNotFoundError, or ValueError if there are none."""
+    """Return each sample's captions. Raises FileNotFoundError; ValueError if there are none or their hash is wrong."""
     entry = index.get("captions")
     if entry is None:
         raise ValueError(

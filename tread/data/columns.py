@@ -178,7 +178,7 @@ class TextSpec:
 
     @property
     def stem(self) -> str:
-        """The start of the files' names: "text-" and the encoder's name, with a hash if that had to be changed."""
+        """The start of the files' names: "text-" and the encoder's name, plus a hash if that name had to be changed."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
         digest = hashlib.sha256(self.encoder.encode()).hexdigest()[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"
@@ -218,7 +218,7 @@ class EncodedText:
         return self.firsts[indices] + np.minimum((np.asarray(uniform) * counts).astype(np.int64), counts - 1)
 
     def read(self, numbers: np.ndarray, pin: bool = False) -> Text:
-        """Return captions by number: tokens (B, T, C) float16 or (B, T) int64, on the device that holds the rows."""
+        """Return captions, given their numbers: tokens (B, T, C) float16 or (B, T) int64, on the rows' device."""
         numbers, count = np.asarray(numbers, dtype=np.int64), len(self._lengths)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
             raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {count:,}")

@@ -233,7 +233,7 @@ class LatentDataset:
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text)
 
     def text_of(self, captions: np.ndarray) -> Text:
-        """Return the text of captions by their numbers in the dataset, which must have been opened with text."""
+        """Return the encoded captions with the given numbers; the dataset must have been opened with text."""
         return self._text.read(captions)
 
     def null_text(self) -> Text:

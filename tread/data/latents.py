@@ -73,13 +73,13 @@ class LatentSpec:
 
     @property
     def to_network_scale(self) -> dict:
-        """The fields, by name, that must agree for two networks to see the same latents."""
+        """{name: value} of the fields that must be equal for two networks to see the same latents."""
         names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_json(cls, tree: dict) -> "LatentSpec":
-        """Build from a parsed index.json, or `latents` of an info.json. Raises KeyError for a missing key."""
+        """Build a spec from a parsed index.json or `latents` of an info.json. Raises KeyError for a missing key."""
         # missing in the first files of version 1
         later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
@@ -113,8 +113,8 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
 
 
 def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
-    """Return mean and standard deviation of the latents (z − shift)·scale, (…, C, S, S) fp32 each; for plain latents
-    the latter is None. No other function applies shift and scale to stored numbers."""
+    """Return mean and standard deviation of the latents (z − shift)·scale, (…, C, S, S) fp32 each. The
+    latter is None if latents are stored, not moments. No other function applies shift and scale to stored numbers."""
     scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":
         z = stored.float() / 127.5 - 1 if stored.dtype == torch.uint8 else stored.float()

@@ -52,7 +52,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the part of the section that names the shards. `entries`: the "entry" of each, see ShardStore.note."""
+        """Return the keys of index.json's section that list the shards, from `entries`, a dict per shard: what `note`
+        returned for it under "entry"."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
@@ -175,7 +176,7 @@ class TextWriter(SectionWriter):
         return {**self.save("counts", 0, self.counts), "shards": entries[:-1], "null": entries[-1]}
 
     def write(self, number: int, parts: Iterable[Text]) -> None:
-        """Write a shard from parts of its text. Raises ValueError unless it matches `spec` and is finite in float16."""
+        """Write a shard from its text in parts. Raises ValueError unless that fits `spec` and is finite in float16."""
         spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
         text = reduce(join, parts)
         mask = text.mask.cpu().numpy()

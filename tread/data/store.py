@@ -49,7 +49,7 @@ class ShardStore:
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
-        again  discard shards made by another plan, which otherwise raise ValueError.
+        again  discard shards of another plan, which otherwise raise ValueError.
         begun  entries that replace those of `plan` when it is compared with the recorded plan of unfinished work.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
@@ -116,7 +116,7 @@ class ShardStore:
             return False
 
     def check_complete(self, verify: Processes | None = None) -> None:
-        """Raise OSError if `missing` finds shards after every process has made its part."""
+        """Raise OSError if shards are still missing after every process has made its part; `verify` as in `missing`."""
         if missing := self.missing(verify):
             raise OSError(f"shards {missing} of {self.work} are missing: all processes must share this folder")
 
@@ -193,6 +193,6 @@ class ShardStore:
 
 
 def differences(there: Mapping, here: Mapping) -> str:
-    """Describe how two plans differ, a line for each key with both values."""
+    """Describe how two plans differ, with a line for each key whose values differ."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return "\n".join(f"  {key}: {str(there.get(key))[:80]} there, {str(here.get(key))[:80]} here" for key in keys)

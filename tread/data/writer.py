@@ -64,7 +64,7 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Call ShardStore.begin. Raises FileExistsError if the dataset exists, or another process is writing it."""
+        """Lock the work and call ShardStore.begin. Raises FileExistsError if the dataset exists or is being written."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # again: nobody else can make it from now on
@@ -76,7 +76,7 @@ class DatasetWriter(ShardStore):
         self._lock = lock
 
     def check_free(self) -> None:
-        """Raise FileExistsError if the folder exists already; the message tells how its plan differs from this one."""
+        """Raise FileExistsError if the folder exists, and tell how its dataset's plan differs from this one."""
         if self.folder.exists():
             made = self._made()
             left_out = len(made.get("left_out", ()))

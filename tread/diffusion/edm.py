@@ -61,7 +61,7 @@ class EDM(Process):
         return x.float() / self._norm(sigma), sigma.log() / 4
 
     def combine(self, F: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-        """Return D = c_skip·x + c_out·F in fp32 (Eq. 7, Table 1), where F is the output's first C channels."""
+        """Return D = c_skip·x + c_out·F in fp32 (Eq. 7, Table 1), with the first C channels of F."""
         sigma = per_sample(sigma, x)
         norm = self._norm(sigma)
         c_skip, c_out = self.sigma_data**2 / norm**2, sigma.view(-1, 1, 1, 1) * self.sigma_data / norm
@@ -81,7 +81,7 @@ class EDM(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (D − x)², the predicted data D and the noisy input (Eq. 2, 8), each (B, C, S, S) fp32."""
+        """Return three (B, C, S, S) fp32 tensors: (D − x)², predicted data D (Eq. 2, 8), and the noisy input."""
         noisy = self.noised(x, sigma, noise)
         D = self.denoise(network, noisy, sigma, y, routes)
         return (D - x).square(), D, noisy

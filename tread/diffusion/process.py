@@ -51,8 +51,8 @@ class Process(Protocol):
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Return noise levels below those of noise_level(normal), elementwise. Each quantile, in the distribution of
-        training levels, is lowered by `step`, in [0, 1), to at least 0.001; one below 0.001 already stays."""
+        """Return noise_level(normal), made cleaner elementwise: the quantile of each level in the distribution of
+        training levels is lowered by `step`, in [0, 1), but not below 0.001. Quantiles already below 0.001 stay."""
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 

@@ -35,7 +35,7 @@ def kept_terms(
     patch_size: int,
     reconstruction: float,
 ) -> Tensor:
-    """Return weight · (mean error of kept patches) + reconstruction · (mean error of skipped patches) per sample: (B,).
+    """Return weight · kept_error + reconstruction · reconstruction_error (of the skipped patches) per sample: (B,).
     `squared`, `denoised` and `noisy`, (B, C, S, S) each, are what Process.errors returns; `weight` is (B,); `ids` has
     ids_keep (B, K) of each route."""
     terms = weight * kept_error(squared, ids, patch_size)

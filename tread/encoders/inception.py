@@ -73,10 +73,10 @@ def halved(x: Tensor) -> Tensor:
 class Mixed(nn.Module):
     """An Inception block: parallel chains of convolutions and a pool, concatenated by channel.
 
-    branches  name → the chain's convolutions as (channels, size). In a chain of several they are named <name>_1,
-              <name>_2, …; (channels, size, size) forks into <name>_2a and <name>_2b.
+    branches  name → the chain's convolutions as (channels, size). Several convolutions are named <name>_1, <name>_2, …;
+              an entry (channels, size, size) is two of them side by side, such as <name>_2a and <name>_2b.
     pool      the pooling before the chain "branch_pool"; without such a chain, the pooled input is a branch itself. If
-              the pooling is `halved`, the last convolution of each chain has stride 2.
+              the pooling is the function `halved`, the last convolution of each chain has stride 2.
     """
 
     def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):

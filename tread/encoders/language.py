@@ -42,7 +42,7 @@ def split_words(caption: str) -> list[str]:
 
 
 def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
-    """Return the begin token, the unknown word and the captions' words, most frequent first; at most MOST in all."""
+    """Return "<begin>", "<unknown>", then the captions' words, most frequent first; at most MOST entries in all."""
     counts = Counter(word for caption in captions for word in split_words(caption))
     return (BEGIN, UNKNOWN, *sorted(counts, key=lambda word: (-counts[word], word))[: MOST - 2])
 
@@ -178,8 +178,8 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """Return a number of tokens, a multiple of 8, that fits captions of these lengths; at most `limit` and LONGEST. It
-    is 72 rather than 64: see attention_fault in tread/runtime/device.py."""
+    """Return a number of tokens that fits captions of these lengths: a multiple of 8, with 72 in place of 64 (see
+    attention_fault in tread/runtime/device.py), but at most `limit` and LONGEST."""
     tokens = -(-max([8, *lengths]) // 8) * 8
     return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 

@@ -32,7 +32,7 @@ RENAMED = (
 
 
 def own_part(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the autoencoder's tensors in LDM's names, without wrappers' prefixes, and the names of all other tensors
+    """Return the autoencoder's tensors, keyed by LDM's names without wrappers' prefixes, and the names of all others
     (of a loss, an aligned network or a diffusion network). Raises ValueError if there is no LDM autoencoder."""
     heads = [name.removesuffix(MARK) for name in state if name.endswith(MARK)]
     if not heads:

@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
 
 def dinov2_cost(name: str, side: int) -> Cost:
-    """Return the cost of DINOv2 on one picture of side × side pixels, without its weights."""
+    """Return the tokens and FLOPs of DINOv2 `name` for one picture of side × side pixels, without loading weights."""
     patches, width = max(1, round(side * 224 / 256 / 14)) ** 2, WIDTHS[name]
     tokens = patches + 1
     products = LAYERS[name] * (12 * tokens * width**2 + 2 * tokens**2 * width) + patches * 3 * 14**2 * width
@@ -142,9 +142,9 @@ def open_encoder(
 def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor:
     """Return the Inception's 17×17 map interpolated at the tokens' centres: (B, T, 768) with T = max(grid, 16)².
 
-    Interpolation is linear between the centres of cells and constant beyond the outer ones. Along a side, cell i is
-    centred on input pixel 21 + 16·i of 299, and input pixel p is the picture's p·(size / 299), see `resize`. If grid
-    is below 16, Encoder.encode averages the tokens.
+    A grid below 16 thus gets 16² tokens, which Encoder.encode then averages. Interpolation is linear between the
+    centres of cells and constant beyond the outer ones. Along a side of the network's 299-pixel input, cell i is
+    centred on pixel 21 + 16·i; pixel p of the input lies at p·(size / 299) in the picture, see `resize`.
     """
     maps = network.feature_map(as_input(pictures))
     rows, columns = (_between(max(grid, INCEPTION_GRID), size, maps.device) for size in pictures.shape[2:])
@@ -191,8 +191,8 @@ def _load_function(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _own_fingerprint(name: str, run: Callable[[Tensor], Tensor]) -> str:
-    """Return the hex sha256 of the source of the module in `name`, and of the weights of `run` if it is a torch module;
-    other files that the module uses are left out."""
+    """Return the hex sha256 of the source file of the Python module in `name` ("module:function") and, if `run` is an
+    nn.Module, of its weights. Other files that the source imports are left out."""
     source = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
     digest = hashlib.sha256(Path(source).read_bytes() if source else b"")
     if isinstance(run, nn.Module):

@@ -1,6 +1,6 @@
 """How well generated emoji show their prompts: the nearest real emoji should have the prompt as a caption. Not an FID.
 
-The real emoji nearest to a generated one are looked up among all, training and held out: by their pixels at 16×16, and
+The real emoji nearest to a generated one are found among all real ones, training and held out: by pixels at 16×16, and
 by the FID Inception's features if its weights are on this machine.
 """
 
@@ -50,7 +50,7 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Open the training and the held-out part of dataset=emoji for a text-conditional network, and write missing parts.
+    """Open the parts "train" and "heldout" of dataset=emoji for a text-conditional network; write them if missing.
     Raises FileNotFoundError or ValueError if that fails, or if the network was trained on another size or text."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)

@@ -1,8 +1,8 @@
 """Loss on held-out data with all tokens and with noise that is the same for all runs.
 
-Compare runs by this number: a routed network's training loss is higher than a dense one's, and does not say how good
-it is with all tokens. EDM's loss is weighted as in training, at its noise levels; rectified flow's is the error of the
-velocity at uniform times.
+Compare runs by this number: a routed network's training loss is higher than a dense one's, and does not show how
+good the network is with all tokens. EDM's loss is weighted as in training, at its noise levels; rectified flow's is the
+error of the velocity at uniform times.
 """
 
 import torch
@@ -16,10 +16,10 @@ from tread.runtime.randomness import seeded_normal
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of the sample and of the noise level of the evaluation points `numbers`, both (n,) int64.
+    """Return the sample index and the noise-level index of each evaluation point in `numbers` (n,): both (n,) int64.
 
     With fewer points than samples, the points are spread evenly over the samples, so that each class has its share.
-    Otherwise point k takes sample k % samples; each further round over the samples takes the next noise level for each.
+    Otherwise point k has sample k % samples, and each round over the samples gives each of them its next noise level.
     """
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels
@@ -37,7 +37,7 @@ def read_points(
 ) -> tuple[Tensor, Condition, Tensor, Tensor]:
     """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S).
 
-    numbers  (n,) indices of the points among the `points` in all; the noise depends on them and on `stream` alone.
+    numbers  (n,) numbers of the points, in 0..points−1; the noise depends on them and on `stream` alone.
 
     Other arguments are those of `heldout_loss`. If moments are stored, their mean is read; if a sample has
     several captions, the first one.

@@ -241,7 +241,7 @@ def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
 
 
 def part_size(count: int, batch_size: int) -> int:
-    """Return how many pictures a stored part holds, for `count` pictures in all: a multiple of batch_size."""
+    """Return the number of pictures per stored part if `count` are stored in all: a multiple of batch_size."""
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 

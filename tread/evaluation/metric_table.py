@@ -28,9 +28,9 @@ class Metric:
     curve     whether a training measures it repeatedly.
     log       whether its axis is logarithmic.
     alike     settings that must be equal for runs' values to be comparable, besides those that all metrics need.
-    count     key under which a training records its number of samples; "": none.
+    count     key under which a training records how many samples the value was measured on; "": none.
     real      suffixes of the keys that hold the same metric for real pictures.
-    compute   computes it from features of samples and reference; None: another scorer gives it.
+    compute   function that computes it from features of samples and reference; None: another scorer gives it.
     needs     the part of a reference that `compute` uses; None: no reference.
     """
 
@@ -125,12 +125,12 @@ def names_of(what: str) -> list[str]:
 
 
 def scored_names(record: Mapping) -> list[str]:
-    """Return the keys of a score table's columns: metrics of="samples", and those of="demo" that `record` has."""
+    """Return the column keys of a score table: metrics with of="samples", then those with of="demo" in `record`."""
     return names_of("samples") + [name for name in names_of("demo") if name in record]
 
 
 def heldout_titles() -> dict[str, str]:
-    """Return {key: title} of the losses on held-out data; a process names its key in `Process.evaluation`."""
+    """Return {key: title} of the losses on held-out data. `Process.evaluation` is the key of a process's loss."""
     return {name: METRICS[name].title for name in names_of("heldout")}
 
 

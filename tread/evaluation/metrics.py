@@ -20,7 +20,7 @@ Seen = Callable[[int], object]  # called with a number of rows that are done, fo
 
 
 def nobody(rows: int) -> None:
-    """Do nothing; the default of the argument `seen` below, for callers that show no progress."""
+    """Do nothing: the default of the arguments `seen` in this module, for callers that show no progress."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Moments:
 
     @classmethod
     def unpack(cls, row: Tensor) -> "Moments":
-        """Invert `pack`."""
+        """Return the moments that `pack` put into a row (1 + D + D·D,)."""
         numbers = row.cpu().numpy()
         size = (math.isqrt(4 * len(numbers) - 3) - 1) // 2  # D of 1 + D + D·D
         return cls(int(numbers[0]), numbers[1 : 1 + size], numbers[1 + size :].reshape(size, size))
@@ -112,12 +112,12 @@ def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
 def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> tuple[float, float]:
     """Return improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991); features (n, D), (m, D) fp32.
 
-    Precision is the share of samples inside the reference's manifold, recall the share of the reference inside the
-    samples'. A manifold is the union of closed balls around its points; a ball reaches to the point's k-th neighbour
-    other than itself, k = NEIGHBOURS. Distances are fp32; ADM's evaluator takes them in fp16 where they are finite.
+    Precision is the share of samples inside the reference's manifold; recall is the share of the reference inside the
+    samples' manifold. A manifold is the union of closed balls around a set's points; a ball reaches from its point to
+    the k-th nearest other point, k = NEIGHBOURS. Distances are fp32; ADM's evaluator uses fp16 where they are finite.
 
     Both sets must be on one device and have more than k points. BLOCK_NUMBERS distances are in memory at a time. `seen`
-    is called with the number of rows done, 2·(n + m) in all.
+    is called with the number of rows just done; these numbers add up to 2·(n + m).
     """
     centre = reference.mean(dim=0)  # |a|² − 2ab + |b|² loses digits far from the origin
     reference, samples = reference - centre, samples - centre
@@ -134,7 +134,7 @@ def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
 
 
 def _radii(features: Tensor, seen: Seen) -> Tensor:
-    """Return each point's squared distance to its k-th neighbour other than itself, (n,); `seen` as in _distances."""
+    """Return each point's squared distance to its NEIGHBOURS-th nearest other point, (n,); `seen` as in _distances."""
     blocks = _distances(features, features, seen)
     return torch.cat([block.topk(NEIGHBOURS + 1, dim=1, largest=False).values[:, -1] for block in blocks])
 

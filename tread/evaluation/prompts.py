@@ -80,7 +80,8 @@ def brief(prompt: str) -> str:
 
 
 def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
-    """Return notes on what does not reach the network (unknown words, cut ends), for the first prompts concerned."""
+    """Return notes on unknown words and cut ends of prompts, which the network does not see: the first NOTED notes, and
+    how many more there are."""
     tokens, notes = encoder.spec.tokens, []
     for prompt, length in zip(prompts, encoder.lengths(prompts)):
         shown = repr(brief(prompt))
@@ -95,7 +96,7 @@ def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ScoredPrompts:
-    """Captions by number, in the order of their pictures.
+    """Captions numbered 0..count−1, in the order of their pictures.
 
     data    the captions' dataset.
     count   number of captions.

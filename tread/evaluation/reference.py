@@ -163,7 +163,7 @@ class FeatureSets:
 
     @functools.cached_property
     def pools(self) -> tuple[Tensor, Tensor]:
-        """Pool features (n, D) of the reference and (m, D) of the samples, fp32."""
+        """The features "pool" of the reference (n, D) and of the samples (m, D), fp32."""
         if self.features is None:
             raise Unavailable(self.reference.lacking)
         return tuple(torch.from_numpy(np.concatenate(list(s.arrays("pool")))) for s in (self.features, self.samples))

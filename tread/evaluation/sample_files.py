@@ -46,8 +46,8 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """Return a record for JSON of how samples were made: settings, with the sampler's values in place of null ones,
-    networks and NFE."""
+    """Return a record for JSON of how samples were made: networks, NFE, versions, and settings, where the sampler's
+    values replace null ones."""
 
     def network(source: SavedNetwork) -> dict:
         return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
@@ -158,7 +158,7 @@ class SampleFiles:
         return path, grey
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
-        """Describe the written files in a line; `seeds` are as the user wrote them."""
+        """Describe the files in a line. `grey`: their RGB channels are equal; `seeds` are as the user wrote them."""
         what = f"classes {json.dumps([None if label == len(self.classes) else label for label in self.labels])}"
         if self.prompts:
             first = json.dumps(brief(self.classes[0]), ensure_ascii=False)
@@ -185,7 +185,7 @@ class SampleFiles:
         return {"prompt": name} if self.prompts else {"class": label, "class_name": name}
 
     def grid(self, pictures: np.ndarray) -> Image.Image:
-        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid, with the rows' names if any is more than a number."""
+        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid; rows are named unless all names are class numbers."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
         if self.prompts:
             return name_rows(grid, names)

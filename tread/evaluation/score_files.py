@@ -89,14 +89,14 @@ def sampler_told(values: Mapping) -> str | None:
 
 
 def columns(record: Mapping) -> list[str]:
-    """Return the names of the columns of fid.csv for the record of a score; `scored_names` gives the metrics."""
+    """Return the names of the columns of fid.csv for a score's record; its metrics are those of `scored_names`."""
     head = ["time", "step", "count", *scored_names(record), "reference", "reference_count"]
     head += ["sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network"]
     return [*head, "labels", "first_seed", "weights", "dtype", "checkpoint"]
 
 
 def add_line(path: Path, record: dict) -> None:
-    """Append a score to a .csv whose columns are columns(record); an existing file with others is renamed first."""
+    """Append a score to a .csv with the columns columns(record). A file that has other columns is first renamed."""
     head = columns(record)
     if path.exists() and path.read_text().partition("\n")[0].strip() != ",".join(head):
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())

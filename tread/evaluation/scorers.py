@@ -51,12 +51,13 @@ class Scorer(Protocol):
     hashes: Mapping[str, str | None] = {}
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Return {name: array of n rows} to store with the pictures (n, C, H, W) uint8."""
+        """Return what scoring will need of pictures (n, C, H, W) uint8 besides themselves: {name: array of n rows},
+        such as features, to store with them."""
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
         """Score stored samples, which are pictures, labels and the arrays of `prepare`. Returns {metric: value},
-        {metric: reason why its value is missing}, and {metric: number of samples} for values of only a part of them."""
+        {metric: reason for a missing value}, and {metric: number of pictures} if these are not all samples."""
 
     def warnings(self, samples: int) -> list[str]:
         """Return warnings to record with a score of this number of samples."""

@@ -50,7 +50,6 @@ from tread.runtime.versions import versions
 CLIP = "clip_score"  # its key in METRICS and in stored parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # default numbers of samples
 GRID = 64  # pictures of fid.png
-CIFAR10_TEST = "cifar10-test"
 # keys that only some scores have
 OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip"}
 
@@ -321,13 +320,12 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
     """Return the options, with the folder of the held-out data as the reference in two cases: options.reference is
-    "heldout"; or it is None, a text-conditional network has no judge, and samples are not saved. "cifar10-test" stands
-    for CIFAR-10's test pictures. Raises ValueError or FileNotFoundError if the networks have different held-out data,
-    or none."""
-    if options.reference == CIFAR10_TEST:
-        return replace(options, reference=str(cifar10.heldout_of(find_cifar10(plans, make=True))))
+    "heldout"; or it is None, a text-conditional network has no judge, and samples are not saved. Raises ValueError or
+    FileNotFoundError if the networks have different held-out data, or none."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
+    if options.reference == "cifar10-test":  # its test pictures
+        return replace(options, reference=str(cifar10.heldout_of(find_cifar10(plans, make=True))))
     if not plans or not (options.reference == HELDOUT or unnamed):
         return options
     folders = {str(heldout_folder(plan.saved)) for plan in plans}
@@ -385,7 +383,7 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
-    """Return the score files of samples=…: in options.out, or beside the samples (or tar) and named after them."""
+    """Return the files for scores of options.samples: in options.out, else beside the samples and named after them."""
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
@@ -407,7 +405,7 @@ class CheckpointScoring:
     settings  everything that decides the score.
     files     files of the score.
     lines     the .csv to which a line is appended.
-    parts     store of the samples and their features, kept until they are scored; a reference does not change them.
+    parts     store of the samples and their features, kept until they are scored; usable for any reference.
     seconds   time that this process took to draw samples and extract features.
     """
 

@@ -109,7 +109,7 @@ def adjacent(matrix: Tensor) -> float:
 
 
 def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
-    """Return the given routes (None: the network's), sorted, with negative block numbers resolved. Raises ValueError
+    """Return the routes `asked` (None: the network's), sorted, with negative block numbers resolved. Raises ValueError
     for routes that the network can't run, that skip no token, or that keep a single token."""
     model, grid = saved.cfg.model, (saved.latents.shape[1] // saved.cfg.model.patch_size,) * 2
     routes = model.routes if asked is None else tuple(asked)
@@ -129,8 +129,8 @@ def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
 
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
     """Open the held-out latents of a network's run, else its training latents, normalised as the network sees them.
-    `folder` is where they are now; None: the folder in the checkpoint's settings, in which missing digits are written.
-    Raises FileNotFoundError, or ValueError if they are not of the kind that the network was trained on."""
+    `folder` is where they are now; None: the folder in the checkpoint's settings, where dataset=digits is written if
+    it is missing. Raises FileNotFoundError, or ValueError if the network was trained on another kind of latents."""
     dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":

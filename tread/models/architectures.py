@@ -49,7 +49,7 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """Settings that decide what trained weights compute, keyed "text.<name>"; fingerprint covers vocabulary."""
+        """Settings that decide what trained weights compute, keyed "text.<name>"; fingerprint stands for vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
@@ -131,7 +131,7 @@ class NetworkOptions:
 
     @classmethod
     def deciding(cls) -> list[str]:
-        """Return the names of the options that change the function of trained weights: all options and `constants`
+        """Return the names of the options that change what trained weights compute: all options and `constants`
         except name, routes, init and those in `undecisive`."""
         left_out = ("name", "routes", "init", *cls.undecisive)
         names = dict.fromkeys((*(item.name for item in fields(cls)), *cls.constants))
@@ -154,7 +154,7 @@ class NetworkOptions:
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        """Return whether a state dict is of this architecture; of several matches, the last in ARCHITECTURES counts."""
+        """Return whether a state dict is of this architecture; if several match, the last in ARCHITECTURES counts."""
         return any(name in shapes for name in cls.marks)
 
     @classmethod

@@ -68,8 +68,8 @@ class PatchEmbed(nn.Module):
 
 
 def kept_as(residual: Residual, tokens: Tensor, product: Tensor) -> Tensor:
-    """Return tokens as the residual stream holds them: with residual="bf16" in the type of a layer's product, which is
-    bf16 under autocast, and from then on all sums are."""
+    """Return tokens in the type of the residual stream. With residual="bf16" this is the type of `product`, a layer's
+    output: bf16 under autocast, as are then all later sums. With "fp32" tokens stay as they are."""
     return tokens.to(product.dtype) if residual == "bf16" else tokens
 
 

@@ -27,7 +27,7 @@ Condition = Tensor | Text
 
 
 def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
-    """Apply a function of tensors to labels, or to the tokens, mask and pooled of texts in turn (None stays None)."""
+    """Apply a function to labels; or to texts' tokens, then to their masks, then to their pooled (None stays None)."""
     if not isinstance(given[0], Text):
         return function(*given)
     return Text(*(None if parts[0] is None else function(*parts) for parts in zip(*given)))

@@ -92,7 +92,7 @@ class LightningBlock(nn.Module):
 
 
 def make_norm(norm: Norm, dim: int) -> nn.Module:
-    """Return a norm over the last axis: "rms" is RMSNorm with a weight per channel, "layer" LayerNorm with none."""
+    """Return a norm over the last axis: "rms" is RMSNorm with a weight per channel, "layer" LayerNorm without any."""
     return nn.RMSNorm(dim, eps=1e-6) if norm == "rms" else nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
 
 

@@ -52,7 +52,7 @@ class Mamba2Mixer(nn.Module):
     directions, and Δ for each head of each direction. Each direction has its own causal convolution of x, B and C, and
     its own A, D and bias of Δ. The directions' outputs are put back in raster order, summed, gated, normalised and
     projected.
-    Parameters are those of Mamba-2 with one group, with the same names and the directions concatenated.
+    Parameters have the names of Mamba-2's with one group; those of the directions are concatenated.
     """
 
     def __init__(

@@ -14,9 +14,9 @@ ROUNDING = 0.01  # tolerance for a file's tables; rounding to bf16 changes them 
 
 
 def rotary_angles(head_dim: int, side: int) -> Tensor:
-    """Return the angles by which pairs of a head's channels rotate, (side², d/2) fp64. The first half of the pairs
-    rotates by the token's row, the second by its column, with frequencies 10000^(−2k/(d/2)), k = 0 .. d/4−1. Raises
-    ValueError unless d is a multiple of 4."""
+    """Return the angles by which pairs of a head's channels rotate, (side², d/2) fp64, d = head_dim. The first half
+    of the pairs rotates by the token's row, the second by its column, with frequencies 10000^(−2k/(d/2)),
+    k = 0 .. d/4−1. Raises ValueError unless d is a multiple of 4."""
     if head_dim % 4:
         raise ValueError(
             f"heads of {head_dim} channels have no rotary positions, which rotate pairs of channels by row and column: "

@@ -95,7 +95,7 @@ class Sprint(LightningDiT):
         (last blocks).
 
         run_blocks leaves f's output in the places of tokens that skipped g. Before the fusion, mask tokens replace
-        these (the tokens not in record.ids), and all tokens of samples in which from_g (B, N, 1) is False.
+        these tokens (those not in record.ids), and all tokens for which from_g (B, N, 1) is False.
         """
         behind_f = []
 

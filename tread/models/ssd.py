@@ -113,8 +113,8 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
 
 
 def fused_ssd() -> Callable[..., Tensor]:
-    """Return the fused scan of the package mamba_ssm for CUDA, with `ssd`'s arguments; x, B and C keep their precision.
-    Raises ValueError if the package or CUDA is missing."""
+    """Return a function with the arguments x, dt, A, B and C of `ssd` that calls the package mamba_ssm's fused scan for
+    CUDA, without converting x, B and C to another precision. Raises ValueError if the package or CUDA is missing."""
     if not torch.cuda.is_available():
         raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
     try:
@@ -133,7 +133,7 @@ def fused_ssd() -> Callable[..., Tensor]:
 
 @torch.library.custom_op("tread::fused_scan", mutates_args=())
 def _fused_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """mamba_ssm's scan as one operator, which compilers leave as it is, for contiguous tensors."""
+    """Call mamba_ssm's scan on contiguous tensors, as one operator, into which torch.compile does not look."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     return mamba_chunk_scan_combined(x, dt, A, B, C, FUSED_CHUNK).contiguous()
@@ -143,7 +143,7 @@ def _fused_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tenso
 def _fused_scan_backward(
     g: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of _fused_scan's arguments from that of its result y, by the function that mamba_ssm calls."""
+    """Return the gradients of _fused_scan's arguments; mamba_ssm computes them from g, the gradient of the result y."""
     from mamba_ssm.ops.triton.ssd_combined import _mamba_chunk_scan_combined_bwd
 
     gradients = _mamba_chunk_scan_combined_bwd(g, x, dt, A, B, C, y, FUSED_CHUNK)[:5]
@@ -163,7 +163,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     This equals nn.Conv1d(C, C, K, groups=C) with weight (C, 1, K) and bias (C,), but that layer needs the tokens in the
     last axis and takes about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Sums use the wider
-    dtype of x and weight. Under torch.compile this is a plain sum: torch 2.11 compiles `_Shifted` to wrong gradients.
+    dtype of x and weight. torch 2.11 compiles the gradients of `_Shifted` wrongly, so torch.compile gets a plain sum.
     """
     if torch.compiler.is_compiling():
         taps, tokens = weight.shape[2], x.shape[1]

@@ -1,6 +1,6 @@
 """Stores of files: a folder, zip, tar or several tars, read in any order by several processes, without unpacking.
 
-A store has `names` (the sorted names of its files), `folders` (names of the folders that it knows) and
+A store has `names` (the sorted names of its files), `folders` (names of its folders, as far as it lists any) and
 `read(name, most)`, which returns the first `most` bytes of a file, by default all of it, or raises OSError.
 """
 

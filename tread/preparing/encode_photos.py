@@ -43,7 +43,7 @@ MUCH = 4  # the report names pictures that are enlarged more times than this
 
 @dataclass
 class Crops(Dataset):
-    """Cropped photos; items are (pixels (3, size, size) uint8 or None, "" or why they are None, photo size (W, H))."""
+    """Cropped photos. An item is pixels (3, size, size) uint8 or None, why they are None or "", photo size (W, H)."""
 
     photos: Photos
     crop: Crop
@@ -129,7 +129,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError that lists the pictures that could not be read, if any have not been removed since."""
+    """Raise ValueError if the source still has pictures that the shards' notes name as damaged, and list them."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -156,7 +156,7 @@ def make_shards(
     writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: "PhotoOptions", processes: Processes
 ) -> None:
     """Make the missing shards of a dataset together with the other processes. Each shard's note lists the damaged
-    pictures that are left out, lists those enlarged by more than a factor MUCH, and counts all enlarged ones."""
+    pictures that are left out, lists those enlarged by more than the factor MUCH, and counts all enlarged ones."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)

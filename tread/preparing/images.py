@@ -147,6 +147,6 @@ def _bicubic(length: int, enlarged: int, first: int, count: int) -> tuple[np.nda
 
 
 def _weighted(pixels: np.ndarray, taken: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Resample `pixels` along the first axis, with indices and weights from _bicubic: (count, …) uint8 as Pillow's."""
+    """Resample `pixels` (length, W, C) by _bicubic's `taken` and `weights`: (count, W, C) uint8, as Pillow does."""
     sums = (pixels[taken] * weights[:, :, None, None]).sum(axis=1)
     return ((sums + 2**21) >> 22).clip(0, 255).astype(np.uint8)

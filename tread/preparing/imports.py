@@ -288,7 +288,7 @@ def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[in
 
 
 def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
-    """Read {"mean", "std"} of the unscaled latents by channel from latents_stats.pt; only tensors are unpickled. Raises
+    """Read the unscaled latents' {"mean", "std"} per channel from latents_stats.pt; only tensors are unpickled. Raises
     ValueError for another number of channels, a number that is not finite, or a std that is not positive."""
     tensors = read_state_dict(path, "any")
     statistics = {key: tensors[key].double().flatten().tolist() for key in ("mean", "std") if key in tensors}
@@ -371,7 +371,7 @@ ForeignKind = Annotated[Literal[tuple(KINDS)], "pictures: prepare_latents.py"]
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """The options of configs/import_latents.yaml; the comments there explain each option and its null."""
+    """The options of configs/import_latents.yaml; the comments there explain each option and what its null means."""
 
     kind: ForeignKind
     source: str
@@ -389,7 +389,7 @@ class ImportOptions:
 
 
 def open_foreign(options: ImportOptions) -> tuple[LatentSpec, ForeignSamples]:
-    """Open options.source; return its LatentSpec and samples. Raises OSError; ValueError if options do not fit it."""
+    """Open options.source; return its LatentSpec and samples. Raises OSError; ValueError if the options do not fit."""
     samples = KINDS[options.kind](Path(options.source), options)
     if options.scale_applied and not samples.scaled:
         raise ValueError(f"scale_applied=true, but {options.kind} holds unscaled numbers; leave scale_applied out")

@@ -41,7 +41,7 @@ def _open(path: Path):
 
 
 def parquet_files(source: Path) -> list[Path]:
-    """List the source if it is a parquet file, else the parquet files in the folder and its subfolder data/."""
+    """Return [source] if it is a parquet file; for a folder, the parquet files in it and in its subfolder data/."""
     if source.is_file():
         return [source] if source.suffix == ".parquet" else []
     return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))

@@ -121,13 +121,13 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return a list of one text, the title `what` and then the faults (`line` as in `named`); [] without faults."""
+    """Return [text], where the text is the title `what`, then the faults (`line` as in `named`); [] without faults."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 
 def named(files: Faults, line: str) -> str:
-    """Return a text with a line for each of the first NAMED files, and how many more there are. A line is the file's
-    name and str.format's result of `line` with the reason, such as ": {}"."""
+    """Return a text with a line for each of the first NAMED files, and one that counts the others. A file's line is its
+    name, followed by the format string `line` (such as ": {}") filled with the reason."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
     text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
     return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8

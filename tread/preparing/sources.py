@@ -42,7 +42,7 @@ def find_photos(
     labels    labels file beside or inside the source; None: one of LABEL_FILES beside the pictures, else class folders.
     captions  column of captions in parquet files; "none": captions are ignored; None: they are read if there are any.
 
-    Raises FileNotFoundError, or ValueError that says what the source holds instead.
+    Raises FileNotFoundError if a file is missing, ValueError if the source does not fit; the message tells what it has.
     """
     source, root = Path(source), None if root is None else str(root)
     if root is not None and tar_paths(source / root):
@@ -106,8 +106,8 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the prefix that the names of files in the folder `root` begin with. With root=None, it is the innermost
-    folder that holds all of `names`; one that holds pictures and no labels file is a class: then it is its parent."""
+    """Return the prefix that the names of files in the folder `root` begin with. root=None stands for the innermost
+    folder that holds all of `names` or, if that is a class (it holds pictures and no labels file), its parent."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
@@ -153,7 +153,7 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
 
 
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
-    """Return {picture: index of its class} and the class names, from the table of `label_table`."""
+    """Return {picture: index of its class} and the class names; `table` is what label_table returned."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
     classes = sorted(set(table.values()))
     if not any(isinstance(label, str) for label in classes):

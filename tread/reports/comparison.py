@@ -88,8 +88,8 @@ def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
 
 
 def _names(groups: list[list[Found]]) -> list[str]:
-    """Name groups by model and the settings that differ among its groups; if that is too long or not unique, by the
-    folder of their first run."""
+    """Name each group by its model and the settings that differ among groups of that model; if this is too long or not
+    unique, by the folder of the group's first run."""
     configs, folders = [runs[0].config for runs in groups], [runs[0].folder for runs in groups]
     keys = [key for key in unlike(configs) if key not in APART and key.partition(".")[0] not in UNSAID]
     names = []
@@ -151,7 +151,7 @@ def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return those of `column_metrics` that are measured repeatedly during training, so that they have curves."""
+    """Return those of `column_metrics` that are measured repeatedly during training, if a group has their curve."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
@@ -227,7 +227,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """Format the mean of values to four digits or, if there are several, with ± and two digits of their deviation."""
+    """Format a single value to four digits, the mean of several with their standard deviation: "12.3 ± 1.2"."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0

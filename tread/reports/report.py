@@ -80,7 +80,7 @@ def write_report(folders: Sequence[Path | str]) -> Path:
 
 
 def subject_of(runs: Sequence[Found]) -> Subject:
-    """Group runs that differ only in their seed (a run of unknown settings stays alone), and name them."""
+    """Group runs that differ only in their seed (a run of unknown settings stays alone), and name groups and runs."""
     alone = [run for run in runs if len(runs) == 1 or not run.config]
     groups = group_runs([run for run in runs if run not in alone])
     groups += [SeedGroup(run.folder.resolve().name, [run]) for run in alone]

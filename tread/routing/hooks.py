@@ -126,9 +126,9 @@ class Routing:
                 ]
 
     def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
-        """Return a block's inputs with the tokens moved to args[0] if they came by keyword. Raises ValueError if there
-        are not N tokens, the number that the ids were chosen from. With a custom `select` it is not known which input
-        is the tokens, so the error is raised only if no input has an axis of length N."""
+        """Return the inputs (args, kwargs) of block `index`, with its tokens moved to args[0] if they came by keyword.
+        Raises ValueError unless there are as many tokens as the noise (and prefix) is for. With a custom `select` any
+        input may be the tokens, so the error is raised only if no input has an axis of this length."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}

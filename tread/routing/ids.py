@@ -257,7 +257,7 @@ def with_ratio(route: Route, ratio: float) -> Route:
 
 
 def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """Return how many of N tokens choose_ids keeps for a route, without a prefix."""
+    """Return how many of N tokens choose_ids keeps for a route, not counting a prefix."""
     return RULES[route.select].count(route, num_tokens, grid)
 
 

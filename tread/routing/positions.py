@@ -71,8 +71,8 @@ def _settings(block: nn.Module) -> dict[str, Any]:
 
 
 def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:
-    """Return the error text for block `index`, whose output changes by the fraction `difference`, with advice: `how`
-    names the argument that passes positions to the block; `otherwise` is for a block that uses the order on purpose."""
+    """Return the error text for a block whose effect changes by the fraction `difference` if its tokens are permuted.
+    `how` names the argument that passes it positions; `otherwise` is advice in case it uses the order on purpose."""
     return (
         f"block {index} ({type(block).__name__}) depends on the order of its tokens: when they are permuted, what it "
         f"adds to them changes by {difference:.0%}. If it makes positions by itself, such as rotary angles from "

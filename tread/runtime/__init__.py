@@ -1,1 +1,1 @@
-"""Files, devices, processes, signals, random numbers and typed settings, for all other packages; knows no model."""
+"""Files, devices, processes, signals, random numbers and typed settings, for all other packages; nothing on models."""

@@ -41,7 +41,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager:
 
 
 def tf32_flags() -> list[str]:
-    """Return how fp32 products, convolutions and recurrent layers compute on a GPU: "tf32", "ieee" or "none"."""
+    """Return the GPU precision of fp32 products, convolutions and recurrent layers, each "tf32", "ieee" or "none"."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     if hasattr(matmul, "fp32_precision"):  # from torch 2.9 on; there the old flags can't be read beside newly set ones
         return [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
@@ -49,8 +49,8 @@ def tf32_flags() -> list[str]:
 
 
 def set_tf32(flags: list[str]) -> None:
-    """Set what `tf32_flags` returns. The old flags are set as well: torch.compile still reads them in torch 2.9 and
-    2.10, which raises where they differ from the new ones (pytorch #166387)."""
+    """Set the flags that `tf32_flags` returns, and torch's old flags as well: torch.compile of torch 2.9 and 2.10 still
+    reads these, and raises an error where they differ from the new ones (pytorch #166387)."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     matmul.allow_tf32, cudnn.allow_tf32 = flags[0] == "tf32", flags[1] == "tf32"
     if hasattr(matmul, "fp32_precision"):  # alone, the old ones would leave convolutions to fp32_precision of all
@@ -58,9 +58,9 @@ def set_tf32(flags: list[str]) -> None:
 
 
 def attention_fault(release: str, cudnn: int | None, masked_keys: int | None) -> str | None:
-    """Return which fault of torch's cuDNN attention this torch and this cuDNN (as 91002) have, or None.
+    """Return which fault cuDNN attention has in this torch release with this cuDNN (such as 91002), or None.
 
-    masked_keys  the number of keys that attention masks by; None: no mask, or no gradients.
+    masked_keys  the number of keys of an attention that has both a mask and gradients, else None.
     """
     version = tuple(int(part) for part in release.split(".")[:2])
     if cudnn and version == (2, 9) and cudnn < 91501:
@@ -71,7 +71,8 @@ def attention_fault(release: str, cudnn: int | None, masked_keys: int | None) ->
 
 
 def avoid_faults(device: torch.device, masked_keys: int | None = None) -> str | None:
-    """Switch cuDNN's attention off in this process where it is faulty (see attention_fault); returns why, in a line."""
+    """Switch cuDNN's attention off in this process if it has a fault, and return a line that says which, else None. For
+    the faults and `masked_keys` see attention_fault."""
     cudnn = torch.backends.cudnn.version() if device.type == "cuda" else None
     fault = attention_fault(torch.__version__, cudnn, masked_keys)
     if fault is None:
@@ -95,7 +96,7 @@ def exact(tf32: bool = False) -> Iterator[None]:
 
 
 def computing(device: torch.device, precision: str) -> AbstractContextManager:
-    """Return the context in which a frozen network beside the trained one runs: fp32 exactly, "tf32" or "bf16"."""
+    """Return the context in which a frozen network beside the trained one runs: exact fp32, "tf32" or bf16 autocast."""
     return autocast(device, precision) if precision == "bf16" else exact(tf32=precision == "tf32")
 
 
@@ -153,8 +154,8 @@ class Alive(TorchDispatchMode):
 
 
 def use_expandable_segments() -> None:
-    """Let CUDA's allocator grow its segments, so that kinds of steps of different sizes leave no holes; a user's own
-    PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF stays. To be called before CUDA is used."""
+    """Let CUDA's allocator grow its segments, so that alternating steps of different sizes leave no holes in memory.
+    A user's own PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF stays in force. Call this before CUDA is used."""
     own = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys()
     told = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # of newer torch, in which the other one warns
     told = told or getattr(torch.cuda.memory, "_set_allocator_settings", None)
@@ -178,7 +179,7 @@ PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from the maker's data s
 
 @contextmanager
 def beside(stream: "torch.cuda.Stream | None") -> Iterator[None]:
-    """Context whose work runs on a stream, after the work so far and before the work to come; None: as usual."""
+    """Context whose work runs on `stream`, after what is queued so far and before later work; None: as usual."""
     if stream is None:
         yield
         return

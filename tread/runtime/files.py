@@ -150,7 +150,7 @@ _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _forget_inherited_locks() -> None:
-    """In a forked child, close the inherited copies of locks, which would keep them held after the parent's end."""
+    """In a forked child, close the inherited copies of locks: they would keep the locks held past the parent's end."""
     for lock in _locks:
         lock.release()
 

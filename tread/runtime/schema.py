@@ -43,8 +43,8 @@ class Chosen(NamedTuple):
     table: Mapping[str, type]
 
     def settle(self, section: object, where: str) -> tuple[type, dict]:
-        """Return the picked dataclass, and the section with that dataclass's keys alone, defaults included. `where` is
-        the section's dotted key, for messages.
+        """Return the dataclass that a section of the settings picks from the table, and the section with that
+        dataclass's keys alone, defaults included. `where` is the section's dotted key, for messages.
 
         Raises ValueError if the section picks no entry of the table, or sets a key that only other entries have.
         """
@@ -132,7 +132,7 @@ def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
 
 
 def fill(tree: dict, kind: type) -> dict:
-    """Return a nested dict in which missing keys, also in sections and lists, have the dataclass's defaults."""
+    """Return a nested dict in which missing keys, also in sections and lists, have the dataclass `kind`'s defaults."""
     filled = dict(tree)
     for item, hint in zip(fields(kind), _hints(kind).values()):
         value = tree.get(item.name, item.default)
@@ -228,7 +228,7 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
 
 
 def _names(kind: Any) -> list[str]:
-    """Return a type's name for errors, or its choices."""
+    """Return the words for a type in error messages: the choices of a Literal, else one name."""
     if get_origin(kind) is Literal:
         return [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(kind)]
     if is_dataclass(kind):

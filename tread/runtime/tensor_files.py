@@ -45,7 +45,7 @@ def read_state_dict(path: Path, weights: str = "ema") -> dict[str, Tensor]:
 
 
 def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, Tensor]]:
-    """Like read_state_dict, but return (kind, weights): "ema", "model", or None if the file does not say."""
+    """Like read_state_dict, but return (kind, state dict); kind is "ema", "model", or None if the file does not say."""
     parts = _parts(path)
     kind = next((kind for kind in KEYS if weights in (kind, "any") and kind in parts), None)
     if kind in parts:
@@ -115,7 +115,7 @@ def _tensors(content: object, where: str) -> dict[str, Tensor]:
 
 
 def _flat(content: object) -> dict[str, dict]:
-    """Return the weights in an ema_pytorch state dict by kind, "ema" and "model"; {} for anything else."""
+    """Return the weights in an ema_pytorch state dict, keyed "ema" and "model"; {} for anything else."""
     names = [name for name in content if isinstance(name, str)] if isinstance(content, dict) else []
     parts = {
         kind: {name.removeprefix(prefix): content[name] for name in names if name.startswith(prefix)}

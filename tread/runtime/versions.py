@@ -9,7 +9,7 @@ PACKAGES = ("torch", "accelerate", "hydra-core", "diffusers", "numpy", "pillow",
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and PACKAGES, and this code's git revision, by name."""
+    """Return the versions of Python and PACKAGES, and this code's git revision, keyed by name."""
     numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

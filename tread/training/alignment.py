@@ -48,7 +48,7 @@ class Alignment:
     precision: Precision = "fp32"
 
     def encoder_precision(self, training: str, device: torch.device) -> str:
-        """Return the precision of the live encoder: "auto" is the training's on a GPU that has bf16, fp32 elsewhere."""
+        """Return the live encoder's precision; "auto" is `training`'s precision on a GPU that has bf16, else fp32."""
         auto = training if has_bf16(device) else "fp32"
         return auto if self.precision == "auto" else self.precision
 
@@ -138,9 +138,9 @@ class Aligner:
     ) -> Tensor:
         """Return the targets (B, N, z): in mode "repa" the pictures' features, in mode "self" the teacher's output.
 
-        The teacher gets conditions y, and clean latents x with the network's noise at a lower level. `normal` (B,),
-        standard normal, gave the network's level; the teacher's lies alignment.gap · `back` lower, see Process.cleaner.
-        `back` (B,) is uniform in [0, 1).
+        The teacher gets conditions y, and clean latents x with the same `noise` as the network's input, but at a lower
+        level. The network's level follows from standard normal numbers `normal` (B,), and Process.cleaner makes the
+        teacher's lower by alignment.gap · `back`; `back` (B,) is uniform in [0, 1).
         """
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features

@@ -1,8 +1,8 @@
 """Costs of training: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
 
-A step takes the sum of the times for matrix products, attention, what its blocks read and write besides, embedding and
-last layer, and optimizer and averages, and never less than the host takes to launch it. The constants are predictions
-for compiled networks in bf16; benchmarks/gpu_check.py measures what they stand for.
+A step's predicted time is a sum: matrix products, attention, the blocks' other reads and writes, the embedding and the
+last layer, the optimizer and the averages; but at least the time that the host needs to launch the step. The constants
+are predicted, for compiled networks in bf16; benchmarks/gpu_check.py measures the real values.
 
 A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storage sizes but no
 numbers, and after each operation the bytes of all storages in use are counted.
@@ -33,7 +33,7 @@ from tread.training.step import active_routes
 
 
 class Device(NamedTuple):
-    """A GPU by its maker's data sheet: bytes of memory, bf16 FLOP/s of matrix products, bytes/s of its memory."""
+    """A GPU as in its maker's data sheet: bytes of memory, bf16 FLOP/s of matrix products, bytes/s of its memory."""
 
     memory: float
     products: float
@@ -41,8 +41,8 @@ class Device(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a compiled bf16 block for each token and channel: kept for the backward pass; read or written outside of
-    matrix products and attention, forward and backward; and kept under train.memory=budget."""
+    """Bytes of a compiled bf16 block for each token and channel: `saved` for the backward pass; `moved` (read or
+    written) in both passes, outside of matrix products and attention; `budget`, saved under train.memory=budget."""
 
     saved: float
     moved: float
@@ -115,7 +115,7 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Return the memory of a step of `images` samples under these routes, traced without compiling or alignment."""
+    """Return the bytes that a step on `images` samples takes, traced for an uncompiled network without alignment."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
@@ -186,8 +186,8 @@ def memory(
 
 
 class MemoryPlan(NamedTuple):
-    """How a run's steps save memory: `how` is a value of train.memory but auto, `said` tells why, and `warning` names
-    a micro-batch if nothing fits."""
+    """How a run's steps save memory: `how` is a value of train.memory other than "auto", `said` is that choice and its
+    reason in words, and `warning` is a message if memory may not suffice, or train.memory can't be obeyed."""
 
     how: str
     said: str
@@ -198,8 +198,9 @@ def plan_memory(
     cfg: Settings, network: Backbone, kinds: Sequence[Sequence[Route]], images: int, room: int, precision: str,
     compiled: bool,
 ) -> MemoryPlan:  # fmt: skip
-    """Choose how steps on micro-batches of `images` samples under each of these routes save memory: by train.memory,
-    or for auto the first of plain, budget (of compiled blocks alone) and checkpointing that fits `room` bytes."""
+    """Choose how steps on micro-batches of `images` samples save memory: as train.memory says; for auto, the first of
+    plain, budget (for compiled blocks only) and checkpointing with which steps under any of the routes `kinds` fit into
+    `room` bytes."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [()], {}, images
     for how in ways if cfg.train.memory == "auto" else (cfg.train.memory,):
@@ -219,19 +220,21 @@ def plan_memory(
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
-    """Return the different routes of these steps; of a ratio's schedule the first and the outermost ones."""
+    """Return the different sets of routes in these steps. If their ratio follows a schedule, only the sets at the first
+    of these steps and at the schedule's ends are returned."""
     schedule = cfg.train.ratio_schedule
     places = (steps.start, cfg.train.routes_until, *((schedule.first, schedule.last) if schedule else ()))
     return list(dict.fromkeys(active_routes(cfg, place) for place in places if place in steps))
 
 
 def picture_side(cfg: Settings) -> int:
-    """Return the side of the pictures beside a dataset's latents, which is 8 times that of latents of autoencoders."""
+    """Return the side in pixels of a dataset's pictures: the latents' side if these are pictures, else 8 times it."""
     return cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8)
 
 
 def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> int:
-    """Return what a live encoder holds, in fp32, besides `images` pictures: traced on one, or of DINOv2 not given."""
+    """Return the bytes that a live alignment encoder's fp32 weights and work on `images` pictures take; 0 if none runs.
+    Measured on one blank picture; encoder=None: estimated for the DINOv2 that alignment.encoder names."""
     alignment = cfg.alignment
     if alignment.kind != "repa" or alignment.source != "live":
         return 0
@@ -245,7 +248,7 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
-    """Return a run's aligner without weights, or None; encoders that are not DINOv2 are opened for their cost."""
+    """Return a run's aligner without weights, or None. Loads the encoder if its cost or width is not known here."""
     alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
     if alignment.kind == "none":
         return None

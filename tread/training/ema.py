@@ -23,7 +23,8 @@ def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], f
 
 
 def power(sigma_rel: float) -> Callable[[int], float]:
-    """Return the power-function profile: decay (1 − 1/t)^(γ+1) at update t = 1, 2, … (EDM2, Eq. 2)."""
+    """Return the power-function profile: decay (1 − 1/t)^(γ+1) at update t = 1, 2, … (EDM2, Eq. 2). γ is the `exponent`
+    of sigma_rel."""
     gamma = exponent(sigma_rel)
     return lambda step: (1 - 1 / (step + 1)) ** (gamma + 1)
 
@@ -58,8 +59,8 @@ class EMA:
 
 
 def fused_average(averaged: list[Tensor], current: list[Tensor], share: Tensor | float, skip: Tensor) -> None:
-    """Do e ← e − share·(e − w) in one pass, unless `skip` is 1: SGD whose gradient −w has weight decay 1. A foreach
-    lerp by a weight on the device launches a kernel for each parameter."""
+    """Do averaged += share·(current − averaged) in one pass, unless `skip` is 1: by fused SGD with gradient −current
+    and weight decay 1. A foreach lerp by a weight on the device launches a kernel for each parameter."""
     torch._fused_sgd_(
         averaged, current, [], weight_decay=1.0, momentum=0.0, lr=share, dampening=0.0, nesterov=False, maximize=True,
         is_first_step=False, found_inf=skip,

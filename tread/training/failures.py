@@ -82,7 +82,7 @@ def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int 
 
 
 def explain_memory(run: Run, error: str) -> str:
-    """Return a message for an out-of-memory error of text `error`; it names a micro-batch found to fit, if any."""
+    """Return a message for the out-of-memory error `error`; it names a micro-batch found to fit, if any."""
     rows, cfg = run.micro_batches[0], run.cfg
     share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
     run.optimizer.zero_grad()

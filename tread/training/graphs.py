@@ -1,9 +1,9 @@
-"""Training steps as CUDA graphs: one launch in the place of thousands, for which small steps would wait.
+"""Training steps as CUDA graphs: one launch replaces thousands, which can take longer than a small step's work.
 
 Steps of a kind have the same routes and shapes. The first ones run as usual, on the stream that records; then one is
 recorded, over buffers into which the inputs of each later step are copied, and replayed. All kinds share one pool of
 memory, as nothing in it outlives a step: weights, optimizer, averages and statistics lie outside. Before a graph is
-trusted, it is rehearsed on two steps' inputs beside the usual step, with `hold`, so that nothing changes. If it fails
+trusted, its results on two steps' inputs are compared with the usual step's, both with hold=1 (no update). If it fails
 or differs, the run goes on without graphs.
 """
 
@@ -35,10 +35,11 @@ class StepKind:
 
 
 class Graphs:
-    """Takes a run's steps, by graphs as soon as it can.
+    """Does a run's training steps, by CUDA graphs as soon as it can.
 
-    stream  the stream that records, and on which the first steps of each kind run; None on a CPU.
-    record  function that records a step without doing it. A test on a CPU may let the step be its own replay.
+    stream  the stream for recording graphs and for the first steps of each kind; None on a CPU.
+    record  takes a function that does a step, records the step without doing it, and returns a function that replays
+            it. A test on a CPU may return the same function.
     """
 
     def __init__(self, run: Run, stream: "torch.cuda.Stream | None", record: Callable[[Replay], Replay]) -> None:
@@ -82,7 +83,8 @@ class Graphs:
         self.run.processes.say(f"warning: going on without CUDA graphs: {problem}")
 
     def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
-        """Record and rehearse a kind of step; only buffers change. Raises the error of what fails, in all processes."""
+        """Record a graph of a step of this kind, compare its results with the usual step's, and return the replay. The
+        run itself stays unchanged. An error in one process is raised in all. leaves, layout: the flattened inputs."""
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
         inputs, run = tree_unflatten(clones, layout), self.run
@@ -146,8 +148,8 @@ def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], s
 
 
 def open_graphs(run: Run) -> Graphs | None:
-    """Return what takes the run's steps by graphs, or None if it goes without, by train.cuda_graphs. Raises ValueError
-    if graphs are asked for and can't be."""
+    """Return the Graphs that take the run's steps, or None if it runs without CUDA graphs, as train.cuda_graphs says.
+    Raises ValueError if that is true and the run can't use graphs."""
     asked, device, never = run.cfg.train.cuda_graphs, run.processes.device, None
     if device.type != "cuda":
         never = f"the run is on {device}, without a CUDA device"

@@ -32,7 +32,7 @@ def backward(loss: Tensor) -> None:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's kernel clips and skips by itself; it also takes the rate as a tensor."""
+    """Return whether the optimizer's kernel clips and skips by itself, and takes the learning rate as a tensor."""
     return type(optimizer) in SKIPPING and all(group["fused"] for group in optimizer.param_groups)
 
 

@@ -80,7 +80,7 @@ class Optim:
         return optimizer
 
     def keeps_state(self, changed: Collection[str]) -> bool:
-        """Return whether the optimizer's state stays valid in a run whose settings with these dotted keys changed."""
+        """Return whether the optimizer's state stays valid after the settings with these dotted keys changed."""
         return not any(key.startswith(("optim.name", "optim.options")) for key in changed)
 
     @property
@@ -92,7 +92,7 @@ class Optim:
 def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
     """Call optimizer.step(), but keep parameters and state bit for bit as they are if `bad`, a 0-d flag, is set.
 
-    The device chooses between the values before and after the step. The host waits for it only if a step makes state,
+    The device chooses between the values before and after the step. The host waits for it only if a step creates state,
     as the first does, or changes state elsewhere: Python numbers, or tensors on another device (with CUDA,
     state["step"] of torch's optimizers unless their option `capturable` is true).
     """
@@ -117,8 +117,8 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
 
 
 def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
-    """Return the parameters that have state; a flat list of the values in optimizer.state and, parameters left out, in
-    optimizer.param_groups; and the pytree structure of that list."""
+    """Return the parameters that have state, then a flat list and its pytree structure. The list has the values of
+    optimizer.state, and of optimizer.param_groups without their parameters."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
 

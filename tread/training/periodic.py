@@ -169,7 +169,7 @@ def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
 
 
 def name_spoilt(data: LatentDataset, batches: Iterable[Batch]) -> str:
-    """Name the samples with numbers that are not finite, the first three by number, file and row; "" if none."""
+    """Name samples with NaN or infinity: the first three by index, file and row, and how many more; "" if none."""
     spoilt = set()
     for batch in batches:
         for read in (batch.stored, batch.features, *(batch.text or ())):
@@ -195,7 +195,7 @@ def interrupts(run: Run) -> bool:
 
 def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
     """Do all work that is due after run.step steps, and save if an earlier save was `postponed`. Returns whether to go
-    on, and whether saving now waits for a good step.
+    on, and whether a save is now postponed.
 
     If anything but training fails, such as reading a file, the step is saved before the error is raised.
     """
@@ -224,7 +224,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool) -> bool:
-    """Save averages if due, and a checkpoint if due or `asked`. Returns whether saving waits for a good step."""
+    """Save averages if due, and a checkpoint if due or `asked`. Returns whether `save` put the checkpoint off."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))
@@ -390,8 +390,8 @@ def save(run: Run) -> bool:
 
 
 def finish_saving(run: Run, wait: bool = True) -> None:
-    """Wait for the checkpoint that a thread is writing, if any; wait=False only looks whether it is written. All
-    processes must call it. Raises what `save` failed with, an OSError if the checkpoint could not be written."""
+    """Wait until a thread has written the checkpoint in progress, if any; wait=False returns at once if it has not. All
+    processes must call this. Raises the thread's error, an OSError if the checkpoint could not be written."""
 
     def written() -> bool:
         if not wait and not run.written.done():
@@ -417,7 +417,7 @@ def judge_demo(run: Run) -> None:
 
 
 def judged_samples(run: Run, count: int) -> dict[str, float]:
-    """Return the scores, by name, of `count` EMA samples of digits, or of emoji generated from captions."""
+    """Return {name: score} for `count` EMA samples of digits, or of emoji generated from captions."""
     cfg = run.cfg
     if cfg.dataset.embedded == "digits":
         labels = torch.arange(count) % cfg.dataset.num_classes

@@ -90,7 +90,8 @@ def _is_done(folder: Path, config: dict) -> bool:
 
 
 def find_run(run: str) -> Path:
-    """Return the folder that run=… names, without resolving links. Raises FileNotFoundError that names runs nearby."""
+    """Return the folder run=…, with links unresolved. Raises FileNotFoundError if it holds no run; the message lists
+    the runs beside it and in it."""
     folder = Path(os.path.normpath(run))
     folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))
 
@@ -115,7 +116,7 @@ def leaves(key: str, value: object) -> list[str]:
 
 
 def keys_of(configs: Path, name: str) -> set[str]:
-    """Return the dotted keys set by a config file (none if it is missing) and the files it names by `override /…`."""
+    """Return the dotted keys set in a config file (if it exists) or in the files that it names by `override /…`."""
     path = configs / f"{name}.yaml"
     tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
     lists = [item for item in tree.pop("defaults", ()) if isinstance(item, dict)]
@@ -126,7 +127,7 @@ def keys_of(configs: Path, name: str) -> set[str]:
 
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
-    """Return `recorded` with the composed values at the typed dotted keys, and at keys that it lacks."""
+    """Return `recorded` with the values of `composed` at the dotted keys `typed`, and at keys that `recorded` lacks."""
     below = [name for name in typed if name.startswith(f"{key}." if key else "")]
     if key in typed:
         return composed

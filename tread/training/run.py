@@ -51,7 +51,7 @@ class StepStatistics:
         self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
-        """Add a step: its mean loss, what optimizer_step returned, and its mean alignment loss if there is one."""
+        """Add one step's mean loss, the `norm` and `skip` that optimizer_step returned, and any mean alignment loss."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
         in_a_row, longest, ago, aligned = self.sums[4:].unbind()
@@ -64,7 +64,8 @@ class StepStatistics:
         self.recent.copy_(torch.cat([self.recent[1:], skip[None]]))
 
     def read(self) -> dict[str, float | str]:
-        """Return the sums by name, and "recent": the known flags as text, "1" for a bad step. Waits for the device."""
+        """Return the sums by name, and "recent": a text with a character for each of the last steps, "1" if it was bad,
+        else "0". Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
@@ -205,7 +206,7 @@ def leave(run: Run, finished: bool) -> None:
 
 
 def note_failure(run: Run | None, reason: str) -> None:
-    """Record why the run failed, if it had begun (None: not yet) and the disk can still be written."""
+    """Write to status.json why the run failed, if the disk can be written to; run=None (not yet begun) does nothing."""
     if run is not None:
         with contextlib.suppress(OSError):
             time.sleep(0 if run.processes.main else 2)  # for a failure in all processes, the main one's is recorded

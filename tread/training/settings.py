@@ -123,7 +123,7 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class Tags:
-    """Suffixes of a run's default name, by objective and alignment."""
+    """Suffixes of a run's default name: that of its objective (edm, rf), then that of its alignment's kind."""
 
     edm: str
     rf: str
@@ -249,16 +249,13 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Make part "train" or "heldout" of the dataset that dataset.embedded names (digits, emoji, cifar10) if it is
-    missing, with encoded captions for a text-conditional network. Does nothing if dataset.embedded is null. Raises
-    FileNotFoundError if digits or emoji would be made in a folder not called <embedded>/<part>, as a mistyped path of
-    other data, and the errors of prepare_cifar10."""
+    """Make part "train" or "heldout" of the dataset that dataset.embedded names, if any, where it is missing, with
+    encoded captions for a text-conditional network. Raises prepare_cifar10's errors, or FileNotFoundError if a missing
+    `path` of the others does not end in <embedded>/<part>: it is then likely to be a mistyped path of other data."""
     kind = cfg.dataset.embedded
-    if kind == "cifar10":
-        folder = Path(cfg.dataset.path)
-        if not Path(path).exists() and Path(path) in (folder, cifar10.heldout_of(folder)):
-            cifar10.prepare_cifar10(folder, cfg.dataset.archive)
-    elif kind and not Path(path).exists() and Path(path).absolute().parts[-2:] != (kind, part):
+    if kind == "cifar10" and not Path(path).exists():
+        cifar10.prepare_cifar10(Path(cfg.dataset.path), cfg.dataset.archive)
+    elif kind in ("digits", "emoji") and not Path(path).exists() and Path(path).absolute().parts[-2:] != (kind, part):
         own = "latents of your own need dataset=folder"
         raise FileNotFoundError(f"{path} does not exist: {own}; {kind} are written to folders …/{kind}/{part} only")
     elif kind == "digits":

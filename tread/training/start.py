@@ -112,7 +112,7 @@ def prepare_blocks(
     """Choose how the steps save memory, and compile the blocks, forward and backward, before processes wait for one
     another in a step. Returns the choice, and the reason if compiling is wanted but fails.
 
-    rows     a micro-batch.
+    rows     the rows of a micro-batch.
     lasting  whether gradients stay in memory between passes.
     """
     device, images, kinds = network.pos_embed.device, rows.stop - rows.start, kinds_to_come(cfg, steps)
@@ -286,7 +286,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def files_of(data: LatentDataset) -> dict[str, str]:
-    """Return for each file of a dataset's latents a text: its recorded sha256, size and time of last change."""
+    """Return a text for each file of a dataset's latents: its recorded sha256, size and time of last change."""
     files = {}
     for shard in read_index(data.folder)["shards"]:
         found = (data.folder / shard["file"]).stat()

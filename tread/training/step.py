@@ -114,7 +114,7 @@ def loss(
 
 
 class Inputs(NamedTuple):
-    """All that differs from one training step to another of its kind, in tensors on the device."""
+    """All values that differ between training steps of the same kind, as tensors on the device."""
 
     draws: Draws  # for the global batch
     batches: list[Batch]  # this process's micro-batches
@@ -133,7 +133,7 @@ def training_step(run: Run) -> None:
 
 
 def step_inputs(run: Run) -> Inputs:
-    """Draw and read the inputs of step run.step."""
+    """Return what step run.step is done with: its draws, samples, learning rate and shares of the averages."""
     device, rate = run.processes.device, learning_rate(run.cfg, run.step)
     if is_fused(run.optimizer):  # a CPU's kernel reads fp64, a GPU's fp32
         rate = torch.full((), rate, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
