@@ -201,7 +201,7 @@ def balance_columns(study: Study, results: Results) -> Columns:
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
     """Draw the first metric over the training of each network; FID over precision, and precision over recall, at its
-    end, with a line through the ways of scoring that differ in their scale alone."""
+    end by as many samples, with a line through the ways of scoring that differ in their scale alone."""
     networks = {arm: runs for arm, runs in results.items() if arm.rpartition(", ")[2] not in study.ways}
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
@@ -212,8 +212,10 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
         lines, ends = defaultdict(list), [last_means(results, metric) for metric in (across, up)]
         for arm in (arm for arm in results if all(arm in values for values in ends)):
             network = arm if arm in networks else arm.rpartition(", ")[0]
-            kind = re.sub(r" ?cfg [\d.]+", "", arm.removeprefix(network).removeprefix(", "))
-            lines[network + kind].append([values[arm] for values in ends])
+            if study.arms[arm].samples == study.arms[network].samples:
+                lines[re.sub(r"(, )cfg [\d.]+ ?", r"\1", arm).removesuffix(", ")].append(
+                    [values[arm] for values in ends]
+                )
         drawn = [Line(name, *zip(*points), dashed=name not in networks) for name, points in lines.items()]
         panels += [Panel("", METRICS[across].label, METRICS[up].label, drawn)] if drawn else []
     _save(path, panels)

@@ -156,8 +156,9 @@ def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children
             raise ValueError("it is not trained yet: part=train comes first")
         if not trained:
             children.run(job.training_command(data), cores, log, lock, job.over_time if job.training.seconds else None)
+        reached = RunLog(job.folder / "train").read_status().get("step", 0)
         for score in job.scores if part != "train" else ():
-            if job.record(score) is None:
+            if job.record(score) is None and job.training.is_scored_at(score.step, reached):
                 children.run(job.scoring_command(score, data), cores, log, lock)
     except (ValueError, OSError) as error:
         return f"{job.folder}: {error} (its log.txt has all of it)"

@@ -41,7 +41,9 @@ def finished(results: Path) -> dict[str, dict]:
 def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
     """Return whether a run is trained and has all its planned scores, by the records `made` (see `finished`)."""
     record = made.get(run.training.key, {"trained": False})
-    return record["trained"] and all(score.key in record["scores"] for score in run.scores)
+    reached = max((point["step"] for point in record.get("points", ())), default=0)
+    due = [score for score in run.scores if run.training.is_scored_at(score.step, reached)]
+    return record["trained"] and all(score.key in record["scores"] for score in due)
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:

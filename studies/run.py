@@ -34,7 +34,7 @@ from studies.cost import estimate
 from studies.figures import publish, write
 from studies.jobs import Part, jobs_of, make
 from studies.results import finished, is_made
-from studies.study import HERE, ScaleName, names, only, plan, read_study, rehearsed
+from studies.study import HERE, ScaleName, names, plan, read_study, rehearsed
 from tread.encoders.inception import find_weights
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
@@ -78,13 +78,16 @@ def run(options: Options) -> None:
     before any run."""
     study = read_study(options.study, options.scale)
     study = rehearsed(study) if options.rehearse else study
-    study = only(study, options.arms) if options.arms else study
     runs, data, results = plan(study, options.seeds), Path(options.data), Path(options.results)
     place, made = results / study.name / study.scale, finished(results)
-    to_make = [run for run in runs if not is_made(run, made)]
+    if unknown := {*options.arms} - {*study.arms}:
+        raise ValueError(f"study {study.name} has no arm {', '.join(unknown)}, but {', '.join(study.arms)}")
+    asked = {*options.arms, *(f"{arm}, {way}" for arm in options.arms for way in study.ways)} or {*study.arms}
+    to_make = [run for run in runs if run.arm in asked and not is_made(run, made)]
     jobs = jobs_of(to_make, place, results)
     print(f"{study.title}: {study.question}")
-    print(f"  {len(runs)} runs, {len(runs) - len(to_make)} of them made already; {len(jobs)} trainings are concerned")
+    done = sum(is_made(run, made) for run in runs)
+    print(f"  {len(runs)} runs, {done} of them made already; {len(jobs)} trainings are concerned")
     if options.dry:
         print(estimate(jobs))
         return

@@ -95,6 +95,11 @@ class Training:
     def images(self) -> int:
         return self.steps * self.batch_size
 
+    def is_scored_at(self, step: int, reached: int) -> bool:
+        """Return whether a score planned at `step` is made: under a time budget, the last one, and one in between only
+        if the training `reached` it."""
+        return self.seconds is None or step == self.steps or step <= reached
+
     @property
     def cfg(self) -> settings.Settings:
         """The settings that train.py will read, with {data} replaced by "data"."""
@@ -168,15 +173,6 @@ def read_study(name: str, scale: ScaleName) -> Study:
         raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are no arms of it")
     drawn = {"figure": figure["kind"], "metrics": figure["metrics"]}
     return Study(name, scale, arms=arms, against=against, ways=(*ways,), **drawn, **tree)
-
-
-def only(study: Study, arms: Sequence[str]) -> Study:
-    """Return a study with these arms alone, each with its ways of scoring. Raises ValueError for an unknown arm."""
-    if unknown := {*arms} - {*study.arms}:
-        raise ValueError(f"study {study.name} has no arm {', '.join(sorted(unknown))}, but {', '.join(study.arms)}")
-    named = {*arms, *(f"{arm}, {way}" for arm in arms for way in study.ways)}
-    kept = {name: arm for name, arm in study.arms.items() if name in named}
-    return replace(study, arms=kept, against={arm: to for arm, to in study.against.items() if {arm, to} <= {*kept}})
 
 
 def rehearsed(study: Study) -> Study:
