@@ -29,7 +29,7 @@ class Figure(NamedTuple):
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric, where x is the "images" or "flops" of its points."""
+    """Return {x: value} of a run's metric, where x is the "images", "flops" or "steady_seconds" of its points."""
     return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
 
 
@@ -57,8 +57,8 @@ def standard_error(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def at_flops(values: Mapping[float, float], place: float) -> float | None:
-    """Interpolate a metric {FLOPs: value} at `place` FLOPs, linearly in their logarithm; None outside the curve."""
+def interpolate(values: Mapping[float, float], place: float) -> float | None:
+    """Interpolate a metric {FLOPs or seconds: value} linearly in their logarithm; None outside the curve."""
     within = len(values) > 1 and min(values) <= place <= max(values)
     return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
 
@@ -69,11 +69,17 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
     return both[-1][1][0] - both[-1][1][1] if both else None
 
 
-def at_equal_flops(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's, at the largest FLOPs that both reach; None if one has no value."""
-    curves = [curve(made, metric, "flops") for made in (run, other)]
-    place = min(max(each, default=0) for each in curves)
-    here, there = (at_flops(each, place) for each in curves)
+def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
+    """Return one run's metric minus another's, at the most "flops" or "steady_seconds" that both reach; None if one has
+    no value, or seconds are of other devices. Ends within 1% of the same seconds, as of a time budget, are equal."""
+    if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
+        return None
+    curves = [curve(made, metric, axis) for made in (run, other)]
+    ends = [max(each, default=0) for each in curves]
+    if axis == "steady_seconds" and 0 < max(ends) < 1.01 * min(ends):
+        return curves[0][ends[0]] - curves[1][ends[1]]
+    place = min(ends)
+    here, there = (interpolate(each, place) for each in curves)
     return None if None in (here, there) else here - there
 
 
@@ -117,11 +123,8 @@ def table(study: Study, results: Results) -> str:
         marked = taught if metric in feature_metrics() else ()
         last = last_values(results, metric).items()
         columns[METRICS[metric].title] = {arm: shown(each) + " †" * (arm in marked) for arm, each in last}
-    pairs = {arm: (runs, results.get(study.against.get(arm), ())) for arm, runs in results.items()}
-    for metric in [metric for metric in metrics if metric in compared][:1] if study.against else []:
-        for name, by in (("images", at_equal_images), ("FLOPs", at_equal_flops)):
-            cells = {arm: shown(differences(*pair, by, metric), sign=True) for arm, pair in pairs.items()}
-            columns[f"{METRICS[metric].title} against its pair, at equal {name}"] = cells
+    first = [metric for metric in metrics if metric in compared][:1] if study.against else []
+    columns |= paired_columns(study, results, first, ("images", "FLOPs"))
     columns |= FIGURES[study.figure].columns(study, results)
     rows = [[*columns], *([cells.get(arm, "–") for cells in columns.values()] for arm in results)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
@@ -138,6 +141,24 @@ def table(study: Study, results: Results) -> str:
     return "\n".join([*lines, "", " ".join(notes)]) + "\n"
 
 
+EQUAL = {  # of what two runs have the same → how their difference there is found
+    "images": (at_equal_images,),
+    "FLOPs": (at_equal, "flops"),
+    "seconds": (at_equal, "steady_seconds"),
+}
+
+
+def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal: Sequence[str]) -> Columns:
+    """Return a column per metric and key of EQUAL: each arm's metric less its pair's."""
+    columns = {}
+    for metric, name in product(metrics, equal):
+        by, *axis = EQUAL[name]
+        pairs = {arm: (runs, results.get(study.against.get(arm), ())) for arm, runs in results.items()}
+        cells = {arm: shown(differences(*pair, by, metric, *axis), sign=True) for arm, pair in pairs.items()}
+        columns[f"{METRICS[metric].title} against its pair, at equal {name}"] = cells
+    return columns
+
+
 def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:
     """Return a line through `points` (x, one value per seed): means, and standard errors if there are several seeds."""
     errors = [standard_error(values) for _, values in points]
@@ -150,18 +171,54 @@ def _save(path: Path, panels: Sequence[Panel], columns: int = 2) -> None:
         save_panels(path, panels, columns)
 
 
-def draw_curves(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric against images and FLOPs: means over the seeds, with bands of ± one standard error."""
+def over_training(results: Results, metric: str, axes: Sequence[str]) -> list[Panel]:
+    """Return a panel per axis, "images", "flops" or "steady_seconds": means over the seeds, with bands of ± one
+    standard error."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
-    units = {"images": ("images, thousands", 1e3), "flops": (f"training FLOPs, 10^{power}", 10**power)}
-    for metric in measured(study.metrics, results):
-        for axis, (label, unit) in units.items():
-            lines = []
-            for arm, runs in results.items():
-                points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
-                lines.append(mean_line(arm, points))
-            panels.append(Panel("", label, METRICS[metric].label, lines))
+    units = {
+        "images": ("images, thousands", 1e3),
+        "flops": (f"training FLOPs, 10^{power}", 10**power),
+        "steady_seconds": ("seconds of training, the first step left out", 1),
+    }
+    for label, unit, axis in ((*units[axis], axis) for axis in axes):
+        lines = []
+        for arm, runs in results.items():
+            points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
+            lines.append(mean_line(arm, points))
+        panels.append(Panel("", label, METRICS[metric].label, lines))
+    return panels
+
+
+def draw_curves(study: Study, results: Results, path: Path) -> None:
+    """Draw each metric against images and FLOPs."""
+    metrics = measured(study.metrics, results)
+    _save(path, [panel for metric in metrics for panel in over_training(results, metric, ("images", "flops"))])
+
+
+def balance_columns(study: Study, results: Results) -> Columns:
+    return paired_columns(study, results, measured(study.metrics, results), tuple(EQUAL))
+
+
+def draw_balance(study: Study, results: Results, path: Path) -> None:
+    """Draw the first metric over the training of each network; FID over precision, and precision over recall, at its
+    end by as many samples, with a line through the ways of scoring that differ in their scale alone."""
+    networks = {arm: runs for arm, runs in results.items() if arm.rpartition(", ")[2] not in study.ways}
+    devices = {run["timed_on"] for runs in networks.values() for run in runs}
+    timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
+    panels = []
+    for metric in measured(study.metrics[:1], networks):
+        panels += over_training(networks, metric, ("images", "flops", *timed))
+    for across, up in (("precision", "fid"), ("recall", "precision")):
+        lines, ends = defaultdict(list), [last_means(results, metric) for metric in (across, up)]
+        for arm in (arm for arm in results if all(arm in values for values in ends)):
+            network = arm if arm in networks else arm.rpartition(", ")[0]
+            if study.arms[arm].samples == study.arms[network].samples:
+                lines[re.sub(r"(, )cfg [\d.]+ ?", r"\1", arm).removesuffix(", ")].append(
+                    [values[arm] for values in ends]
+                )
+        drawn = [Line(name, *zip(*points), dashed=name not in networks) for name, points in lines.items()]
+        panels += [Panel("", METRICS[across].label, METRICS[up].label, drawn)] if drawn else []
     _save(path, panels)
 
 
@@ -315,7 +372,7 @@ def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> lis
     others = {run["seed"]: curve(run, metric, "flops") for run in dense}
     routed, gaps = [run for run in routed if run["seed"] in others], []
     for point, values in series(routed, metric):
-        levels = [at_flops(others[run["seed"]], point.get("flops", 0)) for run in routed]
+        levels = [interpolate(others[run["seed"]], point.get("flops", 0)) for run in routed]
         if None not in levels:
             gaps.append((point["images"], [value - level for value, level in zip(values, levels)]))
     return gaps
@@ -349,6 +406,7 @@ def draw_when(study: Study, results: Results, path: Path) -> None:
 
 
 FIGURES = {
+    "balance": Figure(draw_balance, balance_columns),
     "curves": Figure(draw_curves),
     "ends": Figure(draw_ends),
     "guidance": Figure(draw_guidance, guidance_columns),

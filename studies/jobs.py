@@ -5,21 +5,26 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tqdm import tqdm
 
 from studies.study import ROOT, Planned, Score, Training
 from tread.evaluation.metric_table import names_of
 from tread.runtime.files import Lock, explain_failure, write_whole
+from tread.runtime.signals import INTERRUPTED
 from tread.training.run_folder import RunLog
 
 # keys of a training's records that are kept, and keys of a score's record that are dropped
 KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")
+PAUSE = 0.5  # seconds between looks at a run with a time budget
+Part = Literal["both", "train", "score"]
 LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data", "prompts")
 
 
@@ -39,15 +44,23 @@ class Job:
 
     @property
     def trained(self) -> bool:
-        """Whether train.py has finished all steps."""
-        return RunLog(self.folder / "train").read_status().get("state") == "finished"
+        """Whether train.py has finished all steps, or was stopped after the time budget, which saves its last step."""
+        state = RunLog(self.folder / "train").read_status().get("state")
+        return state == "finished" or (state == "interrupted" and self.over_time())
+
+    def over_time(self) -> bool:
+        """Return whether the training has a time budget and has used it up."""
+        budget, records = self.training.seconds, RunLog(self.folder / "train").records()
+        return budget is not None and max(steady_seconds(records).values(), default=0.0) >= budget
 
     def training_command(self, data: Path) -> list[str]:
         words = (*self.training.overrides, "results={folder}", "name=train", f"seed={self.training.seed}")
         return ["train.py", *(self._filled(word, data) for word in words)]
 
     def scoring_command(self, score: Score, data: Path) -> list[str]:
-        words = (f"checkpoint={{step {score.step}}}", f"out={{folder}}/score-{score.key}", *score.words)
+        last = self.training.seconds is not None and score.step == self.training.steps
+        checkpoint = "{folder}/train/latest" if last else f"{{step {score.step}}}"
+        words = (f"checkpoint={checkpoint}", f"out={{folder}}/score-{score.key}", *score.words)
         return [score.script, *(self._filled(word, data) for word in words)]
 
     def _filled(self, word: str, data: Path) -> str:
@@ -67,25 +80,39 @@ class Job:
         read = json.loads(path.read_text())
         return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
 
-    def write_result(self) -> None:
-        """Write result.json from what exists: the metrics logged during training, and all scores. Raises OSError."""
+    def write_result(self, at_once: int | None = None) -> None:
+        """Write result.json from what exists: points over training, and all scores by their keys. `at_once` is the
+        number of runs that shared the machine with this training; None: nothing was trained now. Raises OSError."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
         for start in log.starts()[-1:]:
             points: dict[int, dict] = {}
+            steady = steady_seconds(log.records())
             for record in log.records():
                 images = record["step"] * self.training.batch_size
                 kept = {key: record[key] for key in KEPT if key in record}
+                kept |= {"steady_seconds": steady[record["step"]]} if record["step"] in steady else {}
                 points.setdefault(record["step"], {"images": images}).update(kept)
             training = {"key": self.training.key, "seed": self.training.seed, "overrides": self.training.overrides}
             result |= training | {"trained": self.trained, "points": [points[step] for step in sorted(points)]}
             versions = start.get("versions", {})
             result |= {"device": start.get("device"), "torch": versions.get("torch"), "commit": versions.get("git")}
+            result["at_once"] = sorted({*result.get("at_once", ()), *([at_once] if at_once else [])})
         if result:
             scores = {score.key: record for score in self.scores if (record := self.record(score)) is not None}
             result["scores"] = result.get("scores", {}) | scores
             with explain_failure(self.folder):
                 write_whole(path, json.dumps(result, indent=1) + "\n")
+
+
+def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
+    """Return {step: seconds of training up to it}, without the first step of each start, which compiles."""
+    found, first = {}, 0.0
+    for record in records:
+        first += record.get("first_step_seconds", 0.0)
+        if "seconds" in record:
+            found[record["step"]] = round(record["seconds"] - first, 3)
+    return found
 
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
@@ -101,12 +128,12 @@ def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
     return jobs
 
 
-def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None]) -> list[str]:
-    """Run the jobs, `at_once` at a time with equal shares of the cores, and return a line for each failed one. `after`
-    is called in this thread whenever a job has ended."""
+def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None], part: Part = "both") -> list[str]:
+    """Run the jobs, or their trainings or scores alone, `at_once` at a time with equal shares of the cores, and return
+    a line for each failed one. `after` is called in this thread whenever a job has ended."""
     cores, problems, children = max(1, (os.cpu_count() or 1) // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
-        waiting = [pool.submit(make_one, job, data, cores, children) for job in jobs]
+        waiting = [pool.submit(make_one, job, data, at_once, cores, children, part) for job in jobs]
         try:
             for future in tqdm(as_completed(waiting), total=len(waiting), unit="run"):
                 problems.append(future.result())
@@ -118,20 +145,25 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
     return [*filter(None, problems)]
 
 
-def make_one(job: Job, data: Path, cores: int, children: "Children") -> str | None:
-    """Train and score a job, except for what exists, and write its result; return the error as text, if any."""
+def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children", part: Part = "both") -> str | None:
+    """Train, score and write a job's result, except for what exists or is no `part`; return the error, if any."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
     lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock
-    commands = [] if job.trained else [job.training_command(data)]
-    commands += [job.scoring_command(score, data) for score in job.scores if job.record(score) is None]
+    trained = job.trained
     try:
-        for command in commands:
-            children.run(command, cores, log, lock)
+        if not trained and part == "score":
+            raise ValueError("it is not trained yet: part=train comes first")
+        if not trained:
+            children.run(job.training_command(data), cores, log, lock, job.over_time if job.training.seconds else None)
+        reached = RunLog(job.folder / "train").read_status().get("step", 0)
+        for score in job.scores if part != "train" else ():
+            if job.record(score) is None and job.training.is_scored_at(score.step, reached):
+                children.run(job.scoring_command(score, data), cores, log, lock)
     except (ValueError, OSError) as error:
         return f"{job.folder}: {error} (its log.txt has all of it)"
     finally:
-        job.write_result()
+        job.write_result(None if trained else at_once)
         lock.release()
     return None
 
@@ -149,9 +181,12 @@ class Children:
         for child in [*self.running]:
             child.terminate()
 
-    def run(self, command: Sequence[str], cores: int, log: Path, lock: Lock) -> None:
+    def run(
+        self, command: Sequence[str], cores: int, log: Path, lock: Lock, over: Callable[[], bool] | None = None
+    ) -> None:
         """Run a Python command with its output appended to a log, and raise ValueError with the reason if it fails. The
-        command's process holds `lock` for as long as it lives, even if the study is killed."""
+        command's process holds `lock` for as long as it lives, even if the study is killed. Once over() is true the
+        process is asked to save and end."""
         with log.open("ab") as file:
             began = file.seek(0, os.SEEK_END)
             child = subprocess.Popen(
@@ -167,9 +202,14 @@ class Children:
         self.running.add(child)
         if self.stopped:
             child.terminate()
+        asked = over is None
+        while not asked and child.poll() is None:
+            time.sleep(PAUSE)
+            if asked := over():
+                child.terminate()
         code = child.wait()
         self.running.discard(child)
-        if code:
+        if code and not (code == INTERRUPTED and over and over()):
             lines = re.split(r"[\r\n]+", log.read_bytes()[began:].decode(errors="replace").strip())
             said = next((line for line in reversed(lines) if line.startswith("error")), lines[-1])
             raise ValueError(f"{command[0]} ended with {code}: {said}")

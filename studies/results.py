@@ -14,11 +14,13 @@ from tread.evaluation.metric_table import METRICS
 
 
 class Made(TypedDict):
-    """Results so far of an arm with one seed: points over training (with images, FLOPs and metrics), and scores."""
+    """Results so far of an arm with one seed: points over training (with images, FLOPs and metrics), and scores; the
+    device, and how many runs shared it, decide whether its seconds compare with another's (None: not known)."""
 
     seed: int
     points: list[dict]
     scores: list[dict]
+    timed_on: tuple | None
 
 
 Results = Mapping[str, list[Made]]  # arm → its runs
@@ -39,7 +41,9 @@ def finished(results: Path) -> dict[str, dict]:
 def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
     """Return whether a run is trained and has all its planned scores, by the records `made` (see `finished`)."""
     record = made.get(run.training.key, {"trained": False})
-    return record["trained"] and all(score.key in record["scores"] for score in run.scores)
+    reached = max((point["step"] for point in record.get("points", ())), default=0)
+    due = [score for score in run.scores if run.training.is_scored_at(score.step, reached)]
+    return record["trained"] and all(score.key in record["scores"] for score in due)
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
@@ -65,12 +69,19 @@ def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[
 def _made(run: Planned, record: dict) -> Made:
     points = {point["step"]: dict(point) for point in record["points"]}
     scores = [record["scores"][score.key] for score in run.scores if score.key in record["scores"]]
-    counted = [(0, 0), *((step, point["flops"]) for step, point in sorted(points.items()) if "flops" in point)]
+    known = {
+        axis: [(0, 0), *((step, point[axis]) for step, point in sorted(points.items()) if axis in point)]
+        for axis in ("flops", "steady_seconds")
+    }
     for score in scores:
         step = score["step"]
         point = {"step": step, "images": step * run.training.batch_size}
-        if counted[1:]:
-            point["flops"] = round(float(np.interp(step, *zip(*counted))))
+        for axis, counted in known.items():
+            if counted[1:]:  # where a time budget ended, behind the last record: in proportion to steps
+                beyond = max(1.0, step / counted[-1][0])
+                point[axis] = round(beyond * float(np.interp(step, *zip(*counted))), 3)
         point |= points.get(step, {})
         points[step] = point | {name: score[name] for name in METRICS if score.get(name) is not None}
-    return Made(seed=record["seed"], points=[points[step] for step in sorted(points)], scores=scores)
+    at_once, ordered = record.get("at_once", []), [points[step] for step in sorted(points)]
+    timed_on = (record.get("device"), *at_once) if len(at_once) == 1 else None
+    return Made(seed=record["seed"], points=ordered, scores=scores, timed_on=timed_on)

@@ -1,9 +1,13 @@
-"""Reproduces a figure or table of the paper: python studies/run.py study=convergence scale=demo|small|paper
+"""Reproduces a figure or table of the paper: python studies/run.py study=convergence scale=demo|small|gpu|paper
 
     seeds=3        number of seeds, instead of the study's
     jobs=2         runs at a time, with equal shares of the cores
     dry=true       only print what would be run: images, FLOPs, samples
-    publish=true   copy results.json, figure.png and table.md to studies/<name>/ as each run ends (scale=small)
+    publish=true   copy results.json, figure.png and table.md to studies/<name>/ as each run ends (scale=small), or to
+                   studies/<name>_gpu/ (scale=gpu)
+    arms=[dense]   these arms alone, with all their ways of scoring
+    part=train     only train; part=score: then only score, with jobs=2 two networks at once
+    rehearse=true  the whole of it with a tiny network and short, where the study's file says how (cifar10)
     data=data      the folder of imagenette/ (scale=small) or imagenet256/ (paper)
     results=results/studies   the folder of the runs
 
@@ -25,11 +29,12 @@ if __name__ == "__main__":
 
 from omegaconf import OmegaConf
 
+from studies.cifar10 import RANDOM, random_inception
 from studies.cost import estimate
 from studies.figures import publish, write
-from studies.jobs import jobs_of, make
+from studies.jobs import Part, jobs_of, make
 from studies.results import finished, is_made
-from studies.study import HERE, ScaleName, names, plan, read_study
+from studies.study import HERE, ScaleName, names, plan, read_study, rehearsed
 from tread.encoders.inception import find_weights
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
@@ -47,10 +52,16 @@ class Options:
     publish: bool = False
     data: str = "data"
     results: str = "results/studies"
+    arms: tuple[str, ...] = ()
+    part: Part = "both"
+    rehearse: bool = False
 
     def __post_init__(self) -> None:
-        if self.publish and self.scale != "small":
-            raise ValueError(f"publish=true is for scale=small, whose numbers stand in docs; scale is {self.scale}")
+        if self.publish and self.scale not in ("small", "gpu"):
+            said = f"publish=true is for scale=small and gpu, whose numbers stand in docs; scale is {self.scale}"
+            raise ValueError(said)
+        if self.publish and self.rehearse:
+            raise ValueError("publish=true is for numbers, and rehearse=true gives none")
 
 
 def main() -> None:
@@ -66,36 +77,44 @@ def run(options: Options) -> None:
     """Run a study, draw its figure and write its table; see `publish`. Raises ValueError or OSError for wrong options
     before any run."""
     study = read_study(options.study, options.scale)
+    study = rehearsed(study) if options.rehearse else study
     runs, data, results = plan(study, options.seeds), Path(options.data), Path(options.results)
     place, made = results / study.name / study.scale, finished(results)
-    to_make = [run for run in runs if not is_made(run, made)]
+    if unknown := {*options.arms} - {*study.arms}:
+        raise ValueError(f"study {study.name} has no arm {', '.join(unknown)}, but {', '.join(study.arms)}")
+    asked = {*options.arms, *(f"{arm}, {way}" for arm in options.arms for way in study.ways)} or {*study.arms}
+    to_make = [run for run in runs if run.arm in asked and not is_made(run, made)]
     jobs = jobs_of(to_make, place, results)
     print(f"{study.title}: {study.question}")
-    print(f"  {len(runs)} runs, {len(runs) - len(to_make)} of them made already; {len(jobs)} trainings are concerned")
+    done = sum(is_made(run, made) for run in runs)
+    print(f"  {len(runs)} runs, {done} of them made already; {len(jobs)} trainings are concerned")
     if options.dry:
         print(estimate(jobs))
         return
     words = " ".join(word for job in jobs for word in job.words)
     paths = [data / name for name in dict.fromkeys(re.findall(r"\{data\}/([^\s,\]]+)", words))]
-    if absent := [str(path) for path in paths if not path.exists()]:
-        needs = {arm.needs.replace("{data}", str(data)) for arm in study.arms.values() if arm.needs}
+    needs = {arm.needs.replace("{data}", str(data)) for arm in study.arms.values() if arm.needs}
+    if needs and (absent := [str(path) for path in paths if not path.exists()]):
         raise ValueError(f"{', '.join(absent)} not found; scale={study.scale} needs {' '.join(needs)}")
-    if "reference=" in words:
+    if data / RANDOM in paths:
+        random_inception(data / RANDOM)
+    elif "reference=" in words:
         find_weights()  # fails now rather than after hours of training
+    published = HERE / (study.name if study.scale == "small" else f"{study.name}_{study.scale}")
     check_place(place, 0)
 
     def after() -> None:
         made = finished(results)
         write(study, runs, made, place)
         if options.publish:
-            publish(study, runs, made, HERE / study.name)
+            publish(study, runs, made, published)
 
     try:
-        problems = make(jobs, data, options.jobs, after)
+        problems = make(jobs, data, options.jobs, after, options.part)
     finally:
         after()
         print((place / "table.md").read_text().rstrip())
-        print(f"  written   {', '.join(map(str, [*place.glob('*.*')] + [HERE / study.name] * options.publish))}")
+        print(f"  written   {', '.join(map(str, [*place.glob('*.*')] + [published] * options.publish))}")
     if problems:
         sys.exit("error: " + "\n".join(problems))
 

@@ -8,7 +8,8 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ from tread.training import settings
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-ScaleName = Literal["demo", "small", "paper"]
+ScaleName = Literal["demo", "small", "gpu", "paper"]
 Script = Literal["fid.py", "scripts/similarity.py"]
 
 
@@ -40,6 +41,8 @@ class Arm:
     scoring    overrides for this script; {data} as above, {75%} stands for the checkpoint nearest to that step.
     samples    number of samples per score; 0: nothing is scored.
     needs      what the data's folder must contain, in words; None: nothing.
+    seconds    time budget: training ends after so many seconds of steps, as steady_seconds counts them, or after
+               `images`; of scores during training only the first one is planned. None: no budget.
     """
 
     overrides: tuple[str, ...]
@@ -52,15 +55,18 @@ class Arm:
     scoring: tuple[str, ...]
     samples: CountOrZero
     needs: str | None
+    seconds: Count | None = None
 
 
 @dataclass(frozen=True)
 class Study:
     """A study at one scale.
 
-    arms     {name: arm}.
-    against  {name of an arm: name of the arm that it is compared with}.
-    figure   how metrics are drawn: a key of FIGURES in studies/figures.py.
+    arms       {name: arm}.
+    against    {name of an arm: name of the arm that it is compared with}.
+    figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
+    ways       names of further ways of scoring; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
+    rehearsal  keys of Arm for a trial of the same commands with a tiny network, see `rehearsed`.
     """
 
     name: str
@@ -71,20 +77,28 @@ class Study:
     against: dict[str, str]
     figure: str
     metrics: tuple[str, ...]
+    ways: tuple[str, ...] = ()
+    rehearsal: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run of train.py; `overrides` are all overrides except for folder and seed."""
+    """A run of train.py; `overrides` are all overrides except for folder and seed, `seconds` the arm's time budget."""
 
     overrides: tuple[str, ...]
     seed: int
     steps: int
     batch_size: int
+    seconds: int | None = None
 
     @property
     def images(self) -> int:
         return self.steps * self.batch_size
+
+    def is_scored_at(self, step: int, reached: int) -> bool:
+        """Return whether a score planned at `step` is made: under a time budget, the last one, and one in between only
+        if the training `reached` it."""
+        return self.seconds is None or step == self.steps or step <= reached
 
     @property
     def cfg(self) -> settings.Settings:
@@ -93,8 +107,8 @@ class Training:
 
     @property
     def key(self) -> str:
-        """A hash of the seed and the last override of each setting, independent of their order."""
-        return _hash([sorted(_last_words(self.overrides)), self.seed])
+        """A hash of the seed, the last override of each setting, independent of their order, and the time budget."""
+        return _hash([sorted(_last_words(self.overrides)), self.seed, *([self.seconds] if self.seconds else [])])
 
 
 @dataclass(frozen=True)
@@ -134,23 +148,44 @@ def names() -> list[str]:
 
 def read_study(name: str, scale: ScaleName) -> Study:
     """Read studies/<name>.yaml for one scale. Values of an arm override those in the study's section `scales`, which
-    override studies/scales.yaml.
-    Raises ValueError for an unknown name or key."""
+    override studies/scales.yaml, unless they say `alone: true`. Section `ways` names further ways of scoring: each arm
+    has one more arm for each. Raises ValueError for an unknown name or key, or a scale that the study does not have."""
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
     tree, shared = (OmegaConf.to_container(OmegaConf.load(HERE / f"{file}.yaml")) for file in (name, "scales"))
     own_scale = tree.pop("scales", {}).get(scale, {})
-    changed = own_scale.pop("arms", {})
-    base = shared[scale] | {"scored_by": tree.pop("scored_by", "fid.py")}
+    if scale not in shared and not own_scale:
+        raise ValueError(f"studies/{name}.yaml has no scale {scale}")
+    if own_scale.pop("alone", False):
+        shared.pop(scale, None)
+    changed, ways = own_scale.pop("arms", {}), tree.pop("ways", {}) | own_scale.pop("ways", {})
+    base = shared.get(scale, {"overrides": [], "scoring": []}) | {"scored_by": tree.pop("scored_by", "fid.py")}
     base = _over(base | ({"scoring": []} if "scoring" in own_scale else {}), own_scale)
     arms = {}
     for arm, said in tree.pop("arms").items():
         said = said if isinstance(said, dict) else {"overrides": said}
-        arms[arm] = schema.read(_over(base, said | changed.get(arm, {})), Arm, f"arms.{arm}.")
+        whole = _over(base, said | changed.get(arm, {}))
+        for called, scored in {arm: {}, **{f"{arm}, {way}": scored for way, scored in ways.items()}}.items():
+            arms[called] = schema.read(_over(whole, scored | changed.get(called, {})), Arm, f"arms.{called}.")
     against, figure = tree.pop("against", {}), tree.pop("figure")
+    against |= {f"{arm}, {way}": f"{other}, {way}" for arm, other in against.items() for way in ways}
     if unknown := {*against, *against.values(), *changed} - {*arms}:
         raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are no arms of it")
-    return Study(name, scale, arms=arms, against=against, figure=figure["kind"], metrics=figure["metrics"], **tree)
+    drawn = {"figure": figure["kind"], "metrics": figure["metrics"]}
+    return Study(name, scale, arms=arms, against=against, ways=(*ways,), **drawn, **tree)
+
+
+def rehearsed(study: Study) -> Study:
+    """Return a study with the arms' overrides, length, time budget and samples changed as study.rehearsal says. There
+    are as many evaluations, checkpoints and scores. Raises ValueError if the study's file says nothing."""
+    if not study.rehearsal:
+        raise ValueError(f"studies/{study.name}.yaml has no section rehearsal")
+    arms = {}
+    for name, arm in study.arms.items():
+        share = Fraction(study.rehearsal["images"], arm.images)
+        lengths = {key: round(getattr(arm, key) * share) for key in ("evaluate", "save", "score")}
+        arms[name] = schema.read(_over(asdict(arm) | lengths, study.rehearsal), Arm, f"arms.{name}.")
+    return replace(study, arms=arms)
 
 
 def _over(base: dict, said: dict) -> dict:
@@ -170,13 +205,14 @@ def _planned(name: str, arm: Arm, seed: int) -> Planned:
     last, evaluate, save = (round(count / batch) for count in (arm.images, arm.evaluate, arm.save))
     words = [_fractions(word, lambda fraction: str(round(last * fraction))) for word in arm.overrides]
     words += [f"train.steps={last}", f"every.evaluate={evaluate}", f"every.save={save}", f"every.sample={last}"]
-    training = Training((*words, "eval.demo_samples=0"), seed, last, batch)
+    training = Training((*words, "eval.demo_samples=0"), seed, last, batch, arm.seconds)
     scores = ()
     if arm.samples:
         count = "samples" if arm.scored_by == "scripts/similarity.py" else "num_samples"
         nearest = partial(_fractions, written=lambda fraction: f"{{step {round(last * fraction / save) * save}}}")
         words, between = (*map(nearest, arm.scoring), f"{count}={arm.samples}"), arm.score // arm.save * save or last
-        scores = tuple(Score(step, arm.scored_by, words) for step in (*range(between, last, between), last))
+        earlier = [*range(between, last, between)][: 1 if arm.seconds else None]
+        scores = tuple(Score(step, arm.scored_by, words) for step in (*earlier, last))
     return Planned(name, training, scores)
 
 

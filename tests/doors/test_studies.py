@@ -3,6 +3,7 @@
 References: FLOPs that training itself counts, arithmetic by hand, and a run that nobody disturbed.
 """
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -11,17 +12,20 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT, TINY, launch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from test_pages import COMMANDS
 
 from scripts import similarity
-from studies import cost, figures, jobs, results, run, study
+from studies import cifar10, cost, figures, jobs, results, run, study
 from studies.study import Planned, Training
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler
+from tread.encoders.inception import extract, load_inception
 from tread.evaluation.scoring import ScoringOptions
 from tread.models.text_dit import TextDiT
 from tread.runtime import schema
@@ -52,7 +56,9 @@ def test_every_study_can_be_planned_at_the_papers_scale():
         read = study.read_study(name, "paper")
         runs = study.plan(read, seeds=1)
         assert {one.arm for one in runs} == {*read.arms} and read.figure in figures.FIGURES
-        shared = {"guidance": 14, "text": 9}.get(name, 0)  # arms that differ in what they are scored with alone
+        shared = {"guidance": 14, "text": 9, "cifar10": 20}.get(
+            name, 0
+        )  # arms that differ in what they are scored with alone
         assert len({one.training.key for one in runs}) + shared == len(runs)
         for one in runs:
             assert one.scores[-1].step == one.training.steps == one.training.cfg.train.steps
@@ -112,7 +118,7 @@ def test_the_table_has_means_errors_and_paired_differences():
     assert figures.differences(*pair, figures.at_equal_images, "eval_loss") == pytest.approx([0.01, 0.02, 0.03])
     between = [(1.2 + 1.0 + seed / 10) / 2 for seed in range(3)]
     ends = [1.01, 1.12, 1.23]
-    equal = figures.differences(*pair, figures.at_equal_flops, "eval_loss")
+    equal = figures.differences(*pair, figures.at_equal, "eval_loss", "flops")
     assert equal == pytest.approx([end - middle for end, middle in zip(ends, between)])
 
     lines = figures.table(read, by_arm).splitlines()
@@ -203,6 +209,146 @@ def test_the_study_of_text_is_scored_by_retrieval_at_equal_flops():
     assert max(spent.values()) < 1.02 * min(spent.values())
 
 
+def test_the_arms_of_cifar10_are_rules_of_their_route():
+    runs = planned("cifar10", "gpu")
+    arms = {arm: one.training for (arm, _), one in runs.items() if ", " not in arm}
+    routes = {arm: training.cfg.model.resolved_routes for arm, training in arms.items()}
+    places = {arm: (route.start, route.end, route.rejoin) for arm, each in routes.items() for route in each}
+    assert places == {"TREAD": (2, 8, 2), "delayed": (5, 8, 2), "naive": (5, 8, 5)}  # and none in the dense ones
+    spent = {arm: cost.training_flops(replace(training, steps=1)) for arm, training in arms.items()}
+    assert spent["delayed"] == spent["naive"] and abs(spent["TREAD"] / spent["dense 8"] - 1) < 0.06
+    assert spent["TREAD"] < spent["delayed"] < spent["dense 12"]
+    assert {one.training.cfg.train.batch_size for one in runs.values()} == {256}
+
+
+def test_each_arm_is_scored_in_each_way_by_one_training():
+    read, runs = study.read_study("cifar10", "small"), planned("cifar10")
+    assert len(read.arms) == 25 and len({one.training.key for one in runs.values()}) == 11  # 3 seeds of 3 arms, 1 of 2
+    assert read.against["naive, cfg 2"] == "dense 12, cfg 2" and ("TREAD, cfg 2", 1) not in runs
+    plain, guided = runs["TREAD", 0], runs["TREAD, cfg 1.5", 0]
+    assert plain.training == guided.training and len(plain.scores) == 2 and len(guided.scores) == 1
+    assert {*guided.scores[0].words} - {*plain.scores[0].words} == {"guidance=cfg", "guidance.scale=1.5"}
+    words = " ".join(plain.training.overrides)
+    assert "imagenette" not in words and "dataset=folder" not in words  # alone: nothing of scales.yaml
+
+
+def test_a_rehearsal_does_as_much_with_a_tiny_network():
+    read = study.read_study("cifar10", "gpu")
+    whole, tiny = (study.plan(each)[0] for each in (read, study.rehearsed(read)))
+    assert [(len(one.scores), one.training.seconds) for one in (whole, tiny)] == [(2, 420), (2, 10)]
+    assert (tiny.training.cfg.model.hidden_size, tiny.training.cfg.model.depth) == (16, 12)
+    shares = [one.training.cfg.every.save / one.training.steps for one in (whole, tiny)]
+    assert shares[0] == pytest.approx(shares[1])
+    assert {"num_samples=20", "reference_features=false", "steps=4"} < {*tiny.scores[0].words}
+
+
+def test_seconds_leave_out_first_steps_and_decide_when_a_budget_is_used_up(tmp_path):
+    """By hand: 20 s at the first record, of which 15 for compiling; started again after 30, with 4 for the cache."""
+    records = [
+        {"step": 10, "seconds": 20.0, "first_step_seconds": 15.0},
+        {"step": 20, "seconds": 30.0},
+        {"step": 30, "seconds": 41.0, "first_step_seconds": 4.0},
+    ]
+    assert jobs.steady_seconds(records) == {10: 5.0, 20: 15.0, 30: 22.0}
+    one = study.plan(study.read_study("cifar10", "gpu"))[0]
+    timed = jobs.Job(replace(one.training, seconds=22), one.scores, tmp_path)
+    longer, whole = (replace(timed, training=replace(one.training, seconds=seconds)) for seconds in (23, None))
+    assert len({each.training.key for each in (timed, longer, whole)}) == 3
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for state, trained in (("running", [False] * 3), ("interrupted", [True, False, False]), ("finished", [True] * 3)):
+        (tmp_path / "train" / "status.json").write_text(json.dumps({"state": state}))
+        assert [each.trained for each in (timed, longer, whole)] == trained
+    end, half = one.scores[-1], one.scores[0]
+    assert [timed.training.is_scored_at(half.step, reached) for reached in (30, half.step)] == [False, True]
+    assert timed.training.is_scored_at(end.step, 30) and whole.training.is_scored_at(half.step, 30)
+    assert timed.scoring_command(end, tmp_path)[1] == f"checkpoint='{tmp_path}/train/latest'"
+    assert timed.scoring_command(half, tmp_path)[1] == f"checkpoint='{tmp_path}/train/step_{half.step:07d}'"
+    assert whole.scoring_command(end, tmp_path)[1] == f"checkpoint='{tmp_path}/train/step_{end.step:07d}'"
+
+
+def test_a_child_is_asked_once_to_save_when_its_time_is_over(tmp_path):
+    saves = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit({code})))"
+    children, lock = jobs.Children(), jobs.Lock(tmp_path / ".lock", None)
+    for code in (75, 1):
+        command = f"{saves}; print('on', flush=True); time.sleep(60)".format(code=code)
+        log = tmp_path / f"{code}"
+        with contextlib.nullcontext() if code == 75 else pytest.raises(ValueError, match="ended with 1: saved"):
+            children.run(["-c", command], 1, log, lock, lambda log=log: log.stat().st_size > 0)
+        assert log.read_text().split() == ["on", "saved"] and not children.running
+    with pytest.raises(ValueError, match="ended with 75"):  # by another's signal
+        children.run(["-c", "raise SystemExit(75)"], 1, tmp_path / "log", lock, lambda: False)
+    lock.release()
+
+
+def timed_result(one: Planned, losses: dict[float, float], device: str = "A", at_once: tuple[int, ...] = (1,)) -> dict:
+    """A result with evaluation losses by seconds, a step each, and FID, precision and recall of each score."""
+    points = [
+        {"step": number, "images": number, "eval_loss": loss, "steady_seconds": seconds, "flops": seconds * 1e9}
+        for number, (seconds, loss) in enumerate(losses.items(), 1)
+    ]
+    scores = {}
+    for score in one.scores:
+        scale = next((float(w.partition("=")[2]) for w in score.words if w.startswith("guidance.scale")), 1.0)
+        scores[score.key] = {"step": len(points), "fid": 10 / scale, "precision": scale / 4, "recall": 0.5 / scale}
+    record = {"key": one.training.key, "seed": 0, "trained": True, "points": points, "device": device}
+    return record | {"at_once": [*at_once], "scores": scores}
+
+
+def test_seconds_compare_on_one_device_alone():
+    """By hand: at 8 s, half the way from 4 to 16 by logarithm, the dense loss is 0.5; the routed run ends there."""
+    runs = planned("cifar10", "demo")
+    dense, routed = runs["dense 12", 0], runs["TREAD", 0]
+    slow = timed_result(dense, {4.0: 0.6, 16.0: 0.4})
+    others = [({changed: to}, None) for changed, to in (("device", "B"), ("at_once", (2,)), ("at_once", (1, 2)))]
+    for changes, expected in (({}, -0.1), *others):
+        fast = timed_result(routed, {2.0: 0.7, 8.0: 0.4}, **changes)
+        both = results.gather([dense, routed], {slow["key"]: slow, fast["key"]: fast})
+        less = figures.at_equal(both["TREAD"][0], both["dense 12"][0], "eval_loss", "steady_seconds")
+        assert less == (expected if expected is None else pytest.approx(expected))
+    ends = timed_result(dense, {50.0: 0.6, 100.0: 0.4}), timed_result(routed, {50.0: 0.6, 100.5: 0.3})
+    budget = [results.gather([one], {one.training.key: end})[one.arm][0] for one, end in zip((dense, routed), ends)]
+    assert figures.at_equal(*budget, "eval_loss", "steady_seconds") == pytest.approx(0.1)
+    assert figures.at_equal(*budget, "fid", "steady_seconds") == 0  # a single score each, at equal ends
+
+
+def test_the_balance_joins_the_scales_of_a_network(tmp_path, monkeypatch):
+    read, runs, made, drawn = study.read_study("cifar10", "demo"), planned("cifar10", "demo"), {}, []
+    for one in runs.values():
+        record = timed_result(one, {2.0: 0.7, 8.0: 0.4})
+        scores = made.get(one.training.key, {}).get("scores", {})
+        made[one.training.key] = record | {"scores": scores | record["scores"]}
+    monkeypatch.setattr(figures, "save_panels", lambda path, panels, columns: drawn.extend(panels))
+    figures.write(read, [*runs.values()], made, tmp_path)
+    assert [panel.x_label.partition(",")[0] for panel in drawn[:2]] == ["images", "training FLOPs"]
+    assert drawn[2].x_label.startswith("seconds of training") and len(drawn) == 5
+    lines = {line.name: (line.x, line.y) for line in drawn[3].lines}
+    assert lines["naive"] == ((0.25, 0.3125, 0.375, 0.5), (10.0, 8.0, pytest.approx(20 / 3), 5.0))
+    assert lines["naive, in an interval"] == ((0.5,), (5.0,)) and len(lines) == 10
+    assert drawn[4].lines[0].y == (0.25, 0.3125, 0.375, 0.5) and drawn[4].lines[0].x[0] == 0.5
+    table = (tmp_path / "table.md").read_text()
+    assert "FID against its pair, at equal seconds" in table and "recall against its pair, at equal images" in table
+
+
+def test_packed_pictures_come_out_as_they_were(tmp_path):
+    places = [tmp_path / name for name in ("from", "packed", "to")]
+    for place in places:
+        place.mkdir()
+    for count in (20, 200):
+        content = np.random.default_rng(count).integers(0, 256, count * cifar10.RECORD, dtype=np.uint8)
+        content.tofile(places[0] / f"{count}.bin")
+    cifar10.pack(*places[:2])
+    cifar10.unpack(*places[1:])
+    assert len({path.read_bytes() for place in (places[0], places[2]) for path in place.iterdir()}) == 2
+
+
+def test_the_demos_inception_tells_pictures_apart(tmp_path):
+    cifar10.random_inception(tmp_path / "new" / cifar10.RANDOM)
+    pictures = torch.stack([torch.full((3, 32, 32), value) for value in (0, 255)]).to(torch.uint8)
+    black, white = extract(load_inception(tmp_path / "new" / cifar10.RANDOM), pictures)["pool"]
+    assert np.abs(black - white).max() > 0.01
+
+
 def test_when_finds_where_routing_begins_to_pay():
     read = study.read_study("when", "small")
     runs = [run for run in study.plan(read, seeds=1) if run.arm in ("depth 8, dense", "depth 8, routed")]
@@ -236,7 +382,7 @@ def test_a_job_does_what_is_left(tmp_path, monkeypatch):
     commands, ended, one = [], [], job(tmp_path / "one")
     other = jobs.Job(replace(one.training, seed=1), one.scores, tmp_path / "other")
 
-    def pretend(self, command, cores, log, lock):
+    def pretend(self, command, cores, log, lock, over=None):
         commands.append(command[:2])
         if "seed=1" in command:
             raise ValueError("train.py ended with 1: error: no room")
@@ -286,6 +432,9 @@ def test_a_locked_run_is_waited_for_while_its_process_lives(tmp_path):
     [
         (["study=convergense"], "there is no study 'convergense'; there are alignment, architectures"),
         (["study=convergence", "publish=true"], "publish=true is for scale=small"),
+        (["study=when", "scale=gpu"], "studies/when.yaml has no scale gpu"),
+        (["study=when", "rehearse=true"], "studies/when.yaml has no section rehearsal"),
+        (["study=cifar10", "arms=[dense]"], "study cifar10 has no arm dense, but dense 12, dense 12, cfg 1.25"),
         (["study=convergence", "sceds=3"], "the nearest known one is 'seeds'"),
         (
             ["study=convergence", "scale=small", "seeds=9", "data=nowhere"],
@@ -326,6 +475,22 @@ def test_a_study_goes_on_after_kill_9_and_ctrl_c(tmp_path):
         scored = [{name: score["frechet_pixels"] for name, score in one[key]["scores"].items()} for one in (whole, cut)]
         assert losses[0] == losses[1] and scored[0] == scored[1]
         assert whole[key]["points"][-1]["flops"] == cost.training_flops(training)
+
+
+@pytest.mark.slow
+def test_the_gpus_commands_run_on_a_cpu(tmp_path):
+    """A training that its time ends, then its scores; the third command finds nothing to do."""
+    words = ("study=cifar10", "scale=gpu", "rehearse=true", "arms=[TREAD]", f"data={tmp_path / 'data'}")
+    for part in ("train", "score", "both"):
+        assert start(tmp_path / "results", *words, f"part={part}").wait() == 0
+    made = results.finished(tmp_path / "results")
+    runs = study.plan(study.rehearsed(study.read_study("cifar10", "gpu")))
+    runs = [one for one in runs if one.arm.startswith("TREAD")]
+    assert len(runs) == 6 and results.missing(runs, made) == ""
+    (training,) = [one for one in made.values() if one["key"] == runs[0].training.key]
+    assert training["points"][-1]["steady_seconds"] >= 10 and training["at_once"] == [1]
+    ends = {score["step"] for score in training["scores"].values()}
+    assert ends <= {100, max(ends)} and max(ends) >= training["points"][-1]["step"]  # 100 if this machine got so far
 
 
 @pytest.mark.slow

@@ -298,6 +298,22 @@ def test_troubles_are_those_of_the_records_and_starts(tmp_path):
         assert text in said
 
 
+@pytest.mark.parametrize(
+    ("losses", "rises"),
+    [
+        ([0.5, 0.4, 0.403, 0.404], True),
+        ([0.5, 0.4, 0.401, 0.404], False),  # once beyond half a percent
+        ([0.5, 0.4, 0.404], False),
+        ([0.5, 0.4, 0.3, 0.2], False),
+    ],
+)
+def test_a_heldout_loss_that_rises_is_said(tmp_path, losses, rises):
+    write_run(tmp_path / "run", losses)
+    said = "the evaluation loss has risen, from 0.4 at step 200 to 0.404 at step 400, as when a network learns its"
+    found = [text for text in troubles_of(runs.find_run(tmp_path / "run")) if "risen" in text]
+    assert found == [f"{said} training pictures by heart"] * rises
+
+
 @pytest.mark.parametrize("script", [report, compare_runs])
 @pytest.mark.usefixtures("run")
 def test_what_can_not_be_is_an_error_in_a_line(tmp_path, monkeypatch, script):

@@ -26,6 +26,7 @@ SPENT = {  # keys of metrics.jsonl → the work, beside training steps, that too
     "judge_seconds": "judging samples at the end",
     "save_seconds": "saving checkpoints",
 }
+RISEN = 1.005  # times the lowest held-out loss: more, twice in a row, is no noise, as its points are always the same
 PICTURES = 48  # in a page, all runs together
 ABOUT = {  # columns of a score beside its metrics
     "count": "samples",
@@ -125,6 +126,13 @@ def troubles_of(run: Found) -> list[str]:
     for name, called in heldout_titles().items():
         if absurd := [record for record in run.records if record.get(name, 0) > 1000]:
             texts.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
+        losses = {record["step"]: record[name] for record in run.records if name in record}
+        lowest, since = min(losses, key=losses.get, default=0), [*losses.values()][-2:]
+        if [*losses][:-2].count(lowest) and min(since) > RISEN * losses[lowest]:
+            texts.append(
+                f"the {called} has risen, from {losses[lowest]:.4g} at step {lowest:,} to {since[-1]:.4g} at step "
+                f"{max(losses):,}, as when a network learns its training pictures by heart"
+            )
     if run.config and not value_at(run.config, "dataset.heldout"):
         texts.append("there is no held-out data, so no evaluation")
     texts += [str(text) for start in starts for text in start["warnings"]]
