@@ -60,7 +60,8 @@ def random_inception(path: Path) -> None:
 if __name__ == "__main__":
     with explained("stopped"):
         if len(sys.argv) != 4 or sys.argv[1] not in ("pack", "unpack"):
-            sys.exit(__doc__)
+            print(__doc__.strip())
+            sys.exit(0 if {"-h", "--help"} & {*sys.argv} else 2)
         todo, (source, target) = {"pack": pack, "unpack": unpack}[sys.argv[1]], map(Path, sys.argv[2:])
         target.mkdir(parents=True, exist_ok=True)
         todo(source, target)
