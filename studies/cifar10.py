@@ -1,7 +1,7 @@
-"""Packs CIFAR-10's pictures for a machine that takes small inputs: python studies/cifar10.py pack FROM TO
+"""Packs CIFAR-10's pictures for a machine that takes small inputs: python studies/cifar10.py pack|unpack FROM TO
 
-pack     each .bin file of folder FROM (cifar-10-batches-bin) as a lossless WebP and its labels: 100 MB for 184
-unpack   the same .bin files again, for dataset.archive=TO
+pack     writes each .bin file of folder FROM (cifar-10-batches-bin) to TO as a lossless WebP and labels: 100 MB for 184
+unpack   writes the .bin files again, from a packed folder FROM to TO, which dataset.archive= then takes
 """
 
 import math

@@ -76,7 +76,7 @@ class LatentDataset:
     features   read the features of this encoder too; `feature_spec` describes them.
     pictures   read pictures too: stored ones, or the latents if they are pixels; `picture_size` is their side.
     text       read the captions too, as this text encoder encoded them; `text_spec` describes them.
-    flip       mirror half of the samples of each `batch`; of pixels alone, stored in one view.
+    flip       `batch` mirrors each sample with probability ½; for datasets of pixels with a single stored view only.
     """
 
     folder: Path
@@ -184,8 +184,8 @@ class LatentDataset:
     def _chosen(
         self, seed: int, step: int, batch_size: int, rows: slice
     ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray | None]:
-        """Return for `rows` of a step's global batch: sample indices, the stored view to read of each (0 plain, 1
-        mirrored; a single 0 if there is only one), and caption numbers (None without text)."""
+        """Return for `rows` of a step's global batch: sample indices, view numbers (0 plain, 1
+        mirrored; the int 0 if there are no mirrored ones), and caption numbers (None without text)."""
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
         indices = _epoch_order(seed, epoch, len(self))[number * batch_size : (number + 1) * batch_size][rows]
         views, captions = 0, None

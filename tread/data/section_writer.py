@@ -53,8 +53,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the keys of index.json's section that list the shards, from `entries`, a dict per shard: what `note`
-        returned for it under "entry"."""
+        """Return the part of index.json's section that lists the shards, {key: value}. `entries` describes them, with
+        a dict per shard (row count, files and their sha256)."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:

@@ -127,7 +127,7 @@ class ShardRows:
         self._index(self._starts)
 
     def _index(self, starts: Sequence[int]) -> None:
-        """Compute each sample's first row from the row at which its shard starts."""
+        """Set where each sample's rows (one per view) begin, given the row at which each shard begins."""
         counts, step = np.diff(self._firsts), self._views * self._stride
         samples = [start + step * np.arange(count) for start, count in zip(starts, counts)]
         self._row_of = torch.from_numpy(np.concatenate(samples))

@@ -263,7 +263,8 @@ def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
 
 
 def count_run(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """Return how many of N tokens the route's blocks run on: the kept ones, or all if the route removes none."""
+    """Return how many of N tokens the route's blocks run on: the kept ones, or all N if its rejoin says that skipped
+    tokens stay in (`Rejoin.removes`)."""
     return count_kept(route, num_tokens, grid) if route.rejoins.removes else num_tokens
 
 
