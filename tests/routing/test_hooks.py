@@ -640,6 +640,46 @@ def test_a_state_that_waits_goes_with_the_call_or_the_context():
     assert not any(block._forward_hooks for block in model.blocks)
 
 
+@pytest.mark.parametrize("route", [Route(3, 4, rejoin=1), Route(4, 4, rejoin=1), Route(2, 4, rejoin=0)], ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_block_at_which_tokens_rejoin_must_be_called(route, grad):
+    """Stochastic depth skips it once: in the last call, before a whole call, before one without block `rejoin`."""
+    blocks = Plain().blocks
+    routing = attach_routes(blocks, route)
+
+    def run(*skipped: int) -> torch.Tensor:
+        x = X.clone().requires_grad_(grad)
+        for number, block in enumerate(blocks):
+            x = x if number in skipped else block(x)
+        return x
+
+    refused = pytest.raises(RuntimeError, match=f"block 4, the last of a route with rejoin, .*block {route.rejoin}")
+    for calls in ([(4,)], [(), (4,)], [(4,), ()], [(4,), (route.rejoin,)], [range(2, 6), ()]):
+        with torch.set_grad_enabled(grad), refused, routing.on_ids(IDS):
+            for skipped in calls:
+                run(*skipped)
+            assert calls[-1] == (4,), "the second call should have failed"
+    with torch.set_grad_enabled(grad), routing.on_ids(IDS):
+        assert torch.equal(run(), run()) and run(3 if route.start < 4 else 2, 5).isfinite().all()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_backward_pass_saves_again_does_not_count(reentrant):
+    """Two calls with their backward passes in one context, the second without block `rejoin`, or whole."""
+    model = Plain(reentrant)
+    routing, model.again = attach_routes(model.blocks, Route(3, 4, rejoin=1)), (1, 2)
+    expected = model.results(X, routing, IDS)[1:]
+    model.zero_grad()
+    with routing.on_ids(IDS):
+        for _ in range(2):
+            model(X).square().sum().backward()
+        torch.testing.assert_close([p.grad / 2 for p in model.parameters()], expected)
+        with pytest.raises(RuntimeError, match="block 4 was called without block 1"):
+            x = X
+            for block in [model.blocks[0], *model.blocks[2:]]:
+                x = block(x)
+
+
 def test_what_a_model_does_to_tokens_that_are_to_rejoin_is_refused():
     """Writing into them, and other tokens than the numbers are of."""
     model = Plain()

@@ -80,6 +80,11 @@ def _written(*inputs: Any) -> list[int]:
     return [times_written(tensor) for _, tensor in tensors_in(inputs)]
 
 
+def _in_forward() -> bool:
+    """Return whether blocks are called by the model, not again in a backward pass; False in compiled graphs."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+
+
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
     """Put a block's output, the kept tokens (B, K, D) alone, back into the saved tokens (B, N, D)."""
     if not isinstance(output, Tensor):
@@ -111,8 +116,10 @@ class Routing:
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: int | None = None
         self._running: dict[int, tuple[Inputs, Tensor]] = {}  # block → inputs, ids_keep of its call
-        self._rejoins: dict[int, tuple[Inputs, list[int]]] = {}  # route → inputs, write counts
-        self._handles = []
+        self._rejoins: dict[int, tuple[Inputs, list[int], bool]] = {}  # route → inputs, write counts, _in_forward()
+        self._last, self._handles = -1, []  # _last: the block that was called last
+        for index, block in enumerate(blocks) if any(route.rejoin < route.start for route in routes) else ():
+            self._handles.append(block.register_forward_pre_hook(partial(self._call, index)))
         for number, route in enumerate(routes):  # before the hooks below, which take tokens out
             if route.rejoin < route.start:
                 save = partial(self._save, number)
@@ -142,10 +149,28 @@ class Routing:
             )
         return args, kwargs
 
+    def _call(self, index: int, module: nn.Module, args: tuple) -> None:
+        """Note that block `index` is called; forget what backward passes saved as soon as the model starts over."""
+        if self._ids is not None and _in_forward():
+            if index < self._last:
+                self._check_rejoined()
+                self._rejoins.clear()
+            self._last = index
+
+    def _check_rejoined(self) -> None:
+        """Raise RuntimeError if inputs that were saved in a call of the model are still there."""
+        for route in [self.routes[number] for number, (_, _, forward) in self._rejoins.items() if forward]:
+            raise RuntimeError(
+                f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}: leave "
+                "rejoin out if the model may skip it (stochastic depth); behind an error, enter the context anew"
+            )
+
     def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._ids is not None:
             saved = self._tokens_first(self.routes[number].rejoin, args, kwargs)
-            self._rejoins[number] = saved, _written(*saved)
+            if number in self._rejoins:
+                self._check_rejoined()
+            self._rejoins[number] = saved, _written(*saved), _in_forward()
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
         """Return, and forget, the inputs of block `rejoin` that were saved for route `number`. The route's last block,
@@ -158,7 +183,7 @@ class Routing:
                 f"block {index} was called without block {rejoin}, before which its route rejoins, as activation "
                 "checkpointing around single blocks does; hooks can't support that: leave rejoin out, or use run_blocks"
             )
-        saved, written = self._rejoins.pop(number)
+        saved, written, _ = self._rejoins.pop(number)
         if _written(*saved) != written:
             raise RuntimeError(
                 f"the model wrote into the inputs of block {rejoin}, to which the skipped tokens return behind block "
@@ -230,9 +255,10 @@ class Routing:
         _ON.append(self)
         try:
             yield
+            self._check_rejoined()
         finally:
             _ON.remove(self)
-            self._ids = self._tokens = None
+            self._ids, self._tokens, self._last = None, None, -1
             self._running.clear()  # a failed call would keep its tensors alive
             self._rejoins.clear()
 
