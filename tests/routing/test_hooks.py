@@ -394,6 +394,37 @@ def test_a_select_of_tokens_that_are_not_the_first_input_or_stand_first(samples)
             blocks[0](*args)
 
 
+def test_each_route_has_a_number_of_tokens_of_its_own():
+    """In a model that merges pairs of tokens between two routes; the reference goes token by token."""
+    blocks = torch.nn.ModuleList(torch.nn.Linear(width, width) for width in (4, 4, 8))
+    x, noises, routes = torch.randn(B, 20, 4), (torch.rand(B, 20), torch.rand(B, 10)), [Route(1, 1, 0.25), Route(2, 2)]
+    kept = [choose_ids(route, noise).tolist() for route, noise in zip(routes, noises)]
+
+    def run(merged: int = 2) -> torch.Tensor:
+        tokens = x
+        for number, block in enumerate(blocks):
+            tokens = tokens.reshape(B, 10, 8) if number == merged else tokens
+            tokens = block(tokens)
+        return tokens
+
+    routing, expected = attach_routes(blocks, routes), torch.empty(B, 10, 8)
+    for sample in range(B):
+        tokens = [blocks[0](token) for token in x[sample]]
+        tokens = [blocks[1](token) if place in kept[0][sample] else token for place, token in enumerate(tokens)]
+        for place in range(10):
+            pair = torch.cat(tokens[2 * place : 2 * place + 2])
+            expected[sample, place] = blocks[2](pair) if place in kept[1][sample] else pair
+    with routing.on(*noises):
+        torch.testing.assert_close(run(), expected)
+    short = noises[1]
+    for given, block, count in (((short, short), 1, 20), ((noises[0],), 2, 10), ((short, noises[0]), 1, 20)):
+        with routing.on(*given), pytest.raises(ValueError, match=rf"but block {block} gets \({B}, {count},"):
+            run()
+    blocks[2] = torch.nn.Linear(4, 4)  # nothing is merged: the second route's 10 numbers are too few
+    with attach_routes(blocks, routes).on(*noises), pytest.raises(ValueError, match="for 10 tokens, but block 2 gets"):
+        run(merged=-1)
+
+
 def test_ids_that_do_not_fit_are_refused():
     item = case("dit")
     routing, before, ids = attach_routes(item.blocks, [Route(1, 2), Route(4, 5)]), item.run(), item.ids()
