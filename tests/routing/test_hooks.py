@@ -394,6 +394,37 @@ def test_a_select_of_tokens_that_are_not_the_first_input_or_stand_first(samples)
             blocks[0](*args)
 
 
+def test_each_route_has_a_number_of_tokens_of_its_own():
+    """In a model that merges pairs of tokens between two routes; the reference goes token by token."""
+    blocks = torch.nn.ModuleList(torch.nn.Linear(width, width) for width in (4, 4, 8))
+    x, noises, routes = torch.randn(B, 20, 4), (torch.rand(B, 20), torch.rand(B, 10)), [Route(1, 1, 0.25), Route(2, 2)]
+    kept = [choose_ids(route, noise).tolist() for route, noise in zip(routes, noises)]
+
+    def run(merged: int = 2) -> torch.Tensor:
+        tokens = x
+        for number, block in enumerate(blocks):
+            tokens = tokens.reshape(B, 10, 8) if number == merged else tokens
+            tokens = block(tokens)
+        return tokens
+
+    routing, expected = attach_routes(blocks, routes), torch.empty(B, 10, 8)
+    for sample in range(B):
+        tokens = [blocks[0](token) for token in x[sample]]
+        tokens = [blocks[1](token) if place in kept[0][sample] else token for place, token in enumerate(tokens)]
+        for place in range(10):
+            pair = torch.cat(tokens[2 * place : 2 * place + 2])
+            expected[sample, place] = blocks[2](pair) if place in kept[1][sample] else pair
+    with routing.on(*noises):
+        torch.testing.assert_close(run(), expected)
+    short = noises[1]
+    for given, block, count in (((short, short), 1, 20), ((noises[0],), 2, 10), ((short, noises[0]), 1, 20)):
+        with routing.on(*given), pytest.raises(ValueError, match=rf"but block {block} gets \({B}, {count},"):
+            run()
+    blocks[2] = torch.nn.Linear(4, 4)  # nothing is merged: the second route's 10 numbers are too few
+    with attach_routes(blocks, routes).on(*noises), pytest.raises(ValueError, match="for 10 tokens, but block 2 gets"):
+        run(merged=-1)
+
+
 def test_ids_that_do_not_fit_are_refused():
     item = case("dit")
     routing, before, ids = attach_routes(item.blocks, [Route(1, 2), Route(4, 5)]), item.run(), item.ids()
@@ -638,6 +669,46 @@ def test_a_state_that_waits_goes_with_the_call_or_the_context():
         assert not torch.allclose(model(X), copied(X), atol=1e-3)  # whose routes are off
     routing.remove()
     assert not any(block._forward_hooks for block in model.blocks)
+
+
+@pytest.mark.parametrize("route", [Route(3, 4, rejoin=1), Route(4, 4, rejoin=1), Route(2, 4, rejoin=0)], ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_block_at_which_tokens_rejoin_must_be_called(route, grad):
+    """Stochastic depth skips it once: in the last call, before a whole call, before one without block `rejoin`."""
+    blocks = Plain().blocks
+    routing = attach_routes(blocks, route)
+
+    def run(*skipped: int) -> torch.Tensor:
+        x = X.clone().requires_grad_(grad)
+        for number, block in enumerate(blocks):
+            x = x if number in skipped else block(x)
+        return x
+
+    refused = pytest.raises(RuntimeError, match=f"block 4, the last of a route with rejoin, .*block {route.rejoin}")
+    for calls in ([(4,)], [(), (4,)], [(4,), ()], [(4,), (route.rejoin,)], [range(2, 6), ()]):
+        with torch.set_grad_enabled(grad), refused, routing.on_ids(IDS):
+            for skipped in calls:
+                run(*skipped)
+            assert calls[-1] == (4,), "the second call should have failed"
+    with torch.set_grad_enabled(grad), routing.on_ids(IDS):
+        assert torch.equal(run(), run()) and run(3 if route.start < 4 else 2, 5).isfinite().all()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_backward_pass_saves_again_does_not_count(reentrant):
+    """Two calls with their backward passes in one context, the second without block `rejoin`, or whole."""
+    model = Plain(reentrant)
+    routing, model.again = attach_routes(model.blocks, Route(3, 4, rejoin=1)), (1, 2)
+    expected = model.results(X, routing, IDS)[1:]
+    model.zero_grad()
+    with routing.on_ids(IDS):
+        for _ in range(2):
+            model(X).square().sum().backward()
+        torch.testing.assert_close([p.grad / 2 for p in model.parameters()], expected)
+        with pytest.raises(RuntimeError, match="block 4 was called without block 1"):
+            x = X
+            for block in [model.blocks[0], *model.blocks[2:]]:
+                x = block(x)
 
 
 def test_what_a_model_does_to_tokens_that_are_to_rejoin_is_refused():

@@ -2,6 +2,7 @@
 rotary angles from arange, a learned table and a running sum do not."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -82,6 +83,23 @@ class Table(nn.Module):
         return x + self.positions[: x.shape[1]]
 
 
+class Bias(nn.Module):
+    """Attention with a bias for each pair of places, a buffer that is zero until weights are loaded; beside it a
+    variance and batch statistics that are zero, too, and say nothing of places."""
+
+    def __init__(self, biased: bool = True) -> None:
+        super().__init__()
+        self.qkv, self.batch = nn.Linear(WIDTH, 3 * WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("bias", torch.zeros(TOKENS, TOKENS) if biased else None)
+        self.register_buffer("variance", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.batch((x / (self.variance + 1e-6).sqrt()).transpose(1, 2)).transpose(1, 2)
+        q, k, v = self.qkv(normed).chunk(3, dim=-1)
+        bias = None if self.bias is None else self.bias[: x.shape[1], : x.shape[1]].to(q.dtype)
+        return x + F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
 class Network(nn.Module):
     def __init__(self, kind: type, depth: int = 4) -> None:
         super().__init__()
@@ -127,7 +145,7 @@ def test_the_families_of_diffusers_pass_and_are_left_as_they_were(name):
     assert torch.equal(*outputs) and equal(*states)
 
 
-@pytest.mark.parametrize("kind", [Block, Table, Scan])
+@pytest.mark.parametrize("kind", [Block, Table, Scan, Bias])
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 def test_blocks_whose_order_matters_are_refused_fresh_from_their_constructor(kind, half):
     model, noise = Network(kind), torch.rand(3, TOKENS)
@@ -138,6 +156,13 @@ def test_blocks_whose_order_matters_are_refused_fresh_from_their_constructor(kin
     assert equal(before, snapshot(model)) and not routing._running
     with attach_routes(model.blocks, Route(0, 2), verify=False).on(noise):
         model(tokens())
+
+
+def test_buffers_that_are_zero_pass_where_they_are_of_no_place():
+    model = Network(partial(Bias, biased=False))
+    before = snapshot(model)
+    check_positions(model.blocks, tokens())
+    assert equal(before, snapshot(model))
 
 
 def test_blocks_of_run_blocks_are_checked_by_a_function():

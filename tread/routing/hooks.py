@@ -80,6 +80,11 @@ def _written(*inputs: Any) -> list[int]:
     return [times_written(tensor) for _, tensor in tensors_in(inputs)]
 
 
+def _in_forward() -> bool:
+    """Return whether blocks are called by the model, not again in a backward pass; False in compiled graphs."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+
+
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
     """Put a block's output, the kept tokens (B, K, D) alone, back into the saved tokens (B, N, D)."""
     if not isinstance(output, Tensor):
@@ -109,10 +114,12 @@ class Routing:
         self._unverified = set(blocks_to_check(on_routes)) if verify else set()
         self._select, self._join, self._keyword, self._place = select, join, keyword, place
         self._ids: tuple[Tensor, ...] | None = None
-        self._tokens: int | None = None
+        self._tokens: tuple[int | None, ...] = ()
         self._running: dict[int, tuple[Inputs, Tensor]] = {}  # block → inputs, ids_keep of its call
-        self._rejoins: dict[int, tuple[Inputs, list[int]]] = {}  # route → inputs, write counts
-        self._handles = []
+        self._rejoins: dict[int, tuple[Inputs, list[int], bool]] = {}  # route → inputs, write counts, _in_forward()
+        self._last, self._handles = -1, []  # _last: the block that was called last
+        for index, block in enumerate(blocks) if any(route.rejoin < route.start for route in routes) else ():
+            self._handles.append(block.register_forward_pre_hook(partial(self._call, index)))
         for number, route in enumerate(routes):  # before the hooks below, which take tokens out
             if route.rejoin < route.start:
                 save = partial(self._save, number)
@@ -125,27 +132,46 @@ class Routing:
                     blocks[index].register_forward_hook(behind, with_kwargs=True),
                 ]
 
-    def _tokens_first(self, index: int, args: tuple, kwargs: dict) -> Inputs:
+    def _tokens_first(self, number: int, index: int, args: tuple, kwargs: dict) -> Inputs:
         """Return the inputs (args, kwargs) of block `index`, with its tokens moved to args[0] if they came by keyword.
-        Raises ValueError unless their number is the length of the noise, plus the prefix. With a custom `select` any
-        input may be the tokens, so the error is raised only if no input has an axis of this length."""
+        Raises ValueError unless there are as many as route `number`'s noise has, plus the prefix. With a custom
+        `select` any input may be the tokens, so the error is raised only if no input has an axis of this length."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
         first = self._keyword or self._select in (select_first, select_only)
         shapes = [tuple(tensor.shape) for _, tensor in tensors_in(args[:1] if first else (args, kwargs))]
-        axes = slice(len(self._ids[0]) == self._tokens, 2)  # as many samples as tokens say nothing
-        if self._tokens is not None and shapes and all(self._tokens not in shape[axes] for shape in shapes):
+        count = self._tokens[number]
+        axes = slice(len(self._ids[number]) == count, 2)  # as many samples as tokens say nothing
+        if count is not None and shapes and all(count not in shape[axes] for shape in shapes):
             raise ValueError(
-                f"the noise (and prefix) is for {self._tokens} tokens, but block {index} gets {shapes[0]}: give noise "
+                f"the noise (and prefix) is for {count} tokens, but block {index} gets {shapes[0]}: give noise "
                 "for each, or, if text, class or register tokens stand before them, how many these are as prefix="
             )
         return args, kwargs
 
+    def _call(self, index: int, module: nn.Module, args: tuple) -> None:
+        """Note that block `index` is called; forget what backward passes saved as soon as the model starts over."""
+        if self._ids is not None and _in_forward():
+            if index < self._last:
+                self._check_rejoined()
+                self._rejoins.clear()
+            self._last = index
+
+    def _check_rejoined(self) -> None:
+        """Raise RuntimeError if inputs that were saved in a call of the model are still there."""
+        for route in [self.routes[number] for number, (_, _, forward) in self._rejoins.items() if forward]:
+            raise RuntimeError(
+                f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}: leave "
+                "rejoin out if the model may skip it (stochastic depth); behind an error, enter the context anew"
+            )
+
     def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._ids is not None:
-            saved = self._tokens_first(self.routes[number].rejoin, args, kwargs)
-            self._rejoins[number] = saved, _written(*saved)
+            saved = self._tokens_first(number, self.routes[number].rejoin, args, kwargs)
+            if number in self._rejoins:
+                self._check_rejoined()
+            self._rejoins[number] = saved, _written(*saved), _in_forward()
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
         """Return, and forget, the inputs of block `rejoin` that were saved for route `number`. The route's last block,
@@ -158,7 +184,7 @@ class Routing:
                 f"block {index} was called without block {rejoin}, before which its route rejoins, as activation "
                 "checkpointing around single blocks does; hooks can't support that: leave rejoin out, or use run_blocks"
             )
-        saved, written = self._rejoins.pop(number)
+        saved, written, _ = self._rejoins.pop(number)
         if _written(*saved) != written:
             raise RuntimeError(
                 f"the model wrote into the inputs of block {rejoin}, to which the skipped tokens return behind block "
@@ -170,7 +196,7 @@ class Routing:
         self._running.pop(index, None)
         if self._ids is None:
             return None
-        args, kwargs = self._tokens_first(index, args, kwargs)
+        args, kwargs = self._tokens_first(number, index, args, kwargs)
         ids_keep, route = self._ids[number], self.routes[number]
         if index in self._unverified and not torch.compiler.is_compiling():
             self._verify(number, index, module, args, kwargs)
@@ -198,7 +224,7 @@ class Routing:
         """Raise ValueError if the order of tokens matters to block `index`, which is on route `number`. The check
         permutes all N tokens, or the kept ones alone if N is unknown."""
         ids, self._ids = self._ids, None  # the block's own hooks do nothing meanwhile
-        every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens
+        every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens[number]
         if count is not None:
             every = torch.arange(count, device=every.device).expand(len(every), -1)
         shared, joined = self.routes[number].select == "shared", partial(self._joined, index)
@@ -211,14 +237,15 @@ class Routing:
         self._unverified.discard(index)
 
     @contextlib.contextmanager
-    def on_ids(self, *ids_keep: Tensor, tokens: int | None = None) -> Iterator[None]:
+    def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None) -> Iterator[None]:
         """Return a context in which the model runs with the given ids_keep (B, K) int64, one tensor for each route.
-        `tokens` is N: blocks called with another number of tokens raise ValueError (None: any number will do). Raises
-        ValueError for ids_keep that check_ids refuses."""
+        `tokens` is N, or each route's N: blocks called with another number of tokens raise ValueError (None: any number
+        will do). Raises ValueError for ids_keep that check_ids refuses."""
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
-        for ids in ids_keep:
-            check_ids(ids, len(ids) if ids.ndim else 0, tokens)
+        counts = tuple(tokens) if isinstance(tokens, Sequence) else (tokens,) * len(self.routes)
+        for ids, count in zip(ids_keep, counts, strict=True):
+            check_ids(ids, len(ids) if ids.ndim else 0, count)
         if any(self._blocks & other._blocks for other in _ON):
             raise RuntimeError(
                 "routes of these blocks are on already: leave that context before entering another (routes that run "
@@ -226,13 +253,14 @@ class Routing:
             )
         if not self._handles:
             raise RuntimeError("the routes were removed from the model: attach them anew")
-        self._ids, self._tokens = ids_keep, tokens
+        self._ids, self._tokens = ids_keep, counts
         _ON.append(self)
         try:
             yield
+            self._check_rejoined()
         finally:
             _ON.remove(self)
-            self._ids = self._tokens = None
+            self._ids, self._tokens, self._last = None, (), -1
             self._running.clear()  # a failed call would keep its tensors alive
             self._rejoins.clear()
 
@@ -253,7 +281,7 @@ class Routing:
             raise ValueError(f"{len(noise)} tensors of noise for {len(self.routes)} routes: give one for each, or one")
         routes = self.routes if ratio is None else [with_ratio(route, ratio) for route in self.routes]
         ids = [choose_ids(route, u, grid, force_keep, prefix) for route, u in zip(routes, each)]
-        return self.on_ids(*ids, tokens=prefix + each[0].shape[1])
+        return self.on_ids(*ids, tokens=[prefix + u.shape[1] for u in each])
 
     def remove(self) -> None:
         """Remove the hooks from the model."""

@@ -128,7 +128,7 @@ def order_matters(
 @contextlib.contextmanager
 def _sandbox(block: Callable) -> Iterator[Callable]:
     """Yield a function that calls the block with random parameters, in eval mode, without gradient, on copies of its
-    buffers and with forked random generators."""
+    buffers (noise for floating-point ones that are all zero) and with forked random generators."""
     if not isinstance(block, nn.Module):
         with torch.no_grad():
             yield block
@@ -138,6 +138,9 @@ def _sandbox(block: Callable) -> Iterator[Callable]:
     for name, given in block.named_parameters():
         scale = GAIN / given[0].numel() ** 0.5 if given.ndim > 1 else 1.0
         state[name] = (scale * torch.randn(given.shape, generator=generator)).to(given)
+    for name, given in block.named_buffers():
+        if given.is_floating_point() and not given.float().any():  # to be filled later; may be a variance, so above 0
+            state[name] = torch.randn(given.shape, generator=generator).abs().to(given)
     training = [module for module in block.modules() if module.training]
     devices = {tensor.device for tensor in state.values() if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices):
