@@ -21,6 +21,7 @@ import train
 from tread.evaluation.score_files import add_line
 from tread.reports import page, runs
 from tread.reports.report import evenly, time_of, troubles_of, write_report
+from tread.reports.runs import folders_of
 from tread.training.run_folder import RunLog
 
 SCORE = {"label_agreement": 0.9, "frechet_pixels": 30.5, "count": 500, "time": "2026-01-02T03:04:05+00:00", "step": 300}
@@ -330,13 +331,15 @@ def test_what_can_not_be_is_an_error_in_a_line(tmp_path, monkeypatch, script):
 
 def test_text_of_runs_is_text(tmp_path):
     """A browser would run it otherwise; the reference is the number of elements of a run with a tame name."""
-    odd = "</script><img src=x onerror=alert(1)>&amp;'\"{{script}}"
+    odd = "q [1] ü</script><img src=x onerror=alert(1)>&amp;'\"{{script}}"
     tame, wild = tmp_path / "tame", tmp_path / odd.replace("/", "")
     for folder in (tame, wild):
         write_run(folder, [3.0, 2.0])
         add_picture(folder, 100, 9)
     write_start(tame, warnings=["a"], command=["b"], versions={"git": "c", "torch": "d"})
     write_start(wild, warnings=[odd], command=[odd], versions={"git": odd, "torch": odd})
+    assert folders_of([str(wild)]) == [wild]  # not a pattern, for all its brackets
+    assert {*folders_of([f"{tmp_path}/*"])} == {tame, wild}
     expected, found = read(tame), read(wild)
     assert found.tags == expected.tags
     assert found.says(odd) and wild.name in found.lines("evaluation loss")

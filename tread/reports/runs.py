@@ -71,7 +71,7 @@ def folders_of(patterns: Sequence[str]) -> list[Path]:
     folders: dict[Path, None] = {}
     for pattern in patterns:
         matching = [Path(pattern)]
-        if glob.has_magic(pattern):
+        if glob.has_magic(pattern) and not Path(pattern).is_dir():
             matching = [folder for folder in map(Path, sorted(glob.glob(pattern))) if RunLog(folder).records()]
         if not matching:
             raise FileNotFoundError(f"{pattern} names no run that has logged anything yet")

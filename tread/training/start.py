@@ -149,17 +149,20 @@ def prepare_blocks(
 
 def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDataset) -> None:
     """Raise ValueError unless `data` has the latents and number of samples that a checkpoint was trained on."""
-    if (LatentSpec.from_json(earlier.info["latents"]), earlier.info["samples"]) != (data.latents, len(data)):
-        run = Path(cfg.results) / cfg.name
-        raise ValueError(f"{cfg.dataset.path} is not the data that {run} was trained on; name=… starts another run")
+    before = vars(LatentSpec.from_json(earlier.info["latents"])) | {"samples": earlier.info["samples"]}
+    if changed := differences(before, vars(data.latents) | {"samples": len(data)}):
+        said = f"{cfg.dataset.path} is not the data that {Path(cfg.results) / cfg.name} was trained on"
+        listed = [
+            f"\n  {key}: {written(old)[:99]} there, {written(new)[:99]} here" for key, (old, new) in changed.items()
+        ]
+        raise ValueError(f"{said}; name=… starts another run{''.join(listed)}")
 
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
     """Raise ValueError, before the network is built, if training its blocks alone exceeds the device's memory."""
     model, copies = cfg.model, 3 + cfg.optim.copies + len(cfg.ema.power)
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of any architecture; most have more
-    needed = int(4 * copies * least)
-    room = memory_of(device)
+    needed, room = int(4 * copies * least), memory_of(device)
     if needed > room:
         asked = f"model.hidden_size={model.hidden_size}, depth={model.depth} and mlp_ratio={model.mlp_ratio:g}"
         takes = f"with gradients, optimizer and averages {size_text(needed)}"
@@ -332,10 +335,9 @@ def data_warnings(run: Run) -> list[str]:
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
     """Return the first captions of samples spread over the data, for sample grids: {"prompts": encoded captions,
-    "captions": the same as text, [] if unknown}, which are fields of Run."""
+    "captions": the same as text, [] if an import has no text}, which are fields of Run."""
     samples = spread_classes(len(data), cfg.sampling.classes)
-    known = "captions" in read_index(data.folder)  # imports may have encoded captions alone
-    captions = [data.captions[sample][0] for sample in samples] if known else []
+    captions = [data.captions[sample][0] for sample in samples] if "captions" in read_index(data.folder) else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
 
 
