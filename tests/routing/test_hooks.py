@@ -400,12 +400,8 @@ def test_each_route_has_a_number_of_tokens_of_its_own():
     x, noises, routes = torch.randn(B, 20, 4), (torch.rand(B, 20), torch.rand(B, 10)), [Route(1, 1, 0.25), Route(2, 2)]
     kept = [choose_ids(route, noise).tolist() for route, noise in zip(routes, noises)]
 
-    def run(merged: int = 2) -> torch.Tensor:
-        tokens = x
-        for number, block in enumerate(blocks):
-            tokens = tokens.reshape(B, 10, 8) if number == merged else tokens
-            tokens = block(tokens)
-        return tokens
+    def run() -> torch.Tensor:
+        return blocks[2](blocks[1](blocks[0](x)).reshape(B, 10, 8))
 
     routing, expected = attach_routes(blocks, routes), torch.empty(B, 10, 8)
     for sample in range(B):
@@ -416,13 +412,9 @@ def test_each_route_has_a_number_of_tokens_of_its_own():
             expected[sample, place] = blocks[2](pair) if place in kept[1][sample] else pair
     with routing.on(*noises):
         torch.testing.assert_close(run(), expected)
-    short = noises[1]
-    for given, block, count in (((short, short), 1, 20), ((noises[0],), 2, 10), ((short, noises[0]), 1, 20)):
+    for given, block, count in ((noises[1:], 1, 20), (noises[:1], 2, 10)):  # one noise for both routes
         with routing.on(*given), pytest.raises(ValueError, match=rf"but block {block} gets \({B}, {count},"):
             run()
-    blocks[2] = torch.nn.Linear(4, 4)  # nothing is merged: the second route's 10 numbers are too few
-    with attach_routes(blocks, routes).on(*noises), pytest.raises(ValueError, match="for 10 tokens, but block 2 gets"):
-        run(merged=-1)
 
 
 def test_ids_that_do_not_fit_are_refused():
@@ -696,19 +688,14 @@ def test_a_block_at_which_tokens_rejoin_must_be_called(route, grad):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_backward_pass_saves_again_does_not_count(reentrant):
-    """Two calls with their backward passes in one context, the second without block `rejoin`, or whole."""
+    """Calls with their backward passes in one context; the last is without block `rejoin`."""
     model = Plain(reentrant)
     routing, model.again = attach_routes(model.blocks, Route(3, 4, rejoin=1)), (1, 2)
-    expected = model.results(X, routing, IDS)[1:]
-    model.zero_grad()
     with routing.on_ids(IDS):
         for _ in range(2):
             model(X).square().sum().backward()
-        torch.testing.assert_close([p.grad / 2 for p in model.parameters()], expected)
         with pytest.raises(RuntimeError, match="block 4 was called without block 1"):
-            x = X
-            for block in [model.blocks[0], *model.blocks[2:]]:
-                x = block(x)
+            torch.nn.Sequential(model.blocks[0], *model.blocks[2:])(X)
 
 
 def test_what_a_model_does_to_tokens_that_are_to_rejoin_is_refused():

@@ -2,7 +2,6 @@
 rotary angles from arange, a learned table and a running sum do not."""
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -158,17 +157,11 @@ def test_blocks_whose_order_matters_are_refused_fresh_from_their_constructor(kin
         model(tokens())
 
 
-def test_buffers_that_are_zero_pass_where_they_are_of_no_place():
-    model = Network(partial(Bias, biased=False))
-    before = snapshot(model)
-    check_positions(model.blocks, tokens())
-    assert equal(before, snapshot(model))
-
-
 def test_blocks_of_run_blocks_are_checked_by_a_function():
     """The same attention is refused where it makes its positions, and passes where they are handed along."""
     places = torch.rand(3, TOKENS, generator=torch.Generator().manual_seed(1)) * 16
     handed, alone = Network(Handed), Network(Block)
+    check_positions([Bias(biased=False)], tokens())  # its zero buffers are not of places
     before = snapshot(handed)
     check_positions(handed.blocks, tokens(), along=[places])
     assert equal(before, snapshot(handed)) and sum(len(block.calls) for block in handed.blocks) == 2

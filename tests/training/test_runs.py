@@ -339,6 +339,6 @@ def test_normalisation_is_recorded_and_undone_in_pictures(tmp_path):
         assert a == pytest.approx(b, rel=1e-4)
     latents = LatentSpec.from_json(checkpoint.find(tmp_path / "results/a").info["latents"])
     assert np.allclose(latents.channel_shift, mean.ravel()) and np.allclose(latents.channel_scale, 0.5 / std.ravel())
-    normalized = r"is not the data that.*\n  channel_shift: \[[-\d.,]+\] there, \[\] here\n  channel_scale: .* here$"
+    normalized = r"is not the data that.*\n  channel_shift: \([-\d., ]+\) there, \(\) here\n  channel_scale: .* here$"
     with pytest.raises(SystemExit, match=normalized):
         launch(tmp_path, *common, "dataset.path=latents", "dataset.normalize=false", "name=a", "train.steps=6")

@@ -163,7 +163,7 @@ class Routing:
         for route in [self.routes[number] for number, (_, _, forward) in self._rejoins.items() if forward]:
             raise RuntimeError(
                 f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}: leave "
-                "rejoin out if the model may skip it (stochastic depth); behind an error, enter the context anew"
+                "rejoin out if the model may skip it (stochastic depth); after an error, enter the context anew"
             )
 
     def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:

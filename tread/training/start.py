@@ -152,9 +152,7 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
     before = vars(LatentSpec.from_json(earlier.info["latents"])) | {"samples": earlier.info["samples"]}
     if changed := differences(before, vars(data.latents) | {"samples": len(data)}):
         said = f"{cfg.dataset.path} is not the data that {Path(cfg.results) / cfg.name} was trained on"
-        listed = [
-            f"\n  {key}: {written(old)[:99]} there, {written(new)[:99]} here" for key, (old, new) in changed.items()
-        ]
+        listed = [f"\n  {key}: {str(was)[:99]} there, {str(now)[:99]} here" for key, (was, now) in changed.items()]
         raise ValueError(f"{said}; name=… starts another run{''.join(listed)}")
 
 
