@@ -88,7 +88,7 @@ def account(exported: checkpoint.Checkpoint, options: Options) -> str:
         lines += [f"  python fid.py checkpoint={options.out}{raw} reference=…"]
     lines += [f"  python train.py init_from={options.out}{raw.replace('weights', 'init_weights')} name=…"]
     if files := [PurePath(name).name for name in info["config"].get("plugins", ()) if name.endswith(".py")]:
-        lines += [f"  needs {', '.join(files)}: put a copy into {options.out}, or run where one is"]
+        lines += [f"  needs {', '.join(files)}: where there is none, plugins=[…] names a copy"]
     if asked := info.get("attribution"):
         lines += [f"  attribution, which its card should have, and its samples: {asked}"]
     return "\n".join(lines)

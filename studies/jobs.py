@@ -96,7 +96,8 @@ class Job:
             training = {"key": self.training.key, "seed": self.training.seed, "overrides": self.training.overrides}
             result |= training | {"trained": self.trained, "points": [points[step] for step in sorted(points)]}
             versions = start.get("versions", {})
-            result |= {"device": start.get("device"), "torch": versions.get("torch"), "commit": versions.get("git")}
+            devices = sorted({str(each.get("device")) for each in log.starts()})
+            result |= {"device": " and ".join(devices), "torch": versions.get("torch"), "commit": versions.get("git")}
             result["at_once"] = sorted({*result.get("at_once", ()), *([at_once] if at_once else [])})
         if result:
             scores = {score.key: record for score in self.scores if (record := self.record(score)) is not None}
@@ -150,20 +151,25 @@ def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
     lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock
-    trained = job.trained
+    history, begun = RunLog(job.folder / "train"), False
     try:
-        if not trained and part == "score":
+        if not job.trained and part == "score":
             raise ValueError("it is not trained yet: part=train comes first")
-        if not trained:
-            children.run(job.training_command(data), cores, log, lock, job.over_time if job.training.seconds else None)
-        reached = RunLog(job.folder / "train").read_status().get("step", 0)
+        if not job.trained:
+            begun, starts = True, len(history.starts())
+
+            def over() -> bool:  # by this start's records: an earlier one may have been killed after its time
+                return len(history.starts()) > starts and job.over_time()
+
+            children.run(job.training_command(data), cores, log, lock, over if job.training.seconds else None)
+        reached = history.read_status().get("step", 0)
         for score in job.scores if part != "train" else ():
             if job.record(score) is None and job.training.is_scored_at(score.step, reached):
                 children.run(job.scoring_command(score, data), cores, log, lock)
     except (ValueError, OSError) as error:
         return f"{job.folder}: {error} (its log.txt has all of it)"
     finally:
-        job.write_result(None if trained else at_once)
+        job.write_result(at_once if begun else None)
         lock.release()
     return None
 

@@ -79,7 +79,7 @@ def run(options: Options) -> None:
     study = read_study(options.study, options.scale)
     study = rehearsed(study) if options.rehearse else study
     runs, data, results = plan(study, options.seeds), Path(options.data), Path(options.results)
-    place, made = results / study.name / study.scale, finished(results)
+    place, made = results / study.name / f"{study.scale}{'_rehearsal' * options.rehearse}", finished(results)
     if unknown := {*options.arms} - {*study.arms}:
         raise ValueError(f"study {study.name} has no arm {', '.join(unknown)}, but {', '.join(study.arms)}")
     asked = {*options.arms, *(f"{arm}, {way}" for arm in options.arms for way in study.ways)} or {*study.arms}

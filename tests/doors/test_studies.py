@@ -230,6 +230,8 @@ def test_each_arm_is_scored_in_each_way_by_one_training():
     assert {*guided.scores[0].words} - {*plain.scores[0].words} == {"guidance=cfg", "guidance.scale=1.5"}
     words = " ".join(plain.training.overrides)
     assert "imagenette" not in words and "dataset=folder" not in words  # alone: nothing of scales.yaml
+    for one in (*runs.values(), *planned("cifar10", "gpu").values()):  # a checkpoint that is scored is still there then
+        assert len(one.scores) == 1 or one.training.cfg.checkpoints.keep_last is None
 
 
 def test_a_rehearsal_does_as_much_with_a_tiny_network():

@@ -127,7 +127,7 @@ def test_a_changed_plugin_is_told_at_going_on_and_at_sampling(folder, monkeypatc
     assert said not in take_samples(folder, *few, "out=b.png")
 
 
-def test_an_exported_checkpoint_finds_its_plugin_beside_it_or_where_it_is_used(folder, monkeypatch):
+def test_a_plugin_that_came_with_a_checkpoint_is_imported_only_if_named(folder, monkeypatch):
     """On a machine without the file's old place; without any, the error names what is missing and where it was not."""
     fresh(monkeypatch)
     few = ("eval.demo_samples=0", "dataset.heldout=null", "train.steps=1", "name=run")
@@ -135,7 +135,7 @@ def test_an_exported_checkpoint_finds_its_plugin_beside_it_or_where_it_is_used(f
     for paths in ("full", "short"):
         given = (f"out={paths}", f"paths={paths}", "checkpoint=results/run")
         text = launch_door(export_checkpoint.main, "export_checkpoint", folder, *given)
-        assert f"needs mine.py: put a copy into {paths}, or run where one is" in text
+        assert "needs mine.py: where there is none, plugins=[…] names a copy" in text
         other = folder / f"on {paths}"
         other.mkdir()
         (folder / "mine.py").rename(other / "kept")
@@ -147,7 +147,9 @@ def test_an_exported_checkpoint_finds_its_plugin_beside_it_or_where_it_is_used(f
         for number, place in enumerate((folder / paths, other)):
             fresh(monkeypatch)
             (place / "mine.py").write_text(textwrap.dedent(MODULE))
-            draw(f"out={number}.png")
+            with pytest.raises(SystemExit, match="which is gone: plugins=.*mine.py. imports this one, if you trust it"):
+                draw(f"out={number}.png")
+            draw(f"out={number}.png", f"plugins=[{place / 'mine.py'}]")
             (place / "mine.py").unlink()
         (other / "kept").rename(folder / "mine.py")
 

@@ -11,7 +11,7 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.process import Process
 from tread.models.architectures import AnyOptions, TextSettings
 from tread.models.backbone import Backbone
-from tread.runtime.plugins import find_plugin
+from tread.runtime.plugins import check_plugin
 from tread.runtime.schema import Count, check, read
 
 Objective = Annotated[Literal["edm", "rf"], "rectified flow"]
@@ -51,12 +51,12 @@ class Network:
 
 
 def read_network(config: dict, folder: Path | None = None) -> Network:
-    """Read the network's settings from a checkpoint's config, with plugins as `find_plugin` finds them for its folder.
+    """Read the network's settings from a checkpoint's config, with its plugins if `check_plugin` finds them.
     Raises ValueError for unknown or mistyped settings, and for a plugin that is missing."""
     stated = {item.name: config[item.name] for item in fields(Network) if item.name in config}
     if folder and "plugins" in stated:
         check("plugins", stated["plugins"], tuple[str, ...])
-        stated["plugins"] = [find_plugin(name, folder) for name in stated["plugins"]]
+        stated["plugins"] = [check_plugin(name, folder) for name in stated["plugins"]]
     return read(stated, Network)
 
 

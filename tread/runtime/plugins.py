@@ -52,14 +52,16 @@ def plugin_changes(info: Mapping) -> list[str]:
     return [f"plugin {', '.join(changed)} has changed since the run began, by its sha256"] if changed else []
 
 
-def find_plugin(name: str, folder: Path) -> str:
-    """Return where a plugin is that a checkpoint in `folder` names: a .py file beside it, or where the record says, or
-    in the working directory. Raises ValueError if it is nowhere and none of that name was imported."""
+def check_plugin(name: str, folder: Path) -> str:
+    """Return the name of a plugin that a checkpoint in `folder` needs, if it was imported or can be. Raises ValueError
+    if its file is not where the record says: one that came with a checkpoint is imported only if plugins names it."""
     file = Path(name).name
-    found = next((place for place in (folder / file, Path(name), Path(file)) if place.is_file()), None)
-    if name.endswith(".py") and found is None and file not in _imported:
+    if not name.endswith(".py") or file in _imported or Path(name).is_file():
+        return name
+    near = next((place for place in (folder / file, Path(file)) if place.is_file()), None)
+    if near is None:
         raise ValueError(f"it needs the plugin {file}, which is neither {name} nor in {folder} or {Path.cwd()}")
-    return str(found) if name.endswith(".py") and found else name
+    raise ValueError(f"it needs the plugin {name}, which is gone: plugins=[{near}] imports this one, if you trust it")
 
 
 def absolute(name: str) -> str:

@@ -26,7 +26,7 @@ from tread.evaluation.scorers import OnlineFID, open_online_fid
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
-from tread.runtime.device import avoid_faults, memory_of
+from tread.runtime.device import avoid_faults, device_name, memory_of
 from tread.runtime.distributed import Processes, open_training, split_batch
 from tread.runtime.files import check_place, explain_failure, point_to, size_text, write_whole
 from tread.runtime.plugins import plugin_changes
@@ -184,7 +184,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
     Raises OSError, also if the disk has no room for a checkpoint, or ValueError if the tracker can't be opened."""
     say, optim = run.processes.say, run.cfg.optim
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
-    facts = {"processes": run.processes.count, "device": str(run.processes.device), "precision": run.precision}
+    facts = {"processes": run.processes.count, "device": device_name(run.processes.device), "precision": run.precision}
     if claimed.checkpoint and (begun := [start["files"] for start in run.log.starts() if "files" in start]):
         run.warnings += file_warnings(run.data, begun[-1])
     else:
