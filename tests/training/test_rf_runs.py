@@ -214,7 +214,7 @@ def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch, co
     routed, dense = network.forward_flops([Route(2, 2, 0.5)]), network.forward_flops()
     assert routed < 0.99 * dense
     for record in speeds:
-        assert record["flops_per_s"] / record["images_per_s"] == pytest.approx(3 * routed, rel=2e-3)
+        assert record["flops_per_s"] / record["images_per_s"] == pytest.approx(3 * routed, rel=8e-3)
         assert record["mfu"] == pytest.approx(record["flops_per_s"] / 1e12, abs=1e-4)
 
 
