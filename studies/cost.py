@@ -1,29 +1,9 @@
-"""Computes a study's cost before it is run: images, samples and training FLOPs."""
+"""Says a study's cost before it is run: images, samples and training FLOPs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-
-import torch
 
 from studies.jobs import Job
-from studies.study import Training
-from tread.checkpoints.network import build_network
-from tread.models.architectures import TextSettings
-from tread.training import costs, settings
-
-CLIP_L = TextSettings("clip-l", tokens=77, width=768, pooled=768)
-
-
-def training_flops(training: Training) -> int:
-    """Return the FLOPs of all training steps, forward and backward, as metrics.jsonl will count them."""
-    cfg = training.cfg
-    if cfg.model.takes_text:  # without the data, assume texts of CLIP-L
-        there = cfg.dataset.embedded or Path(cfg.dataset.path).exists()
-        cfg = replace(cfg, text=settings.read_text_settings(cfg) if there else CLIP_L)
-    with torch.device("meta"):
-        network = build_network(cfg)
-    return costs.training_flops(cfg, network, range(training.steps), costs.blank_aligner(cfg, network))
+from studies.study import training_flops
 
 
 def estimate(jobs: Sequence[Job]) -> str:

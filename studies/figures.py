@@ -4,7 +4,7 @@ import json
 import math
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from studies.results import Made, Results, gather, missing
-from studies.study import Planned, Study, plan
+from studies.paired import EQUAL, along, curve, differences, estimate, last_difference, paired, series
+from studies.results import Made, Results, finished, gather, missing
+from studies.study import HERE, Planned, Study, plan, read_study
 from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
 from tread.evaluation.metric_table import METRICS, feature_metrics
 from tread.runtime.files import explain_failure, write_whole
@@ -28,20 +29,6 @@ class Figure(NamedTuple):
     columns: Callable[[Study, Results], Columns] = lambda study, results: {}
 
 
-def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric, where x is the "images", "flops" or "steady_seconds" of its points."""
-    return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
-
-
-def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
-    """Return (point, [each run's value of the metric]) for each number of images where every run has the metric. The
-    point is the first run's: its images, FLOPs and metrics."""
-    curves = [curve(run, metric, "images") for run in runs]
-    points = runs[0]["points"] if runs else []
-    shared = [point for point in points if all(point["images"] in each for each in curves)]
-    return [(point, [each[point["images"]] for each in curves]) for point in shared]
-
-
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
     """Return {arm: its runs' values at the last point where all have the metric}, for arms that have such a point."""
     return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
@@ -52,65 +39,18 @@ def last_means(results: Results, metric: str) -> dict[str, float]:
     return {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
 
 
-def standard_error(values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean; None for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def interpolate(values: Mapping[float, float], place: float) -> float | None:
-    """Interpolate a metric {FLOPs or seconds: value} linearly in their logarithm; None outside the curve."""
-    within = len(values) > 1 and min(values) <= place <= max(values)
-    return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
-
-
-def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's, at the last number of images where both have it."""
-    both = series([run, other], metric)
-    return both[-1][1][0] - both[-1][1][1] if both else None
-
-
-def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
-    """Return one run's metric minus another's, at the most "flops" or "steady_seconds" that both reach; None if one has
-    no value, or seconds are of other devices. Ends within 1% of the same seconds, as of a time budget, are equal."""
-    if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
-        return None
-    curves = [curve(made, metric, axis) for made in (run, other)]
-    ends = [max(each, default=0) for each in curves]
-    if axis == "steady_seconds" and 0 < max(ends) < 1.01 * min(ends):
-        return curves[0][ends[0]] - curves[1][ends[1]]
-    place = min(ends)
-    here, there = (interpolate(each, place) for each in curves)
-    return None if None in (here, there) else here - there
-
-
-def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names), where not None, for each pair with equal seeds (same data order and noise)."""
-    by_seed = {run["seed"]: run for run in others}
-    found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
-    return [less for less in found if less is not None]
-
-
-def shown(values: Sequence[float], sign: bool = False) -> str:
-    """Format the mean of values and, if there are several, its standard error; `sign` adds a + to positive means."""
-    if not values:
-        return "–"
-    mean, error, plus = statistics.mean(values), standard_error(values), "+" if sign else ""
-    if error is None:
-        return f"{mean:{plus}.5g}"
-    places = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 4
-    return f"{mean:{plus}.{places}f} ± {error:.{places}f}"
-
-
 def measured(names: Sequence[str], results: Results) -> list[str]:
     """Return the metrics in `names` that some arm has, each once."""
     return [name for name in dict.fromkeys(names) if any(series(runs, name) for runs in results.values())]
 
 
 def table(study: Study, results: Results) -> str:
-    """Return a Markdown table with a line per arm: means ± standard errors over the seeds, and paired differences."""
+    """Return Markdown tables with a line per arm, means ± standard deviations over the seeds, and with a line per pair,
+    its paired differences; then the outcome of the study's rule, if it has one, and notes."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
+    compared += ["precision", "recall"]
     metrics = measured((*study.metrics, *compared), results)
     taught = {arm for arm in results if "alignment.encoder=inception" in study.arms[arm].overrides}
     columns = {
@@ -118,62 +58,152 @@ def table(study: Study, results: Results) -> str:
         "seeds": {arm: f"{len(runs)}" for arm, runs in results.items()},
         "images": {arm: f"{min(point['images'] for point in each):,}" for arm, each in ends.items() if each},
         "training FLOPs": {arm: f"{p['flops']:.3g}" for arm, each in ends.items() for p in each[::-1] if "flops" in p},
+        "seconds alone": seconds_alone(results),
     }
     for metric in metrics:
         marked = taught if metric in feature_metrics() else ()
         last = last_values(results, metric).items()
-        columns[METRICS[metric].title] = {arm: shown(each) + " †" * (arm in marked) for arm, each in last}
-    first = [metric for metric in metrics if metric in compared][:1] if study.against else []
-    columns |= paired_columns(study, results, first, ("images", "FLOPs"))
+        columns[METRICS[metric].title] = {arm: f"{estimate(each)}" + " †" * (arm in marked) for arm, each in last}
     columns |= FIGURES[study.figure].columns(study, results)
     rows = [[*columns], *([cells.get(arm, "–") for cells in columns.values()] for arm in results)]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, "|---" * len(columns) + "|")
+    lines = [*grid(rows), *grid(pair_rows(study, results, [name for name in metrics if name in compared]))]
+    lines += outcome(study, results)
 
     scores = [score for runs in results.values() for run in runs for score in run["scores"]]
     counts = {score["count"] for score in scores if "count" in score}
-    notes = ["± one standard error over the seeds; – is not measured."]
+    notes = ["± is the standard deviation over the seeds; – is not measured."]
+    if len(lines) > len(rows) + 2:
+        notes.append("Differences are paired by seed: mean (standard error) [95% interval, Student's t].")
+    if not columns["seconds alone"]:
+        notes.append("No seconds: no run is on record as alone on its device.")
     if counts:
         scored = "KID and FID" if {*metrics} & {*feature_metrics()} else "Scores"
         notes.append(f"{scored} are of {' or '.join(f'{count:,}' for count in sorted(counts))} samples.")
     if any("†" in line for line in lines):
         notes.append("† The Inception network of KID and FID was the teacher of these, too: see the evaluation loss.")
-    return "\n".join([*lines, "", " ".join(notes)]) + "\n"
+    return "\n".join([*lines, " ".join(notes)]) + "\n"
 
 
-EQUAL = {  # of what two runs have the same → how their difference there is found
-    "images": (at_equal_images,),
-    "FLOPs": (at_equal, "flops"),
-    "seconds": (at_equal, "steady_seconds"),
-}
+def grid(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table, of which the first row is the head, and an empty one; [] without rows."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:], ""] if rows[1:] else []
+
+
+def seconds_alone(results: Results) -> dict[str, str]:
+    """Return {arm: the mean seconds of training, without the first step}, of arms all of whose runs had a device of
+    their own."""
+    cells = {}
+    for arm, runs in results.items():
+        alone = runs and all(run["timed_on"] is not None and run["timed_on"][1:] == (1,) for run in runs)
+        last = [max(curve(run, "loss", "steady_seconds"), default=0) for run in runs]
+        if alone and all(last):
+            cells[arm] = f"{statistics.mean(last):,.0f}"
+    return cells
+
+
+def pair_rows(study: Study, results: Results, metrics: Sequence[str]) -> list[list[str]]:
+    """Return a table's head, and a row per pair with a difference: each metric at equal images, FLOPs and seconds."""
+    columns, cells = list(product(metrics, EQUAL)), {}
+    for arm, other in study.pairs if study.figure != "balance" else ():  # whose columns have them
+        pair = results.get(arm, ()), results.get(other, ())
+        found = {(metric, name): paired(*pair, metric, name) for metric, name in columns}
+        if any(found.values()):
+            cells[pair_name(arm, other)] = {"seeds": f"{max(e.seeds for e in found.values() if e)}"} | found
+    kept = [column for column in columns if any(each[column] for each in cells.values())]
+    head = ["pair", "seeds", *(f"{METRICS[metric].title}, equal {name}" for metric, name in kept)]
+    rows = []
+    for pair, each in cells.items():
+        rows.append([pair, each["seeds"], *(each[column].signed() if each[column] else "–" for column in kept)])
+    return [head, *rows]
+
+
+def outcome(study: Study, results: Results) -> list[str]:
+    """Return a sentence on whether the arm of study.rule beats, at the end of training, the best of its rivals in every
+    metric of the rule beyond the interval of the paired difference. The best rival is that of the first metric."""
+    if not (rule := study.rule):
+        return []
+    ends = last_means(results, rule["metrics"][0])
+    if absent := [arm for arm in (rule["arm"], *rule["rivals"]) if arm not in ends]:
+        return [f"The rule is not decided: {', '.join(absent)} not run.", ""]
+    best = METRICS[rule["metrics"][0]].best(rule["rivals"], key=ends.get)
+    said, signs = [], []
+    for metric in rule["metrics"]:
+        less = estimate(differences(results[rule["arm"]], results[best], last_difference, metric))
+        said.append(f"{METRICS[metric].title} {less.signed() if less else 'not paired'}")
+        better = -1 if METRICS[metric].better == "lower" else 1
+        signs.append(better * less.sign if less and less.sign is not None else None)
+    words = {True: "beats it", False: "does not beat it"}[signs == [1] * len(signs)]
+    verdict = "too few seeds for a verdict" if None in signs else f"{rule['arm']} {words}"
+    return [f"By the rule, against the best rival, {best}: {'; '.join(said)}: {verdict}.", ""]
 
 
 def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal: Sequence[str]) -> Columns:
     """Return a column per metric and key of EQUAL: each arm's metric less its pair's."""
     columns = {}
     for metric, name in product(metrics, equal):
-        by, *axis = EQUAL[name]
         pairs = {arm: (runs, results.get(study.against.get(arm), ())) for arm, runs in results.items()}
-        cells = {arm: shown(differences(*pair, by, metric, *axis), sign=True) for arm, pair in pairs.items()}
+        less = {arm: paired(*pair, metric, name) for arm, pair in pairs.items()}
+        cells = {arm: each.signed() if each else "–" for arm, each in less.items()}
         columns[f"{METRICS[metric].title} against its pair, at equal {name}"] = cells
     return columns
 
 
-def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]]) -> Line:
-    """Return a line through `points` (x, one value per seed): means, and standard errors if there are several seeds."""
-    errors = [standard_error(values) for _, values in points]
-    means = [statistics.mean(values) for _, values in points]
-    return Line(name, [x for x, _ in points], means, errors if errors and None not in errors else None)
+COLOURS = {  # an arm's own overrides → its colour in every study
+    "model=dit": "C0",
+    "model=tread": "C1",
+    "model.depth=8 model=dit": "C2",
+    "model.routes.0.rejoin=stale model=tread": "C3",
+    "model.routes.0.rejoin=2 model.routes.0.start=5 model=tread": "C4",
+    "model.routes.0.start=5 model=tread": "C5",
+}
+OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#f7b6d2", "#dbdb8d", "black")
 
 
-def _save(path: Path, panels: Sequence[Panel], columns: int = 2) -> None:
+def colours(study: Study) -> dict[str, str]:
+    """Return {arm: colour}: that of COLOURS, else the next of OTHERS. Arms of one training share a colour."""
+    counts = Counter(word for arm in study.arms.values() for word in arm.overrides)
+    base = {word for word, count in counts.items() if 2 * count > len(study.arms) and not word.startswith("model=")}
+    words = {name: " ".join(sorted({*arm.overrides} - base)) for name, arm in study.arms.items()}
+    words = {name: each.replace("_text", "") for name, each in words.items()}  # the same arms for captions
+    others = [each for each in dict.fromkeys(words.values()) if each not in COLOURS]
+    known = COLOURS | {each: OTHERS[number % len(OTHERS)] for number, each in enumerate(others)}
+    return {name: known[each] for name, each in words.items()}
+
+
+def pair_name(arm: str, other: str) -> str:
+    """Return what a pair is called: "depth 8: routed less dense" for "depth 8, routed" and "depth 8, dense"."""
+    (first, _, rest), (second, _, others) = arm.partition(", "), other.partition(", ")
+    return f"{first}: {rest} less {others}" if first == second and rest and others else f"{arm} less {other}"
+
+
+def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str | None = None) -> Line:
+    """Return a line through `points` (x, one value per seed): means ± standard deviations, if there are several."""
+    each = [estimate(values) for _, values in points]
+    spreads = [point.spread for point in each]
+    known = spreads if spreads and None not in spreads else None
+    return Line(name, [x for x, _ in points], [point.mean for point in each], known, colour=colour)
+
+
+def less_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str, dashed: bool = False) -> Line:
+    """Return a line through paired differences, as `mean_line`, with 95% intervals if there are enough seeds."""
+    each = [estimate(values) for _, values in points]
+    halves = [point.half if point.sign is not None else None for point in each]
+    known = halves if halves and None not in halves else None
+    return Line(name, [x for x, _ in points], [point.mean for point in each], known, dashed, colour)
+
+
+def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2) -> None:
     if panels:
-        save_panels(path, panels, columns)
+        width = 4.6 if columns < 3 else 3.7
+        save_panels(path, panels, columns, study.headline, width)
 
 
-def over_training(results: Results, metric: str, axes: Sequence[str]) -> list[Panel]:
+def over_training(
+    results: Results, metric: str, axes: Sequence[str], colour: Mapping[str, str] | None = None
+) -> list[Panel]:
     """Return a panel per axis, "images", "flops" or "steady_seconds": means over the seeds, with bands of ± one
-    standard error."""
+    standard deviation. `colour` is each arm's."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
     units = {
@@ -185,15 +215,43 @@ def over_training(results: Results, metric: str, axes: Sequence[str]) -> list[Pa
         lines = []
         for arm, runs in results.items():
             points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
-            lines.append(mean_line(arm, points))
+            lines.append(mean_line(arm, points, (colour or {}).get(arm)))
         panels.append(Panel("", label, METRICS[metric].label, lines))
     return panels
 
 
+def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
+    """Return two panels of a metric less its pair's, against images: at equal images, and at equal FLOPs."""
+    colour, panels = colours(study), []
+    for axis, name in (("images", "images"), ("flops", "FLOPs")):
+        lines = []
+        for place, (arm, other) in enumerate(study.pairs):
+            besides = place >= len(study.against)
+            less = along(results.get(arm, ()), results.get(other, ()), metric, axis)
+            points = [(point["images"] / 1e3, values) for point, values in less]
+            line = less_line(pair_name(arm, other), points, colour[other if besides else arm], besides)
+            lines += [line] if points else []
+        label = f"{METRICS[metric].title}, difference"
+        if lines:
+            panels.append(Panel(f"at equal {name}", "images, thousands", label, lines, levels={"even": 0.0}))
+    return panels
+
+
 def draw_curves(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric against images and FLOPs."""
-    metrics = measured(study.metrics, results)
-    _save(path, [panel for metric in metrics for panel in over_training(results, metric, ("images", "flops"))])
+    """Draw each metric against images, and each pair's difference at equal images and at equal FLOPs."""
+    panels = []
+    for metric in measured(study.metrics, results):
+        panels += over_training(results, metric, ("images",), colours(study)) + less_panels(study, results, metric)
+    _save(study, path, panels, 3)
+
+
+def draw_differences(study: Study, results: Results, path: Path) -> None:
+    """Draw each pair's difference in each metric, at equal images and at equal FLOPs."""
+    _save(
+        study,
+        path,
+        [panel for metric in measured(study.metrics, results) for panel in less_panels(study, results, metric)],
+    )
 
 
 def balance_columns(study: Study, results: Results) -> Columns:
@@ -208,31 +266,90 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
     panels = []
     for metric in measured(study.metrics[:1], networks):
-        panels += over_training(networks, metric, ("images", "flops", *timed))
+        panels += over_training(networks, metric, ("images", "flops", *timed), colours(study))
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, ends = defaultdict(list), [last_means(results, metric) for metric in (across, up)]
         for arm in (arm for arm in results if all(arm in values for values in ends)):
             network = arm if arm in networks else arm.rpartition(", ")[0]
             if study.arms[arm].samples == study.arms[network].samples:
-                lines[re.sub(r"(, )cfg [\d.]+ ?", r"\1", arm).removesuffix(", ")].append(
+                lines[re.sub(r"(, )(?:cfg|(autoguidance)) [\d.]+ ?", r"\1\2", arm).removesuffix(", ")].append(
                     [values[arm] for values in ends]
                 )
-        drawn = [Line(name, *zip(*points), dashed=name not in networks) for name, points in lines.items()]
+        drawn = []
+        for name, points in lines.items():
+            colour = colours(study)[name if name in networks else name.rpartition(", ")[0]]
+            drawn.append(Line(name, *zip(*points), dashed=name not in networks, colour=colour))
         panels += [Panel("", METRICS[across].label, METRICS[up].label, drawn)] if drawn else []
-    _save(path, panels)
+    _save(study, path, panels)
+
+
+def precision_columns(study: Study, results: Results) -> Columns:
+    """Return a column per metric: an unguided arm's less the first arm's at the same precision, on the line through the
+    first arm's scales of cfg; where the precision is beyond them, none."""
+    first, columns = next(iter(study.arms)), {}
+    scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
+    for metric in ("fid", "kid", "recall"):
+        ends = [{run["seed"]: end for run in results[arm] if (end := run["points"][-1])} for arm in scaled]
+        cells = {}
+        for arm in (arm for arm in results if arm not in scaled and arm.rpartition(", ")[2] not in study.ways):
+            less = []
+            for run in results[arm]:
+                here, known = run["points"][-1], [each[run["seed"]] for each in ends if run["seed"] in each]
+                line = sorted((end["precision"], end[metric]) for end in known if {"precision", metric} <= {*end})
+                if line and {"precision", metric} <= {*here} and line[0][0] <= here["precision"] <= line[-1][0]:
+                    less.append(here[metric] - float(np.interp(here["precision"], *zip(*line))))
+            if mean := estimate(less):
+                cells[arm] = mean.signed()
+        columns[f"{METRICS[metric].title} less {first}'s, at equal precision"] = cells
+    return columns
+
+
+NOISE_OF = "convergence"  # the study whose paired differences tell of chance, where a study has no seeds of its own
+
+
+def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
+    """Return two standard deviations of a pair's difference between seeds, at equal `name`, pooled over the study's
+    pairs with several seeds or, if there is none, borrowed from the published study NOISE_OF; None if that lacks it."""
+    pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
+    each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
+    if not each and study.name != NOISE_OF and study.scale != "demo":
+        other = read_study(NOISE_OF, "small")
+        return chance(other, gather(plan(other), finished(HERE / "none")), metric, name)
+    freedom = sum(less.seeds - 1 for less in each)
+    return 2 * math.sqrt(sum((less.seeds - 1) * less.spread**2 for less in each) / freedom) if each else None
 
 
 def draw_ends(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric at the end of training, with a point per arm and seed."""
-    panels = []
-    for metric in measured(study.metrics, results):
-        ends, points = last_values(results, metric), defaultdict(list)
-        for place, arm in enumerate(ends):
-            for run, value in zip(results[arm], ends[arm]):
-                points[run["seed"]].append((place, value))
-        lines = [Line(f"seed {seed}", *zip(*points[seed])) for seed in sorted(points)]
-        panels.append(Panel("", "", METRICS[metric].label, lines, names=tuple(ends)))
-    _save(path, panels, columns=len(panels))
+    """Draw each pair's difference at the end of training, a row per pair: the first metric at equal images and FLOPs,
+    others at equal images; dots are seeds, bars 95% intervals, the grey band is `chance`."""
+    panels, colour = [], colours(study)
+    metrics = measured(study.metrics, results)
+    for metric, name in [(metrics[0], "images"), (metrics[0], "FLOPs"), *((m, "images") for m in metrics[1:])]:
+        by, *axis = EQUAL[name]
+        rows = {pair: differences(*(results.get(arm, ()) for arm in pair), by, metric, *axis) for pair in study.pairs}
+        rows, lines = {pair: less for pair, less in rows.items() if less}, []
+        for place, ((arm, _), less) in enumerate(rows.items()):
+            lines.append(Line("", less, [place] * len(less), colour=colour[arm]))
+            mean = estimate(less)
+            if mean.sign is not None:
+                lines.append(Line("", [mean.mean], [place], [mean.half], colour=colour[arm]))
+        names = tuple(pair_name(*pair) for pair in rows)
+        title = f"{METRICS[metric].title}, at equal {name}"
+        if rows:
+            band = chance(study, results, metric, name)
+            names = names if not panels or len(panels) % 2 == 0 else ("",) * len(names)
+            panels.append(
+                Panel(
+                    title,
+                    f"{METRICS[metric].title} less its pair's",
+                    "",
+                    lines,
+                    names=names,
+                    noise=band,
+                    levels={"": 0.0},
+                )
+            )
+    _save(study, path, panels)
 
 
 def sampling_flops(results: Results) -> dict[str, float]:
@@ -245,25 +362,25 @@ def guidance_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric over ω (a line per network and guidance) and over sampling FLOPs (a point per arm)."""
-    flops, panels = sampling_flops(results), []
+    """Draw each metric over the guidance scale ω, a line per network and guidance, from 0 on."""
+    known, panels, colour = sampling_flops(results), [], colours(study)
+    others = iter(OTHERS)
     for metric in study.metrics:
-        ends = last_values({arm: results[arm] for arm in flops}, metric)
-        over_scale, over_flops = {}, defaultdict(list)
+        ends, over_scale = last_values({arm: results[arm] for arm in known}, metric), {}
         for arm, values in ends.items():
             network, guidance = arm.partition(", ")[::2]
             kind, scale = guidance.rpartition(" ")[::2]
             if re.fullmatch(r"[\d.]+", scale):
                 unguided = [(1.0, ends[network])] if network in ends else []
-                over_scale.setdefault(f"{network}, {kind}", unguided).append((float(scale), values))
-            else:  # an arm of other steps without guidance
-                kind = "no guidance"
-            over_flops[f"{network}, {kind}"].append((flops[arm] / 1e9, values))
-        labels = ("guidance scale ω (1: none)", "FLOPs of the networks a sample, 10^9")
-        for label, lines in zip(labels, (over_scale, over_flops) if ends else ()):
-            drawn = [mean_line(name, sorted(points)) for name, points in lines.items()]
-            panels.append(Panel("", label, METRICS[metric].label, drawn))
-    _save(path, panels)
+                over_scale.setdefault((network, kind), unguided).append((float(scale), values))
+        lines = []
+        for (network, kind), points in over_scale.items():
+            name = f"{network}, {kind}"
+            colour.setdefault(name, colour[network] if kind == "cfg" else next(others))
+            lines.append(mean_line(name, sorted(points), colour[name]))
+        if lines:
+            panels.append(Panel("", "guidance scale ω (1: none)", METRICS[metric].label, lines, zero=True))
+    _save(study, path, panels, min(3, len(panels)))
 
 
 LAST = 0.2  # final fraction of the training over which its loss is averaged
@@ -291,46 +408,50 @@ def loss_gaps(results: Results) -> dict[str, list[float]]:
 
 
 def loss_gap_columns(study: Study, results: Results) -> Columns:
-    return {LOSS_GAP: {arm: shown(less, sign=True) for arm, less in loss_gaps(results).items()}}
+    return {LOSS_GAP: {arm: estimate(less).signed() for arm, less in loss_gaps(results).items()}}
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """Draw each routed arm's gap in training loss to the dense arm against the number of blocks in its route, and each
-    arm's final metrics, but for the study's first, against its gap."""
-    mean_gaps = {arm: statistics.mean(less) for arm, less in loss_gaps(results).items()}
-    if not mean_gaps:
-        return
-    places = [map(int, re.findall(r"\d+", arm)) for arm in mean_gaps]
-    line = Line("routes", [end - start + 1 for start, end in places], [*mean_gaps.values()])
-    panels = [Panel("", "blocks of the route", LOSS_GAP, [line])]
-    for metric in study.metrics[1:]:
-        means = last_means(results, metric)
-        points = sorted((gap, means[arm]) for arm, gap in mean_gaps.items() if arm in means)
-        if points and "dense" in means:
-            levels, line = {"dense": means["dense"]}, Line("routes", *map(list, zip(*points)))
-            panels.append(Panel("", LOSS_GAP, METRICS[metric].title, [line], levels=levels))
-    _save(path, panels)
+    """Draw how far each routed arm is above the dense one, over the number of blocks in its route: the training loss,
+    and the other metrics at equal images."""
+    lengths = {arm: 1 - int(np.subtract(*map(int, re.findall(r"\d+", arm)))) for arm in results if arm != "dense"}
+    panels = []
+    for metric in study.metrics:
+        by, *names = (training_gap,) if metric == "loss" else (EQUAL["images"][0], metric)
+        less = {arm: differences(results[arm], results["dense"], by, *names) for arm in lengths}
+        points = [(lengths[arm], values) for arm, values in less.items() if values]
+        if points:
+            band = chance(study, results, metric) if metric != "loss" else None
+            title = f"{METRICS[metric].title}, less the dense one's"
+            line = less_line("routes", points, "C1")
+            panels.append(Panel(title, "blocks of the route", "", [line], levels={"even": 0.0}, noise=band))
+    _save(study, path, panels, 3)
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:
-    """Draw heat maps over a route's first and last block: each metric minus the dense arm's, and FLOPs divided by the
-    dense arm's."""
+    """Draw heat maps over a route's first and last block: each metric minus the dense arm's, at equal images and at
+    equal FLOPs, and FLOPs divided by the dense arm's."""
     places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}
-    for metric in (*study.metrics, "flops"):
-        means = last_means(results, metric)
-        dense, cells = means.pop("dense", None), np.full((len(starts), len(ends)), np.nan)
-        for arm, value in means.items() if dense else ():
-            start, end = places[arm]
-            cells[starts.index(start), ends.index(end)] = value / dense if metric == "flops" else value - dense
+    for metric, name in [*product(study.metrics, ("images", "FLOPs")), ("flops", "")]:
+        cells, flops = np.full((len(starts), len(ends)), np.nan), last_means(results, metric)
+        for arm, (start, end) in places.items():
+            if metric == "flops" and {arm, "dense"} <= {*flops}:
+                cells[starts.index(start), ends.index(end)] = flops[arm] / flops["dense"]
+            elif metric != "flops" and (less := paired(results[arm], results["dense"], metric, name)):
+                cells[starts.index(start), ends.index(end)] = less.mean
         if not np.isnan(cells).all():
-            title = f"{METRICS[metric].title} less" if metric in METRICS else "training FLOPs over"
-            maps[f"{title} the dense one's"] = cells
+            title = (
+                f"{METRICS[metric].title} less the dense one's,\nat equal {name}"
+                if name
+                else "training FLOPs over\nthe dense one's"
+            )
+            maps[title] = cells
     if maps:
         (first, cells), *others = maps.items()
         labels = ("last block of the route", "first block of the route")
-        save_heat_maps(path, {first: cells}, dict(others), ends, starts, labels)
+        save_heat_maps(path, {first: cells}, dict(others), ends, starts, labels, study.headline)
 
 
 SIMILARITIES = {"dense": "all tokens", "routed": "under its route"}  # key of similarity.json → title
@@ -351,8 +472,10 @@ def similarity_columns(study: Study, results: Results) -> Columns:
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
-        cells[f"next block, {SIMILARITIES[panel]}"][arm] = shown(neighbours)
-        cells[f"embedding to end, {SIMILARITIES[panel]}"][arm] = shown([matrix[0, -1] for matrix in each])
+        cells[f"next block, {SIMILARITIES[panel]}"][arm] = f"{estimate(neighbours)}"
+        cells[f"embedding to end, {SIMILARITIES[panel]}"][arm] = (
+            f"{estimate([float(matrix[0, -1]) for matrix in each])}"
+        )
     return cells
 
 
@@ -362,58 +485,35 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
     if means:
         names = ["in", *range(len(next(iter(means.values()))) - 1)]
         panels = {f"{arm} network,\n{SIMILARITIES[panel]}": mean for (arm, panel), mean in means.items()}
-        label = "behind block (in: the embedding)"
-        save_heat_maps(path, panels, {}, names, names, (label, label))
-
-
-def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[int, list[float]]]:
-    """Return (images, [routed minus dense metric at equal FLOPs, per seed]) for each point of the routed runs,
-    except for points beyond the FLOPs of a dense run."""
-    others = {run["seed"]: curve(run, metric, "flops") for run in dense}
-    routed, gaps = [run for run in routed if run["seed"] in others], []
-    for point, values in series(routed, metric):
-        levels = [interpolate(others[run["seed"]], point.get("flops", 0)) for run in routed]
-        if None not in levels:
-            gaps.append((point["images"], [value - level for value, level in zip(values, levels)]))
-    return gaps
+        label, less = "behind block (in: the embedding)", {}
+        if {("dense", "dense"), ("routed", "dense")} <= {*means}:
+            less = {"routed less dense,\nall tokens": means["routed", "dense"] - means["dense", "dense"]}
+        save_heat_maps(path, panels, less, names, names, (label, label), study.headline, most=0)
 
 
 def when_columns(study: Study, results: Results) -> Columns:
     """Return a table's column: after how many images each routed arm stays ahead in evaluation loss at equal FLOPs."""
     leads = {}
     for routed, dense in study.against.items():
-        points = flops_gap(results[dense], results[routed], "eval_loss")
+        points = along(results[routed], results[dense], "eval_loss", "flops")
         behind = [number for number, (_, values) in enumerate(points) if statistics.mean(values) >= 0]
         ahead = points[behind[-1] + 1 if behind else 0 :]
         if points:
-            leads[routed] = f"{ahead[0][0]:,} images" if ahead else "not yet"
+            leads[routed] = f"{ahead[0][0]['images']:,} images" if ahead else "not yet"
     return {"ahead at equal FLOPs from": leads}
-
-
-def draw_when(study: Study, results: Results, path: Path) -> None:
-    """Draw the metrics of routed runs minus those of dense runs at equal FLOPs: a panel per metric, a line per pair."""
-    panels = []
-    for metric in study.metrics:
-        lines = []
-        for routed, dense in study.against.items():
-            gaps = flops_gap(results[dense], results[routed], metric)
-            points = [(images / 1e3, values) for images, values in gaps]
-            lines += [mean_line(routed.partition(",")[0], points)] if points else []
-        if lines:
-            title = f"{METRICS[metric].title}: routed less dense, by the same FLOPs"
-            panels.append(Panel(title, "images the routed run has seen, thousands", "", lines, levels={"even": 0.0}))
-    _save(path, panels, columns=len(panels))
 
 
 FIGURES = {
     "balance": Figure(draw_balance, balance_columns),
     "curves": Figure(draw_curves),
+    "differences": Figure(draw_differences),
     "ends": Figure(draw_ends),
     "guidance": Figure(draw_guidance, guidance_columns),
     "loss_gap": Figure(draw_loss_gap, loss_gap_columns),
     "placement": Figure(draw_placement),
+    "precision": Figure(draw_balance, precision_columns),
     "similarity": Figure(draw_similarity, similarity_columns),
-    "when": Figure(draw_when, when_columns),
+    "when": Figure(draw_differences, when_columns),
 }
 
 
@@ -421,7 +521,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
     """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML.
     They cover the runs in the study's file and the requested `runs`; `made` is {training's key: record} (results.py,
     `finished`). table.md names the runs that are missing."""
-    whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
+    whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):
         if record and record["trained"]:
@@ -438,6 +538,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
 def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write table.md, and figure.png if there are results. Raises OSError."""
     results, left = gather(runs, made), missing(runs, made)
+    left = "; ".join(filter(None, [left, *(f"{arm} (after its trials)" for arm in study.arms if arm not in results)]))
     with explain_failure(folder):
         write_whole(folder / "table.md", table(study, results) + (f"\nMissing: {left}.\n" if left else ""))
         if any(run["points"] for each in results.values() for run in each):

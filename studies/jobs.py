@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,10 @@ class Job:
         """Whether train.py has finished all steps, or was stopped after the time budget, which saves its last step."""
         state = RunLog(self.folder / "train").read_status().get("state")
         return state == "finished" or (state == "interrupted" and self.over_time())
+
+    def only_scores_lack(self, made: Mapping[str, dict]) -> bool:
+        """Return whether the records `made` have this training, but its checkpoints, to be scored, are not here."""
+        return not self.trained and made.get(self.training.key, {"trained": False})["trained"]
 
     def over_time(self) -> bool:
         """Return whether the training has a time budget and has used it up."""

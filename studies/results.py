@@ -26,9 +26,11 @@ class Made(TypedDict):
 Results = Mapping[str, list[Made]]  # arm → its runs
 
 
-def finished(results: Path) -> dict[str, dict]:
-    """Return {a training's key: its record, as in result.json}, from published results and the folder `results`."""
-    published = [json.loads(path.read_text())["runs"].values() for path in sorted(HERE.glob("*/results.json"))]
+def finished(results: Path, again: bool = False) -> dict[str, dict]:
+    """Return {a training's key: its record, as in result.json}, from the folder `results` and, unless `again`, from
+    published results."""
+    paths = () if again else sorted(HERE.glob("*/results.json"))
+    published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
     known: dict[str, dict] = {}
     for record in (*chain(*published), *own):
@@ -81,7 +83,8 @@ def _made(run: Planned, record: dict) -> Made:
                 beyond = max(1.0, step / counted[-1][0])
                 point[axis] = round(beyond * float(np.interp(step, *zip(*counted))), 3)
         point |= points.get(step, {})
-        points[step] = point | {name: score[name] for name in METRICS if score.get(name) is not None}
+        numbers = {name: score.get(name) for name in METRICS}  # "precision" is also what a judge without one ran in
+        points[step] = point | {name: each for name, each in numbers.items() if isinstance(each, int | float)}
     at_once, ordered = record.get("at_once", []), [points[step] for step in sorted(points)]
     timed_on = (record.get("device"), *at_once) if len(at_once) == 1 else None
     return Made(seed=record["seed"], points=ordered, scores=scores, timed_on=timed_on)

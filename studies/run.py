@@ -2,6 +2,7 @@
 
     seeds=3        number of seeds, instead of the study's
     jobs=2         runs at a time, with equal shares of the cores
+    again=true     run it anew: published numbers don't count as made, those in results= do
     dry=true       only print what would be run: images, FLOPs, samples
     publish=true   copy results.json, figure.png and table.md to studies/<name>/ as each run ends (scale=small), or to
                    studies/<name>_gpu/ (scale=gpu)
@@ -18,6 +19,7 @@ Started again after a stop, it goes on; when it stops, it draws what exists. Wit
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +34,9 @@ from omegaconf import OmegaConf
 from studies.cifar10 import RANDOM, random_inception
 from studies.cost import estimate
 from studies.figures import publish, write
-from studies.jobs import Part, jobs_of, make
+from studies.jobs import Job, Part, jobs_of, make
 from studies.results import finished, is_made
-from studies.study import HERE, ScaleName, names, plan, read_study, rehearsed
+from studies.study import HERE, Planned, ScaleName, names, plan, read_study, rehearsed
 from tread.encoders.inception import find_weights
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
@@ -55,6 +57,7 @@ class Options:
     arms: tuple[str, ...] = ()
     part: Part = "both"
     rehearse: bool = False
+    again: bool = False
 
     def __post_init__(self) -> None:
         if self.publish and self.scale not in ("small", "gpu"):
@@ -78,16 +81,28 @@ def run(options: Options) -> None:
     before any run."""
     study = read_study(options.study, options.scale)
     study = rehearsed(study) if options.rehearse else study
-    runs, data, results = plan(study, options.seeds), Path(options.data), Path(options.results)
-    place, made = results / study.name / f"{study.scale}{'_rehearsal' * options.rehearse}", finished(results)
+    data, results = Path(options.data), Path(options.results)
+    place, made = (
+        results / study.name / f"{study.scale}{'_rehearsal' * options.rehearse}",
+        finished(results, options.again),
+    )
     if unknown := {*options.arms} - {*study.arms}:
         raise ValueError(f"study {study.name} has no arm {', '.join(unknown)}, but {', '.join(study.arms)}")
-    asked = {*options.arms, *(f"{arm}, {way}" for arm in options.arms for way in study.ways)} or {*study.arms}
-    to_make = [run for run in runs if run.arm in asked and not is_made(run, made)]
-    jobs = jobs_of(to_make, place, results)
+    asked = {*options.arms, *(f"{arm}, {way}" for arm in options.arms for way in study.ways)}
+    asked = asked.union(*(study.trials.get(arm, {}).values() for arm in options.arms)) or {*study.arms}
+
+    def left_to_make(runs: Sequence[Planned]) -> list[Job]:
+        return jobs_of([run for run in runs if run.arm in asked and not is_made(run, made)], place, results)
+
+    runs = plan(study, options.seeds, None if options.dry else made)
+    jobs = left_to_make(runs)
     print(f"{study.title}: {study.question}")
-    done = sum(is_made(run, made) for run in runs)
+    done, anew = sum(is_made(run, made) for run in runs), sum(job.only_scores_lack(made) for job in jobs)
     print(f"  {len(runs)} runs, {done} of them made already; {len(jobs)} trainings are concerned")
+    if anew:
+        print(f"  {anew} of them were made before, but their checkpoints are not here: trained again, to be scored")
+    if study.trials:
+        print("  each arm's trials come first; their best value is trained by further seeds")
     if options.dry:
         print(estimate(jobs))
         return
@@ -98,23 +113,29 @@ def run(options: Options) -> None:
         raise ValueError(f"{', '.join(absent)} not found; scale={study.scale} needs {' '.join(needs)}")
     if data / RANDOM in paths:
         random_inception(data / RANDOM)
-    elif "reference=" in words:
+    elif "reference=" in words or (study.trials and jobs and needs):
         find_weights()  # fails now rather than after hours of training
     published = HERE / (study.name if study.scale == "small" else f"{study.name}_{study.scale}")
     check_place(place, 0)
 
     def after() -> None:
-        made = finished(results)
+        made = finished(results, options.again)
         write(study, runs, made, place)
         if options.publish:
-            publish(study, runs, made, published)
+            publish(study, runs, finished(results), published)
 
+    problems: list[str] = []
     try:
-        problems = make(jobs, data, options.jobs, after, options.part)
+        while jobs and not problems:
+            problems = make(jobs, data, options.jobs, after, options.part)
+            made, before = finished(results, options.again), jobs
+            runs = plan(study, options.seeds, made)
+            jobs = [job for job in left_to_make(runs) if job not in before]  # after trials, what they decided
     finally:
         after()
         print((place / "table.md").read_text().rstrip())
-        print(f"  written   {', '.join(map(str, [*place.glob('*.*')] + [published] * options.publish))}")
+        written = [path for path in place.glob("*.*") if path.is_file()] + [published] * options.publish
+        print(f"  written   {', '.join(map(str, written))}")
     if problems:
         sys.exit("error: " + "\n".join(problems))
 

@@ -7,24 +7,29 @@ studies share equal runs, and a published result counts as made even without its
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from tread.checkpoints.network import build_network
+from tread.evaluation.metric_table import METRICS
+from tread.models.architectures import TextSettings
 from tread.runtime import schema
 from tread.runtime.schema import Count, CountOrZero
-from tread.training import settings
+from tread.training import costs, settings
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 ScaleName = Literal["demo", "small", "gpu", "paper"]
 Script = Literal["fid.py", "scripts/similarity.py"]
+CLIP_L = TextSettings("clip-l", tokens=77, width=768, pooled=768)
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Arm:
 
     overrides  overrides for train.py; {data} stands for the data's folder, {75%} for that fraction of the run's steps.
     images     number of images to train on, with repetition.
-    seeds      number of seeds 0, 1, ….
+    flops      training FLOPs that end it in the place of `images`; None: images do.
+    seeds      number of seeds first_seed, first_seed + 1, ….
     evaluate   images between evaluation losses.
     save       images between checkpoints.
     score      images between scores, a multiple of `save`; 0: only the last checkpoint is scored.
@@ -56,6 +62,8 @@ class Arm:
     samples: CountOrZero
     needs: str | None
     seconds: Count | None = None
+    flops: Count | None = None
+    first_seed: CountOrZero = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,12 @@ class Study:
 
     arms       {name: arm}.
     against    {name of an arm: name of the arm that it is compared with}.
+    besides    further pairs, as in `against`.
     figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
+    seen       what the figure of the published results shows, its title.
+    trials     {arm: {an override: name of the arm that tries it}}: the arm is trained with the override whose trial has
+               the best last value of the first metric, by seeds that no trial has.
+    rule       what decides the study, fixed before it runs: `arm` against `rivals` in `metrics` (see `outcome`).
     ways       names of further ways of scoring; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
     rehearsal  keys of Arm for a trial of the same commands with a tiny network, see `rehearsed`.
     """
@@ -79,6 +92,20 @@ class Study:
     metrics: tuple[str, ...]
     ways: tuple[str, ...] = ()
     rehearsal: dict = field(default_factory=dict)
+    besides: dict[str, str] = field(default_factory=dict)
+    seen: str = ""
+    trials: dict[str, dict[str, str]] = field(default_factory=dict)
+    rule: dict = field(default_factory=dict)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """All pairs (arm, the arm that it is compared with)."""
+        return [*self.against.items(), *self.besides.items()]
+
+    @property
+    def headline(self) -> str:
+        """The figure's title: what is seen, as far as it was published."""
+        return self.seen if self.seen and self.scale == "small" else self.title
 
 
 @dataclass(frozen=True)
@@ -148,31 +175,48 @@ def names() -> list[str]:
 
 def read_study(name: str, scale: ScaleName) -> Study:
     """Read studies/<name>.yaml for one scale. Values of an arm override those in the study's section `scales`, which
-    override studies/scales.yaml, unless they say `alone: true`. Section `ways` names further ways of scoring: each arm
-    has one more arm for each. Raises ValueError for an unknown name or key, or a scale that the study does not have."""
+    override studies/scales.yaml or, with `like: small`, its section of that name, unless they say `alone: true`; an arm
+    or way that is null there is left out. Section `ways` names further ways of scoring: each arm, or those in a way's
+    `only`, has one more arm for each. `choose: {key: [values]}` adds an unscored arm of one seed for each arm and value
+    (see Study.trials). Raises ValueError for an unknown name or key, or a scale that the study does not have."""
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
     tree, shared = (OmegaConf.to_container(OmegaConf.load(HERE / f"{file}.yaml")) for file in (name, "scales"))
     own_scale = tree.pop("scales", {}).get(scale, {})
     if scale not in shared and not own_scale:
         raise ValueError(f"studies/{name}.yaml has no scale {scale}")
-    if own_scale.pop("alone", False):
-        shared.pop(scale, None)
+    below = None if own_scale.pop("alone", False) else shared.get(own_scale.pop("like", scale))
     changed, ways = own_scale.pop("arms", {}), tree.pop("ways", {}) | own_scale.pop("ways", {})
-    base = shared.get(scale, {"overrides": [], "scoring": []}) | {"scored_by": tree.pop("scored_by", "fid.py")}
+    ways = {way: scored for way, scored in ways.items() if scored is not None}
+    choose = own_scale.pop("choose", tree.pop("choose", None)) or {}
+    base = (below or {"overrides": [], "scoring": []}) | {"scored_by": tree.pop("scored_by", "fid.py")}
     base = _over(base | ({"scoring": []} if "scoring" in own_scale else {}), own_scale)
-    arms = {}
-    for arm, said in tree.pop("arms").items():
+    only = {way: scored.pop("only", None) for way, scored in ways.items()}
+    arms, trials, said_arms = {}, {}, tree.pop("arms")
+    against, besides, figure = tree.pop("against", {}), tree.pop("besides", {}), tree.pop("figure")
+    if unknown := {*against, *against.values(), *besides, *besides.values(), *changed} - _named(said_arms, ways):
+        raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are no arms of it")
+    for arm, said in said_arms.items():
+        if arm in changed and changed[arm] is None:
+            continue
         said = said if isinstance(said, dict) else {"overrides": said}
         whole = _over(base, said | changed.get(arm, {}))
-        for called, scored in {arm: {}, **{f"{arm}, {way}": scored for way, scored in ways.items()}}.items():
+        for word in (f"{key}={value}" for key, values in choose.items() for value in values):
+            tried = trials.setdefault(arm, {})[word] = f"{arm}, {word}"
+            arms[tried] = schema.read(_over(whole | {"samples": 0, "seeds": 1}, {"overrides": [word]}), Arm)
+        whole |= {"first_seed": 1} if choose else {}
+        own_ways = {f"{arm}, {way}": scored for way, scored in ways.items() if only[way] is None or arm in only[way]}
+        for called, scored in {arm: {}, **own_ways}.items():
             arms[called] = schema.read(_over(whole, scored | changed.get(called, {})), Arm, f"arms.{called}.")
-    against, figure = tree.pop("against", {}), tree.pop("figure")
     against |= {f"{arm}, {way}": f"{other}, {way}" for arm, other in against.items() for way in ways}
-    if unknown := {*against, *against.values(), *changed} - {*arms}:
-        raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are no arms of it")
-    drawn = {"figure": figure["kind"], "metrics": figure["metrics"]}
-    return Study(name, scale, arms=arms, against=against, ways=(*ways,), **drawn, **tree)
+    against, besides = ({a: b for a, b in each.items() if {a, b} <= {*arms}} for each in (against, besides))
+    drawn = {"figure": figure["kind"], "metrics": figure["metrics"], "seen": figure.get("seen", "")}
+    compared = {"against": against, "besides": besides, "trials": trials}
+    return Study(name, scale, arms=arms, ways=(*ways,), **compared, **drawn, **tree)
+
+
+def _named(arms: Iterable[str], ways: Iterable[str]) -> set[str]:
+    return {*arms, *(f"{arm}, {way}" for arm in arms for way in ways)}
 
 
 def rehearsed(study: Study) -> Study:
@@ -193,16 +237,44 @@ def _over(base: dict, said: dict) -> dict:
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
-def plan(study: Study, seeds: int | None = None) -> list[Planned]:
-    """Return a study's runs, seed by seed. `seeds` is the number of seeds; None: each arm's own. Raises ValueError."""
-    counts = {name: seeds or arm.seeds for name, arm in study.arms.items()}
-    order = [(name, seed) for seed in range(max(counts.values())) for name in counts if seed < counts[name]]
-    return [_planned(name, study.arms[name], seed) for name, seed in order]
+def plan(study: Study, seeds: int | None = None, made: Mapping[str, dict] | None = None) -> list[Planned]:
+    """Return a study's runs, seed by seed. Raises ValueError.
+
+    seeds  number of seeds; None: each arm's own.
+    made   {a training's key: its record} by which trials are judged; arms whose trials are not all made are left out.
+           None: as if the first value that is tried were the best.
+    """
+    arms = {name: _chosen(study, name, made) for name in study.arms}
+    counts = {name: 1 if name in _trials(study) else seeds or arm.seeds for name, arm in arms.items() if arm}
+    order = [(name, number) for number in range(max(counts.values())) for name in counts if number < counts[name]]
+    return [_planned(name, arms[name], arms[name].first_seed + number) for name, number in order]
+
+
+def _trials(study: Study) -> set[str]:
+    return {trial for each in study.trials.values() for trial in each.values()}
+
+
+def _chosen(study: Study, name: str, made: Mapping[str, dict] | None) -> Arm | None:
+    """Return an arm with the override that its trials found best; None if a trial is not made yet."""
+    arm, trials = study.arms[name], study.trials.get(name, {})
+    if not trials:
+        return arm
+    metric, best = study.metrics[0], next(iter(trials))
+    if made is not None:
+        records = {word: made.get(_planned(trial, study.arms[trial], 0).training.key) for word, trial in trials.items()}
+        if not all(record and record["trained"] for record in records.values()):
+            return None
+        ends = {word: [p[metric] for p in record["points"] if metric in p][-1] for word, record in records.items()}
+        best = METRICS[metric].best(ends, key=ends.get)
+    return replace(arm, overrides=tuple(_last_words(arm.overrides, [best])))
 
 
 def _planned(name: str, arm: Arm, seed: int) -> Planned:
-    batch = settings_of(*(word for word in arm.overrides if "%}" not in word)).train.batch_size
+    plain = tuple(word for word in arm.overrides if "%}" not in word)
+    batch = settings_of(*plain).train.batch_size
     last, evaluate, save = (round(count / batch) for count in (arm.images, arm.evaluate, arm.save))
+    if arm.flops:
+        last = max(1, arm.flops // training_flops(Training(plain, 0, 1, batch)))
     words = [_fractions(word, lambda fraction: str(round(last * fraction))) for word in arm.overrides]
     words += [f"train.steps={last}", f"every.evaluate={evaluate}", f"every.save={save}", f"every.sample={last}"]
     training = Training((*words, "eval.demo_samples=0"), seed, last, batch, arm.seconds)
@@ -214,6 +286,18 @@ def _planned(name: str, arm: Arm, seed: int) -> Planned:
         earlier = [*range(between, last, between)][: 1 if arm.seconds else None]
         scores = tuple(Score(step, arm.scored_by, words) for step in (*earlier, last))
     return Planned(name, training, scores)
+
+
+@cache
+def training_flops(training: Training) -> int:
+    """Return the FLOPs of all training steps, forward and backward, as metrics.jsonl will count them."""
+    cfg = training.cfg
+    if cfg.model.takes_text:  # without the data, assume texts of CLIP-L
+        there = cfg.dataset.embedded or Path(cfg.dataset.path).exists()
+        cfg = replace(cfg, text=settings.read_text_settings(cfg) if there else CLIP_L)
+    with torch.device("meta"):
+        network = build_network(cfg)
+    return costs.training_flops(cfg, network, range(training.steps), costs.blank_aligner(cfg, network))
 
 
 def _last_words(*overrides: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from test_pages import COMMANDS
 
 from scripts import similarity
-from studies import cifar10, cost, figures, jobs, results, run, study
+from studies import cifar10, cost, figures, jobs, paired, results, run, study
 from studies.study import Planned, Training
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler
@@ -56,7 +56,7 @@ def test_every_study_can_be_planned_at_the_papers_scale():
         read = study.read_study(name, "paper")
         runs = study.plan(read, seeds=1)
         assert {one.arm for one in runs} == {*read.arms} and read.figure in figures.FIGURES
-        shared = {"guidance": 14, "text": 9, "cifar10": 20}.get(
+        shared = {"guidance": 14, "text": 9, "cifar10": 20, "mechanism": 18}.get(
             name, 0
         )  # arms that differ in what they are scored with alone
         assert len({one.training.key for one in runs}) + shared == len(runs)
@@ -115,17 +115,41 @@ def test_the_table_has_means_errors_and_paired_differences():
     pair = by_arm["routed"], by_arm["dense"]
     scored = next(point for point in by_arm["routed"][0]["points"] if point["step"] == 1564)  # between two evaluations
     assert scored == {"step": 1564, "images": 1564 * 64, "flops": 1564 * 0.5e9, "kid": 0.2}
-    assert figures.differences(*pair, figures.at_equal_images, "eval_loss") == pytest.approx([0.01, 0.02, 0.03])
+    assert paired.differences(*pair, paired.at_equal_images, "eval_loss") == pytest.approx([0.01, 0.02, 0.03])
     between = [(1.2 + 1.0 + seed / 10) / 2 for seed in range(3)]
     ends = [1.01, 1.12, 1.23]
-    equal = figures.differences(*pair, figures.at_equal, "eval_loss", "flops")
+    equal = paired.differences(*pair, paired.at_equal, "eval_loss", "flops")
     assert equal == pytest.approx([end - middle for end, middle in zip(ends, between)])
 
     lines = figures.table(read, by_arm).splitlines()
-    assert "| routed | 3 | 300,032 | 2.34e+12 | 1.120 ± 0.064 | 0.2000 ± 0.0000 |" in lines[3]
-    assert lines[3].endswith("| +0.0200 ± 0.0058 | -0.030 ± 0.035 |")
+    assert "| routed | 3 | 300,032 | 2.34e+12 | – | 1.120 ± 0.110 | 0.2000 ± 0.0000 |" in lines[3]
+    # Student's t of two degrees of freedom is 4.3027 at 97.5%: 0.02 ± 4.3027 · 0.01 / √3
+    assert (
+        "| routed less dense | 3 | +0.0200 (0.0058) [-0.0048, +0.0448] | -0.030 (0.035) [-0.179, +0.119] |" in lines[7]
+    )
     assert "KID and FID are of 20 samples" in lines[-1]
     assert results.missing([*runs.values()], found) == ""
+
+
+def test_an_estimate_is_that_of_a_hand_computation():
+    """1, 2, 4, 5: mean 3, sum of squares 10, spread √(10/3), error √(10/12); t of three degrees at 97.5% is 3.18245."""
+    one = paired.estimate([1.0, 2.0, 4.0, 5.0])
+    assert [one.mean, one.seeds] == [3.0, 4]
+    assert [one.spread, one.error] == pytest.approx([(10 / 3) ** 0.5, (10 / 12) ** 0.5], rel=1e-12)
+    assert one.half == pytest.approx(3.182446305 * (10 / 12) ** 0.5, rel=1e-8)
+    assert one.signed() == "+3.00 (0.91) [+0.09, +5.91]" and f"{one}" == "3.00 ± 1.83" and one.sign == 1
+    assert paired.estimate([-1.0, -2.0, -4.0, -5.0]).sign == -1 and paired.estimate([1.0, 2.0, -4.0]).sign == 0
+    assert [paired.estimate(few).sign for few in ([1.0], [1.0, 1.1])] == [None, None]  # no verdict
+    assert paired.estimate([0.25]).signed() == "+0.25" and f"{paired.estimate([0.25])}" == "0.25"
+    assert paired.estimate([]) is None
+
+
+def test_a_bootstrap_draws_whole_groups():
+    """Against the normal interval of the groups' means; points of a group that are alike tell nothing more."""
+    groups = np.random.default_rng(1).normal(size=400)
+    low, high = paired.bootstrap(np.repeat(groups[:, None], 4, axis=1))
+    half = 1.96 * groups.std() / 20
+    assert [low, high] == pytest.approx([groups.mean() - half, groups.mean() + half], abs=0.01)
 
 
 def test_scores_by_the_network_that_taught_are_marked():
@@ -234,6 +258,71 @@ def test_each_arm_is_scored_in_each_way_by_one_training():
         assert len(one.scores) == 1 or one.training.cfg.checkpoints.keep_last is None
 
 
+def test_fair_arms_spend_the_same_flops_at_the_best_of_their_rates():
+    read = study.read_study("fair", "demo")
+    trials, made = study.plan(read, made={}), {}
+    assert len(trials) == 10 and not any(one.scores for one in trials)  # stage A alone, until it is made
+    spent = [cost.training_flops(one.training) for one in trials]
+    assert 0.98 * read.arms["TREAD"].flops < min(spent) and max(spent) <= read.arms["TREAD"].flops
+    for one in trials:
+        better = one.arm in ("dense 8, optim.lr=0.001", "TREAD, optim.lr=0.002")
+        made[one.training.key] = result_of(one, {1: 0.5, 5: 1.0 if better else 1.1})
+    chosen = {one.arm: one for one in study.plan(read, made=made) if one not in trials}
+    assert {one.training.seed for one in chosen.values()} == {1} and len(chosen) == 5
+    rates = {arm: one.training.cfg.optim.lr for arm, one in chosen.items()}
+    assert rates["TREAD"] == 0.002 and rates["dense 8"] == 0.001  # the last value counts
+    kids = {"TREAD": 0.1, "dense 12": 0.3}
+    for name, one in chosen.items():
+        made[one.training.key] = result_of(one, {5: 0.4 if name == "TREAD" else 0.5}, kid=kids.get(name, 0.2))
+    (said, _) = figures.outcome(read, results.gather([*chosen.values()], made))
+    assert "best rival, dense 12: evaluation loss -0.1; KID -0.2: too few seeds for a verdict" in said
+
+
+def test_the_rule_asks_for_each_metric_beyond_its_interval():
+    read = study.read_study("fair", "small")
+    runs = [one for one in study.plan(read) if one.arm in (*read.rule["rivals"], "TREAD")]
+    for kids, said in (([0.1, 0.11, 0.12], "TREAD beats it"), ([0.1, 0.2, 0.3], "TREAD does not beat it")):
+        made = {}
+        for one in runs:
+            loss = {"TREAD": 0.9, "dense 8": 1.0}.get(one.arm, 1.1) + one.training.seed / 100
+            kid = kids[one.training.seed - 1] if one.arm == "TREAD" else 0.25
+            made[one.training.key] = result_of(one, {1: loss}, kid=kid)
+        told = figures.outcome(read, results.gather(runs, made))[0]
+        assert "the best rival, dense 8: evaluation loss -0.1000" in told and said in told
+
+
+def test_mechanisms_arms_are_cifar10s_and_one_that_removes_nothing():
+    arms, others = (study.read_study(name, "demo").arms for name in ("mechanism", "cifar10"))
+    for name in ("TREAD", "delayed", "naive"):
+        own, its = ({w for w in each[name].overrides if w.startswith("model.routes")} for each in (arms, others))
+        assert own == its
+    runs = {one.arm: one for one in study.plan(study.read_study("mechanism", "small"))}
+    spent = {arm: cost.training_flops(replace(runs[arm].training, steps=1)) for arm in ("dense", "TREAD", "stale")}
+    assert spent["stale"] == spent["dense"] > spent["TREAD"]
+    guided = {arm for arm in runs if "autoguidance" in arm}
+    assert guided == {f"dense, autoguidance {scale}" for scale in ("1.25", "1.5", "2")}
+    assert "guidance.checkpoint={step 521}" in runs["dense, autoguidance 2"].scores[0].words
+
+
+def test_precision_is_compared_on_the_line_between_scales():
+    """By hand: at precision 0.3, half the way from 0.25 to 0.35, the dense network's FID is (10 + 8) / 2."""
+    read = study.read_study("mechanism", "small")
+    ends = {"dense": (0.25, 10.0), "dense, cfg 2": (0.35, 8.0), "TREAD": (0.3, 11.0), "stale": (0.4, 1.0)}
+    made = {
+        arm: [{"seed": 0, "points": [{"precision": p, "fid": fid, "kid": fid, "recall": 0.5}], "scores": []}]
+        for arm, (p, fid) in ends.items()
+    }
+    columns = figures.precision_columns(read, made)
+    assert columns["FID less dense's, at equal precision"] == {"TREAD": "+2"}
+    assert columns["recall less dense's, at equal precision"] == {"TREAD": "+0"}
+
+
+def test_again_leaves_out_what_is_published(tmp_path):
+    assert results.finished(tmp_path) and not results.finished(tmp_path, again=True)
+    one = job(tmp_path)
+    assert one.only_scores_lack({one.training.key: {"trained": True}}) and not one.only_scores_lack({})
+
+
 def test_a_rehearsal_does_as_much_with_a_tiny_network():
     read = study.read_study("cifar10", "gpu")
     whole, tiny = (study.plan(each)[0] for each in (read, study.rehearsed(read)))
@@ -306,12 +395,12 @@ def test_seconds_compare_on_one_device_alone():
     for changes, expected in (({}, -0.1), *others):
         fast = timed_result(routed, {2.0: 0.7, 8.0: 0.4}, **changes)
         both = results.gather([dense, routed], {slow["key"]: slow, fast["key"]: fast})
-        less = figures.at_equal(both["TREAD"][0], both["dense 12"][0], "eval_loss", "steady_seconds")
+        less = paired.at_equal(both["TREAD"][0], both["dense 12"][0], "eval_loss", "steady_seconds")
         assert less == (expected if expected is None else pytest.approx(expected))
     ends = timed_result(dense, {50.0: 0.6, 100.0: 0.4}), timed_result(routed, {50.0: 0.6, 100.5: 0.3})
     budget = [results.gather([one], {one.training.key: end})[one.arm][0] for one, end in zip((dense, routed), ends)]
-    assert figures.at_equal(*budget, "eval_loss", "steady_seconds") == pytest.approx(0.1)
-    assert figures.at_equal(*budget, "fid", "steady_seconds") == 0  # a single score each, at equal ends
+    assert paired.at_equal(*budget, "eval_loss", "steady_seconds") == pytest.approx(0.1)
+    assert paired.at_equal(*budget, "fid", "steady_seconds") == 0  # a single score each, at equal ends
 
 
 def test_the_balance_joins_the_scales_of_a_network(tmp_path, monkeypatch):
@@ -320,7 +409,7 @@ def test_the_balance_joins_the_scales_of_a_network(tmp_path, monkeypatch):
         record = timed_result(one, {2.0: 0.7, 8.0: 0.4})
         scores = made.get(one.training.key, {}).get("scores", {})
         made[one.training.key] = record | {"scores": scores | record["scores"]}
-    monkeypatch.setattr(figures, "save_panels", lambda path, panels, columns: drawn.extend(panels))
+    monkeypatch.setattr(figures, "save_panels", lambda path, panels, *_: drawn.extend(panels))
     figures.write(read, [*runs.values()], made, tmp_path)
     assert [panel.x_label.partition(",")[0] for panel in drawn[:2]] == ["images", "training FLOPs"]
     assert drawn[2].x_label.startswith("seconds of training") and len(drawn) == 5
@@ -357,7 +446,7 @@ def test_when_finds_where_routing_begins_to_pay():
     losses = {20: 1.9, 200: 1.5, 800: 1.1, 1600: 1.0}  # by half the FLOPs a step: as 10, 100, 400, 800 dense steps
     records = result_of(runs[0], {10: 2.0, 1000: 1.0}), result_of(runs[1], losses, flops=0.5e9)
     dense, routed = results.gather(runs, {record["key"]: {**record, "trained": False} for record in records}).items()
-    gaps = figures.flops_gap(dense[1], routed[1], "eval_loss")
+    gaps = paired.along(routed[1], dense[1], "eval_loss", "flops")
     assert [values[0] for _, values in gaps] == pytest.approx([-0.1, 0.0, 1.1 - 1.19897, 1.0 - 1.04846], abs=1e-5)
     assert figures.when_columns(read, {arm: [] for arm in read.arms} | dict([dense, routed])) == {
         "ahead at equal FLOPs from": {"depth 8, routed": f"{800 * 64:,} images"}

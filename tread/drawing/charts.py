@@ -17,8 +17,9 @@ NUMBERED = 14  # rows or columns up to which a heat map shows numbers
 class Line:
     """A named curve of points (x, y), in the same colour in all panels.
 
-    spread  half the height of a band around y; None: no band.
+    spread  half the height of a band around y (in a panel of rows: half the length of a bar along x); None: none.
     dashed  True for a curve that must not be compared with solid ones.
+    colour  a colour of matplotlib's; None: by the place of the name in the figure.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Line:
     y: Sequence[float]
     spread: Sequence[float] | None = None
     dashed: bool = False
+    colour: str | None = None
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,10 @@ class Panel:
     """One pair of axes with its lines.
 
     log     axes with a logarithmic scale: "", "x", "y" or "xy".
-    levels  name → y of a dotted horizontal line.
-    names   tick labels for x = 0, 1, … if x is a category; points are then not joined by lines.
+    levels  name → y of a dotted horizontal line; with `names`, x of a vertical one.
+    names   labels of the rows y = 0, 1, … from above, if y is a category; points are then not joined by lines.
+    noise   half the width of a grey band around 0 on the axis of values, of differences that chance alone makes.
+    zero    whether the y axis begins at 0.
     """
 
     title: str
@@ -44,44 +48,58 @@ class Panel:
     log: str = ""
     levels: dict[str, float] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    noise: float | None = None
+    zero: bool = False
 
 
-def save_panels(path: Path, panels: Sequence[Panel], columns: int) -> None:
-    """Draw panels into an image file, `columns` in a row, with one legend below. Raises OSError if writing fails."""
+def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = "", width: float = 4.6) -> None:
+    """Draw panels, each `width` inches wide, into an image file, `columns` in a row, under a common title and with one
+    legend below. Raises OSError if writing fails."""
     from matplotlib import ticker  # imported here because it takes a second and only the main process draws
     from matplotlib.figure import Figure
 
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(max(7.0, 4.6 * columns), max(4.5, 3.6 * rows)), layout="constrained")
+    longest = max((len(panel.names) for panel in panels), default=0)
+    height = rows * (1.3 + 0.32 * longest) if longest else max(4.5, 3.6 * rows)
+    figure = Figure(figsize=(max(7.0, width * columns), height), layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=11)
     axes = figure.subplots(rows, columns, squeeze=False)
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     for axis, panel in zip(axes.flat, panels):
         for line in panel.lines:
-            colour = f"C{names.index(line.name) % 10}"
+            colour = line.colour or f"C{names.index(line.name) % 10}"
             style = "" if panel.names else "--" if line.dashed else "-"
             marker = "o" + style if len(line.x) <= 30 else style
             axis.plot(line.x, line.y, marker, color=colour, label=line.name, markersize=4, linewidth=1.2)
             if line.spread is not None and panel.names:
-                axis.errorbar(line.x, line.y, line.spread, fmt="none", color=colour, capsize=3)
+                axis.errorbar(line.x, line.y, xerr=line.spread, fmt="none", color=colour, capsize=3)
             elif line.spread is not None:
                 y, spread = np.array(line.y), np.array(line.spread)
                 axis.fill_between(line.x, y - spread, y + spread, color=colour, alpha=0.15, linewidth=0)
         for name, height in panel.levels.items():
-            axis.axhline(height, color="black", linestyle=":", linewidth=1, label=name)
+            draw = axis.axvline if panel.names else axis.axhline
+            draw(height, color="black", linestyle=":", linewidth=1, label=name)
+        if panel.noise:
+            span = axis.axvspan if panel.names else axis.axhspan
+            span(-panel.noise, panel.noise, color="grey", alpha=0.2, linewidth=0)
+        if panel.zero:
+            axis.set_ylim(bottom=0)
         whole = all(float(x).is_integer() for line in panel.lines for x in line.x)  # no ticks between steps
-        axis.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=whole))
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(4 if panel.names else 6, integer=whole))
         axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.10g}"))
         for letter in panel.log:
             make_logarithmic(axis, letter)
         if panel.names:
-            axis.set_xticks(range(len(panel.names)), panel.names, rotation=30, ha="right", fontsize="small")
+            axis.set_yticks(range(len(panel.names)), panel.names)
+            axis.set_ylim(len(panel.names) - 0.5, -0.5)
         axis.set_title(panel.title, fontsize=10)
         axis.set_xlabel(panel.x_label)
         axis.set_ylabel(panel.y_label)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    if names:
+    if any(names):
         handles = {}  # by label
         for axis in figure.axes:
             handles |= dict(zip(*reversed(axis.get_legend_handles_labels())))
@@ -125,24 +143,29 @@ def save_heat_maps(
     columns: Sequence[float | str],
     rows: Sequence[float | str],
     labels: tuple[str, str],
+    title: str = "",
+    most: int = NUMBERED,
 ) -> None:
-    """Draw matrices (rows, columns) side by side, with numbers in the cells; cells that are NaN stay empty. Beyond 14
-    rows or columns the cells are small, with a colour bar instead of numbers and fewer ticks.
+    """Draw matrices (rows, columns) side by side, with numbers in the cells; cells that are NaN stay empty. Beyond
+    `most` rows or columns the cells are small, with a colour bar instead of numbers and fewer ticks.
 
     panels         title → matrix; these share one colour scale.
     others         title → matrix, each with a colour scale of its own.
     columns, rows  tick labels.
     labels         titles of the x and the y axis.
+    title          common title.
     """
     from matplotlib.figure import Figure  # imported here because it takes a second and only the main process draws
 
     everything = np.concatenate([matrix.ravel() for matrix in panels.values()])
     shared = {"vmin": np.nanmin(everything), "vmax": np.nanmax(everything)}
     matrices, longest = [*panels.items(), *others.items()], max(len(columns), len(rows))
-    numbered = longest <= NUMBERED
+    numbered = longest <= most
     width, height, every = (0.75, 0.55, 1) if numbered else (0.15, 0.15, -(-longest // 15))
     size = (len(matrices) * max(2.6, width * len(columns) + 1.4), height * len(rows) + 1.9)
     figure = Figure(figsize=size, layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=11)
     axes = figure.subplots(1, len(matrices), squeeze=False)
     for number, (axis, (title, matrix)) in enumerate(zip(axes[0], matrices)):
         image = axis.imshow(matrix, cmap="viridis", aspect="auto", **(shared if number < len(panels) else {}))

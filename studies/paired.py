@@ -1,0 +1,159 @@
+"""Compares arms that share draws, seed by seed: the mean difference, its standard error, and its 95% interval.
+
+With the same seed two runs see the same pictures in the same order, are evaluated on the same held-out points with the
+same noise, and draw samples from the same seeds. So a difference holds none of what those have in common, and its
+interval is of training seeds alone; `bootstrap` is for the held-out points.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from studies.results import Made
+
+LEVEL = 0.95  # of all intervals
+ENOUGH = 3  # seeds below which there is no verdict
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of one number per seed.
+
+    seeds   how many seeds.
+    spread  the seeds' standard deviation; None: there is one seed. `error` and `half` then are None, too.
+    error   the standard error of the mean, spread / √seeds.
+    half    half the width of the 95% interval around the mean, by Student's t with seeds − 1 degrees of freedom.
+    """
+
+    mean: float
+    seeds: int
+    spread: float | None
+    error: float | None
+    half: float | None
+
+    @property
+    def sign(self) -> int | None:
+        """−1 or 1 if the whole interval lies below or above 0, 0 if it holds 0; None with fewer than ENOUGH seeds."""
+        if self.seeds < ENOUGH:
+            return None
+        return 0 if abs(self.mean) <= self.half else int(math.copysign(1, self.mean))
+
+    def __str__(self) -> str:
+        """A level: "1.0203 ± 0.0011", the mean and standard deviation, or the value of a single seed."""
+        return f"{self.mean:.5g}" if self.seeds == 1 else f"{self._to(self.mean)} ± {self._to(self.spread)}"
+
+    def signed(self) -> str:
+        """A difference: "+0.0114 (0.0001) [+0.0109, +0.0120]", the mean, its standard error and its interval."""
+        if self.seeds == 1:
+            return f"{self.mean:+.3g}"
+        low, high = self.mean - self.half, self.mean + self.half
+        return f"{self._to(self.mean, '+')} ({self._to(self.error)}) [{self._to(low, '+')}, {self._to(high, '+')}]"
+
+    def _to(self, number: float, sign: str = "") -> str:
+        """Write a number to the place at which the standard error has its second digit."""
+        places = max(0, 1 - math.floor(math.log10(self.error))) if self.error else 4
+        return f"{number:{sign}.{places}f}"
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Return the estimate from one value per seed; None if there is none."""
+    if not values:
+        return None
+    mean, seeds = statistics.fmean(values), len(values)
+    if seeds == 1:
+        return Estimate(mean, 1, None, None, None)
+    spread = statistics.stdev(values)
+    error = spread / math.sqrt(seeds)
+    return Estimate(mean, seeds, spread, error, float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1)) * error)
+
+
+def bootstrap(values: np.ndarray, draws: int = 10_000) -> tuple[float, float]:
+    """Return the 95% interval of the mean of `values` (groups, …) if other groups had been drawn: percentiles of the
+    means of as many groups, drawn with replacement. A group is what is drawn whole, as a photo with its points."""
+    means = values.reshape(len(values), -1).mean(axis=1)
+    drawn = np.random.default_rng(0).integers(0, len(means), (draws, len(means)))
+    low, high = np.quantile(means[drawn].mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
+    """Return {x: value} of a run's metric, where x is the "images", "flops" or "steady_seconds" of its points."""
+    return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
+
+
+def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
+    """Return (point, [each run's value of the metric]) for each number of images where every run has the metric. The
+    point is the first run's: its images, FLOPs and metrics."""
+    curves = [curve(run, metric, "images") for run in runs]
+    points = runs[0]["points"] if runs else []
+    shared = [point for point in points if all(point["images"] in each for each in curves)]
+    return [(point, [each[point["images"]] for each in curves]) for point in shared]
+
+
+def interpolate(values: Mapping[float, float], place: float) -> float | None:
+    """Interpolate a metric {FLOPs or seconds: value} linearly in their logarithm; None outside the curve."""
+    within = len(values) > 1 and min(values) <= place <= max(values)
+    return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
+
+
+def last_difference(run: Made, other: Made, metric: str) -> float | None:
+    """Return one run's last value of a metric minus another's, whatever they were trained by; None if one has none."""
+    ends = [[*curve(each, metric, "images").values()][-1:] for each in (run, other)]
+    return ends[0][0] - ends[1][0] if all(ends) else None
+
+
+def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
+    """Return one run's metric minus another's, at the last number of images where both have it."""
+    both = series([run, other], metric)
+    return both[-1][1][0] - both[-1][1][1] if both else None
+
+
+def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
+    """Return one run's metric minus another's, at the most "flops" or "steady_seconds" that both reach; None if one has
+    no value, or seconds are of other devices. Ends within 1% of the same seconds, as of a time budget, are equal."""
+    if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
+        return None
+    curves = [curve(made, metric, axis) for made in (run, other)]
+    ends = [max(each, default=0) for each in curves]
+    if axis == "steady_seconds" and 0 < max(ends) < 1.01 * min(ends):
+        return curves[0][ends[0]] - curves[1][ends[1]]
+    place = min(ends)
+    here, there = (interpolate(each, place) for each in curves)
+    return None if None in (here, there) else here - there
+
+
+def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
+    """Return by(run, other, *names), where not None, for each pair with equal seeds (same data order and noise)."""
+    by_seed = {run["seed"]: run for run in others}
+    found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
+    return [less for less in found if less is not None]
+
+
+def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) -> list[tuple[dict, list[float]]]:
+    """Return (the first run's point, [each seed's metric less that of its pair]) for each number of images where all
+    pairs have both. `axis` "images": at these images; "flops": at the run's FLOPs, on the line through the other's."""
+    by_seed = {run["seed"]: curve(run, metric, axis) for run in others}
+    runs, found = [run for run in runs if run["seed"] in by_seed], []
+    for point, values in series(runs, metric):
+        read = dict.get if axis == "images" else interpolate
+        levels = [read(by_seed[run["seed"]], point.get(axis, 0)) for run in runs]
+        if None not in levels:
+            found.append((point, [value - level for value, level in zip(values, levels)]))
+    return found
+
+
+EQUAL = {  # of what two runs have the same → how their difference there is found
+    "images": (at_equal_images,),
+    "FLOPs": (at_equal, "flops"),
+    "seconds": (at_equal, "steady_seconds"),
+}
+
+
+def paired(runs: Sequence[Made], others: Sequence[Made], metric: str, equal: str) -> Estimate | None:
+    """Return the estimate of one arm's metric less another's by equal seeds, at a key of EQUAL; None without pairs."""
+    by, *axis = EQUAL[equal]
+    return estimate(differences(runs, others, by, metric, *axis))

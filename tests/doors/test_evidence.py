@@ -1,0 +1,108 @@
+"""The evidence pages say what their results.json say: each number of a table or a sentence is made anew from them.
+
+References: studies/<name>/results.json through the one function that compares (studies/paired.py), and the few numbers
+of studies/once.json and studies/floor.json.
+"""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from studies import figures, results, study
+
+PAGES = ["docs/evidence.md", "docs/evidence-architectures.md"]
+NUMBER = re.compile(r"[-+−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+@functools.cache
+def tables(name: str) -> str:
+    read, made = study.read_study(name, "small"), results.finished(Path("nowhere"))
+    return figures.table(read, results.gather(study.plan(read, made=made), made))
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each line of a Markdown table."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return [row for row in cells if not set("".join(row)) <= {"-", " "}]
+
+
+def found(name: str) -> dict[tuple[str, str], str]:
+    """{(row, column): cell} of both of a study's tables."""
+    cells: dict[tuple[str, str], str] = {}
+    for part in tables(name).split("\n\n"):
+        if part.startswith("|"):
+            head, *lines = rows(part)
+            cells |= {(row[0], column): cell for row in lines for column, cell in zip(head, row)}
+    return cells
+
+
+def numbers(text: str) -> list[str]:
+    return [each.replace("−", "-").replace(",", "") for each in NUMBER.findall(text)]
+
+
+def is_rounded(said: str, exact: float) -> bool:
+    places = len(said.partition(".")[2])
+    return abs(abs(float(said)) - abs(exact)) <= 0.5000001 * 10**-places
+
+
+def published() -> list[str]:
+    """The names of the studies with results, by all pages' tables."""
+    return sorted(path.parent.name for path in (ROOT / "studies").glob("*/results.json"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_table_is_a_part_of_its_studys(page):
+    marked = re.findall(r"<!-- study: (\w+) -->\n((?:\|.*\n)+)", (ROOT / page).read_text())
+    assert len(marked) >= 5 if page == PAGES[0] else len(marked) >= 2
+    for name, text in marked:
+        (head, *lines), cells = rows(text), found(name)
+        assert 0 < len(lines) <= 5, name
+        for row in lines:
+            for column, said in list(zip(head, row))[1:]:
+                exact = cells[row[0], column]
+                exact = exact if "(" in said else re.sub(r" \([^)]*\)", "", exact)  # a page may leave the error out
+                assert said == exact, (name, row[0], column)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_exact_number_of_a_page_is_in_the_results(page):
+    """All with three decimals or more, in sentences and in the first table, but those of others beside them."""
+    text = re.sub(
+        r"```.*?```|^\| (DiT|RWKV|Mamba|hybrid) \|.*$|<img.*?>", "", (ROOT / page).read_text(), flags=re.S | re.M
+    )
+    others = {".753", ".832", ".597", ".519"}  # of the ablations at XL/2 and of CIFAR-10's literature
+    text = text.partition("## CIFAR-10")[0]
+    known = [float(each) for name in published() for each in numbers(tables(name)) if "." in each]
+    for name in ("once", "floor"):
+        known += [float(each) for each in numbers((ROOT / "studies" / f"{name}.json").read_text()) if "." in each]
+    pairs = json.loads((ROOT / "studies" / "once.json").read_text())["made on a CPU and on an H100"]["runs"].values()
+    less = [pair["h100"] - pair["cpu"] for pair in pairs]
+    known += [np.mean(less), np.std(less, ddof=1), least_similar("routed"), least_similar("dense")]
+    assert len(less) == 19
+    for said in numbers(text):
+        if len(said.partition(".")[2]) >= 3 and said.lstrip("+-0") not in others and said.lstrip("+-") not in others:
+            assert any(is_rounded(said, exact) for exact in known), said
+
+
+def least_similar(arm: str) -> float:
+    """The least cosine between the outputs of blocks 2 to 8, over the seeds, with all tokens."""
+    runs = json.loads((ROOT / "studies" / "similarity" / "results.json").read_text())["runs"].values()
+    word = {"dense": "model=dit", "routed": "model=tread"}[arm]
+    scores = [score for run in runs if word in run["overrides"] for score in run["scores"].values() if "dense" in score]
+    return float(min(np.array(score["dense"], dtype=float)[3:10, 3:10].min() for score in scores if score["dense"]))
+
+
+def test_no_verdict_rests_on_fewer_than_three_seeds():
+    """In the first table: a row that names one or two seeds says that it is no verdict."""
+    text = (ROOT / PAGES[0]).read_text()
+    first = rows(text[text.index("| question |") : text.index("Brackets hold")])[1:]
+    assert len(first) >= 10
+    for row in first:
+        assert not re.search(r"\b(one|two) seeds?", row[3]) or "no verdict" in row[3], row
+        assert "[" not in re.sub(r"\[[^\]]*\]\([^)]*\)", "", row[1]) or "three seeds" in row[3], row
+    assert len(text.partition("## CIFAR-10")[0].split()) <= 2_800
