@@ -491,18 +491,6 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
         save_heat_maps(path, panels, less, names, names, (label, label), study.headline, most=0)
 
 
-def when_columns(study: Study, results: Results) -> Columns:
-    """Return a table's column: after how many images each routed arm stays ahead in evaluation loss at equal FLOPs."""
-    leads = {}
-    for routed, dense in study.against.items():
-        points = along(results[routed], results[dense], "eval_loss", "flops")
-        behind = [number for number, (_, values) in enumerate(points) if statistics.mean(values) >= 0]
-        ahead = points[behind[-1] + 1 if behind else 0 :]
-        if points:
-            leads[routed] = f"{ahead[0][0]['images']:,} images" if ahead else "not yet"
-    return {"ahead at equal FLOPs from": leads}
-
-
 FIGURES = {
     "balance": Figure(draw_balance, balance_columns),
     "curves": Figure(draw_curves),
@@ -513,7 +501,6 @@ FIGURES = {
     "placement": Figure(draw_placement),
     "precision": Figure(draw_balance, precision_columns),
     "similarity": Figure(draw_similarity, similarity_columns),
-    "when": Figure(draw_differences, when_columns),
 }
 
 

@@ -2,7 +2,7 @@
 
 With the same seed two runs see the same pictures in the same order, are evaluated on the same held-out points with the
 same noise, and draw samples from the same seeds. So a difference holds none of what those have in common, and its
-interval is of training seeds alone; `bootstrap` is for the held-out points.
+interval is of training seeds alone: not of other held-out photos or sampling seeds.
 """
 
 import math
@@ -69,15 +69,6 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     spread = statistics.stdev(values)
     error = spread / math.sqrt(seeds)
     return Estimate(mean, seeds, spread, error, float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1)) * error)
-
-
-def bootstrap(values: np.ndarray, draws: int = 10_000) -> tuple[float, float]:
-    """Return the 95% interval of the mean of `values` (groups, …) if other groups had been drawn: percentiles of the
-    means of as many groups, drawn with replacement. A group is what is drawn whole, as a photo with its points."""
-    means = values.reshape(len(values), -1).mean(axis=1)
-    drawn = np.random.default_rng(0).integers(0, len(means), (draws, len(means)))
-    low, high = np.quantile(means[drawn].mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:

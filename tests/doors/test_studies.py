@@ -144,14 +144,6 @@ def test_an_estimate_is_that_of_a_hand_computation():
     assert paired.estimate([]) is None
 
 
-def test_a_bootstrap_draws_whole_groups():
-    """Against the normal interval of the groups' means; points of a group that are alike tell nothing more."""
-    groups = np.random.default_rng(1).normal(size=400)
-    low, high = paired.bootstrap(np.repeat(groups[:, None], 4, axis=1))
-    half = 1.96 * groups.std() / 20
-    assert [low, high] == pytest.approx([groups.mean() - half, groups.mean() + half], abs=0.01)
-
-
 def test_scores_by_the_network_that_taught_are_marked():
     read, runs = study.read_study("alignment", "small"), planned("alignment")
     found = {
@@ -440,7 +432,7 @@ def test_the_demos_inception_tells_pictures_apart(tmp_path):
     assert np.abs(black - white).max() > 0.01
 
 
-def test_when_finds_where_routing_begins_to_pay():
+def test_differences_along_training_are_read_at_equal_flops():
     read = study.read_study("when", "small")
     runs = [run for run in study.plan(read, seeds=1) if run.arm in ("depth 8, dense", "depth 8, routed")]
     losses = {20: 1.9, 200: 1.5, 800: 1.1, 1600: 1.0}  # by half the FLOPs a step: as 10, 100, 400, 800 dense steps
@@ -448,9 +440,6 @@ def test_when_finds_where_routing_begins_to_pay():
     dense, routed = results.gather(runs, {record["key"]: {**record, "trained": False} for record in records}).items()
     gaps = paired.along(routed[1], dense[1], "eval_loss", "flops")
     assert [values[0] for _, values in gaps] == pytest.approx([-0.1, 0.0, 1.1 - 1.19897, 1.0 - 1.04846], abs=1e-5)
-    assert figures.when_columns(read, {arm: [] for arm in read.arms} | dict([dense, routed])) == {
-        "ahead at equal FLOPs from": {"depth 8, routed": f"{800 * 64:,} images"}
-    }
 
 
 def test_commands_on_the_pages_name_what_there_is():
