@@ -3,6 +3,10 @@
 A GMAC is 10⁹ multiply-adds (2·10⁹ FLOPs), computed for a network's forward pass of one image; nothing is run.
 """
 
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+
 from dataclasses import replace
 
 import torch

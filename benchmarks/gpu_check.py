@@ -13,6 +13,10 @@ python benchmarks/gpu_check.py --cpu
 python benchmarks/gpu_check.py part=steps sizes=[XL,S]
 """
 
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+
 import contextlib
 import copy
 import json

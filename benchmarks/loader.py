@@ -11,6 +11,10 @@ Needs requirements-test.txt. Files are in the page cache; of the slow tar and .n
 median of the rounds, and its ratio to memcpy and to the faster of webdataset's two.
 """
 
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable

@@ -15,6 +15,10 @@ python benchmarks/step_time.py experiment=imagenet256_lightning_b2 model=tread_l
 python benchmarks/step_time.py experiment=imagenet256_s2 model=tread beside=maskdit,sprint train.batch_size=16
 """
 
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence

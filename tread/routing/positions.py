@@ -48,14 +48,19 @@ def check_positions(
 
 def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
     """Return the indices of the blocks to check: of each class, the first block and the one whose settings differ most
-    from the first block's, if any differ."""
+    from the first block's, if any differ. An integer that is another one in every block, its number, is no setting."""
     alike: dict[type, dict[int, dict]] = {}
     for index, block in blocks.items():
         alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}
     chosen = []
     for settings in alike.values():
         first = next(iter(settings))
-        changes = {index: len(settings[first].items() ^ found.items()) for index, found in settings.items()}
+        values = {key: [found.get(key) for found in settings.values()] for key in settings[first]}
+        numbers = {key for key, each in values.items() if type(each[0]) is int and len({*each}) == len(each)}
+        changes = {
+            index: sum(key not in numbers for key, _ in settings[first].items() ^ found.items())
+            for index, found in settings.items()
+        }
         chosen += dict.fromkeys([first, max(changes, key=changes.get)])
     return chosen
 

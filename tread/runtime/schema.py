@@ -24,9 +24,9 @@ class Range(NamedTuple):
     holds: Callable[[float], bool]
 
 
-Count = Annotated[int, Range("be positive", lambda number: number > 0)]
-CountOrZero = Annotated[int, Range("not be negative", lambda number: number >= 0)]
-TwoOrMore = Annotated[int, Range("be at least 2", lambda number: number >= 2)]
+Count = Annotated[int, Range("be positive and below 2³¹", lambda number: 0 < number < 2**31)]
+CountOrZero = Annotated[int, Range("be 0 or more and below 2³¹", lambda number: 0 <= number < 2**31)]
+TwoOrMore = Annotated[int, Range("be at least 2 and below 2³¹", lambda number: 2 <= number < 2**31)]
 Positive = Annotated[float, Range("be positive and finite", lambda number: 0 < number <= sys.float_info.max)]
 PositiveOrZero = Annotated[float, Range("be finite and not negative", lambda number: 0 <= number <= sys.float_info.max)]
 Fraction = Annotated[float, Range("lie between 0 and 1", lambda number: 0 < number < 1)]
