@@ -1,4 +1,4 @@
-"""Where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py [part=steps] [options]
+"""Measures where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py part=steps [options]
 
 Seven parts measure what keeps a step from the speed that its FLOPs would allow. A part begins no measurement after its
 minutes are over. Each number is printed beside its prediction and written at once to a file that later parts add to. A
@@ -46,11 +46,11 @@ from tread.training.run import Run
 from tread.training.settings import Settings
 from tread.training.step import active_routes
 
-PREDICTED_STEPS = {  # size → images/s of dense and routed steps (fp32: off), and their ratio, at batch 256
+PREDICTED_STEPS = {  # size → images/s of dense and routed steps (Route.fp32 "off"), and their ratio, at batch 256
     "H200": {"S": (5800, 8000, 1.37), "B": (2400, 3350, 1.40), "L": (815, 1345, 1.65), "XL": (570, 980, 1.71)},
     "H100": {"S": (5100, 7000, 1.37), "B": (2100, 2950, 1.40), "L": (730, 1180, 1.65), "XL": (515, 875, 1.71)},
 }
-OTHERS = {  # other networks at B's size → their predicted step over DiT's
+OTHERS = {  # other networks at B's size → predicted time of their step divided by DiT's
     "lightning": 1.1,
     "dit_text": 1.3,
     "maskdit": 0.95,
@@ -154,7 +154,7 @@ def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
 def machine(check: Check, options: Options) -> None:
     """Measure the device's limits: the speed of copies, of each size's matrix products, and of each attention backend.
 
-    The limits decide which backend to use for which shape, and how much fusing the memory-bound end of a step can gain.
+    They decide which backend suits which shape, and how much a step could gain by fusing its memory-bound operations.
     """
     times, batch = (1, 2) if CPU else (20, 256)
 
@@ -279,7 +279,7 @@ def steps(check: Check, options: Options) -> None:
                     check.add(f"{size}, {name}: {kind}", 1e3 * seconds / 2, "ms a step")
 
     for size in options.sizes or ("XL", "S", "B", "L"):
-        for micro in (None, 128, 64):  # the largest that the memory holds
+        for micro in (None, 128, 64):  # takes the largest micro-batch that fits into memory
             before = {*check.rows}
             check.attempt(size, partial(steps_of, size, micro))
             new = [row for name, row in check.rows.items() if name not in before or name.startswith(size)]
@@ -314,7 +314,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Call gather_and_average, then time steps under other settings of torch, with the usual ones first and last."""
+    """Time gathering and averaging, then steps under other settings of torch, with the usual ones first and last."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -328,14 +328,14 @@ def variants(check: Check, options: Options) -> None:
     }
 
     def under(size: str, name: str) -> None:
-        torch._dynamo.reset()  # a compiled block keeps the settings of its first call
+        torch._dynamo.reset()  # else compiled blocks would keep the settings under which they were compiled
         with settings[name](), opened(*words_of(size)) as run:
             for kind, turn in check.turns(calls_of(kinds_of(run)), options.pairs).items():
                 check.add(f"{size}, {kind}, {name}", 1e3 * turn.median / BLOCK, "ms", held_gb=turn.held / 1e9)
 
     for size in options.sizes or ("XL", "S"):
         check.attempt(f"{size}, gather and average", partial(gather_and_average, check, size, options.pairs))
-        for name in ("as it is",) if CPU else settings:  # nothing is compiled on a CPU, where that takes longest
+        for name in ("as it is",) if CPU else settings:  # steps are not compiled on a CPU
             check.attempt(f"{size}, {name}", partial(under, size, name))
 
 
@@ -493,7 +493,7 @@ def sampling(check: Check, options: Options) -> None:
         check.attempt(name, partial(speeds, name, made))
 
 
-PARTS = {  # in the order of what they decide → minutes
+PARTS = {  # function of a part → minutes after which it begins no further measurement
     machine: 1,
     host: 1.5,
     steps: 8,
