@@ -92,9 +92,8 @@ class Route:
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> "Route":
-        """Return this route for a network of `depth` blocks; negative indices, fp32="auto" and rejoin=None become
-        explicit. Raises ValueError for indices out of range or in the wrong order, and for fp32="next" if no block
-        follows."""
+        """Return this route for a network of `depth` blocks, with negative indices, fp32="auto" and rejoin=None made
+        explicit. Raises ValueError for indices out of range or order, and for fp32="next" if no block follows."""
         rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
         given = {"start": self.start, "end": self.end, "rejoin": rejoin}
         for name, index in given.items():
@@ -334,7 +333,7 @@ class Record:
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
     """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep itself or, for a rule that
-    scores tokens, uniform draws (B, N), by which and by its scores of `tokens` (B, N, D) the rule then chooses."""
+    scores tokens, uniform draws (B, N): the rule then chooses by these and its scores of `tokens` (B, N, D)."""
     if chosen.is_floating_point():
         with torch.no_grad():
             rule = RULES[route.select]

@@ -83,7 +83,7 @@ class Options:
 
 @dataclass
 class Check:
-    """The measurements of one part of the check; none begins after the part has run for `minutes`.
+    """Takes and records the measurements of one part; none begins after the part has run for `minutes`.
 
     path    the JSON file, rewritten after each measurement; None: measurements are only printed.
     result  the content of that file, with the measurements of all parts: keyed by part, then by name.
@@ -96,7 +96,7 @@ class Check:
     began: float = field(default_factory=time.perf_counter)
 
     def add(self, name: str, measured: float, unit: str, predicted: float | None = None, **more: object) -> None:
-        """Record a number, and print it beside its prediction."""
+        """Record a number, with further facts `more` for the JSON, and print it beside its prediction, if any."""
         predicted = None if CPU else predicted
         expected = "" if predicted is None else f"  (predicted {predicted:,.4g})"
         print(f"  {name:<52} {measured:>12,.4g} {unit}{expected}", flush=True)
@@ -119,7 +119,7 @@ class Check:
             torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time calls in turns and return their measurements, keyed by name; failed calls are recorded and left out."""
+        """Time calls in turns, `rounds` times each. Returns {name: costs}; failed calls are recorded and left out."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
@@ -154,7 +154,7 @@ def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
 def machine(check: Check, options: Options) -> None:
     """Measure the device's limits: the speed of copies, of each size's matrix products, and of each attention backend.
 
-    They decide which backend suits which shape, and how much a step could gain by fusing its memory-bound operations.
+    The limits show which backend suits which shape, and how much a step could gain by fusing memory-bound operations.
     """
     times, batch = (1, 2) if CPU else (20, 256)
 
@@ -368,7 +368,8 @@ def peers(check: Check, options: Options) -> None:
     """Time our dense steps beside plain training loops of diffusers' DiT and of our network, eager and compiled."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
-        """Return a function that does BLOCK steps as in public scripts: autocast, AdamW, an EMA loop, loss.item()."""
+        """Return a function that trains `parameters`, the module that network(x, t, y) calls, for BLOCK steps as public
+        scripts do: autocast, AdamW, an EMA loop, loss.item()."""
         optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-4, foreach=True)
         average, labels = copy.deepcopy(parameters), torch.randint(1000, (len(latents),), device=DEVICE)
 

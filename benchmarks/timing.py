@@ -63,7 +63,7 @@ def begin(main: Callable[[], None]) -> None:
 
 
 def composed(name: str, overrides: Sequence[str]) -> dict:
-    """Compose a config of this checkout's configs/ with overrides, as nested dicts."""
+    """Compose configs/<name>.yaml of this checkout with overrides, and return it as nested dicts."""
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         return OmegaConf.to_container(compose(name, overrides=settings.add_unstated(overrides)), resolve=True)
 

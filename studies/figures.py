@@ -74,7 +74,7 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     """Return one run's metric minus another's at the most "flops" or "steady_seconds" (`axis`) that both reach; None if
-    one has no value, or if seconds are of different devices. Ends whose seconds differ by under 1% count as equal."""
+    one has no value, or if seconds are of different devices. If seconds differ by under 1%, ends are compared."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
@@ -87,7 +87,7 @@ def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names), a difference or None, for each pair of equal seeds, without the None."""
+    """Return by(run, other, *names) for each pair of runs with equal seeds, without pairs for which it is None."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
@@ -352,7 +352,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return columns: mean similarity of neighbouring blocks' outputs, and similarity of embedding and last output."""
+    """Return table columns: mean similarity of neighbouring blocks' outputs; that of embedding and last output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -384,7 +384,7 @@ def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> lis
 
 
 def when_columns(study: Study, results: Results) -> Columns:
-    """Return one column: after how many images each routed arm stays ahead in evaluation loss at equal FLOPs."""
+    """Return a table column: after how many images each routed arm stays ahead in evaluation loss at equal FLOPs."""
     leads = {}
     for routed, dense in study.against.items():
         points = flops_gap(results[dense], results[routed], "eval_loss")

@@ -44,7 +44,7 @@ class Job:
 
     @property
     def trained(self) -> bool:
-        """Whether train.py has finished all steps, or was stopped after the time budget, which saves its last step."""
+        """Whether train.py has finished all steps, or was stopped by the time budget (it then saves its last step)."""
         state = RunLog(self.folder / "train").read_status().get("state")
         return state == "finished" or (state == "interrupted" and self.over_time())
 

@@ -148,8 +148,8 @@ def names() -> list[str]:
 
 def read_study(name: str, scale: ScaleName) -> Study:
     """Read studies/<name>.yaml for one scale. Values of an arm override those in the study's section `scales`, which
-    override studies/scales.yaml, unless they say `alone: true`. Section `ways` names further ways of scoring: each arm
-    has one more arm for each. Raises ValueError for an unknown name or key, or a scale that the study does not have."""
+    override studies/scales.yaml (with `alone: true` they replace it). Each way of scoring in the section `ways` adds
+    another arm for each arm. Raises ValueError for an unknown name or key, or a scale that the study does not have."""
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
     tree, shared = (OmegaConf.to_container(OmegaConf.load(HERE / f"{file}.yaml")) for file in (name, "scales"))

@@ -189,7 +189,7 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
 @contextmanager
 def _casts_kept(device: torch.device, networks: Collection[nn.Module]) -> Iterator[None]:
     """Context in which autocast casts each weight of the networks only once. Autocast caches casts until its outermost
-    context ends, but only for weights that require gradients: frozen weights require them in this context."""
+    context ends, but only for weights that require gradients, so frozen weights are made to require them here."""
     weights = (weight for network in networks for weight in network.parameters() if weight.is_floating_point())
     frozen = [weight for weight in weights if not weight.requires_grad]
     try:

@@ -105,7 +105,7 @@ class LabelEmbedder(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Norm, modulated by adaLN, and linear layer: tokens (B, N, dim), vectors (B, conditioning) → (B, N, values)."""
+    """LayerNorm modulated by adaLN, then a linear layer: (B, N, dim), c (B, conditioning) → (B, N, values)."""
 
     def __init__(self, dim: int, values: int, conditioning: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Backbone(nn.Module):
 
     make_block   function that creates a block, called depth times. A block maps tokens (B, N, D), the tensors of
                  along(B) and conditioning (B, D) to tokens, with grid=(rows, columns) if needs_grid is set. Its last
-                 modulation layer is adaLN_modulation[1]; its multiply_adds(tokens, attention) counts one sample's.
+                 modulation layer is adaLN_modulation[1]; its multiply_adds(tokens, attention) are for one sample.
     input_size   height and width S of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
     learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.

@@ -51,8 +51,7 @@ class Mamba2Mixer(nn.Module):
     One projection gives the gate z and x (E channels each), B and C (`state` channels each), all shared by the
     directions, and Δ for each head of each direction. Each direction has its own causal convolution of x, B and C, and
     its own A, D and bias of Δ. The directions' outputs are put back in raster order, summed, gated, normalised and
-    projected.
-    Parameters have the names of Mamba-2's with one group; those of the directions are concatenated.
+    projected. Parameters have the names of Mamba-2's with one group; the directions' parameters are concatenated.
     """
 
     def __init__(

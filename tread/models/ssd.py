@@ -197,5 +197,5 @@ class _Shifted(torch.autograd.Function):
 
 
 def _shifts(x: Tensor, weight: Tensor) -> range:
-    """Return by how many tokens back the taps read, 1 to min(K, T) − 1, without the last tap, which reads 0 back."""
+    """Return how many tokens back the taps read, 1 to min(K, T) − 1, without the last tap, which reads the token."""
     return range(1, min(weight.shape[1], x.shape[1]))

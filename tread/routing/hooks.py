@@ -309,9 +309,8 @@ def attach_routes(
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
     verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of blocks on routes,
-                  the first is checked, and the one whose settings differ most from the first's. A check runs the
-                  block twice more, at its first call on a route outside compiled graphs.
-                  False: for blocks that need an order, as scans do.
+                  the first is checked, and the one whose settings differ most from the first's. A check runs the block
+                  twice more, at its first call on a route outside compiled graphs. False: for blocks such as scans.
 
     Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
     default `select`, for blocks that contain a module with batch_first=False.

@@ -44,8 +44,8 @@ def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | No
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor", saving: bool = False) -> None:
-    """Compile each block in place; the network's parameter names, weights and copies are unaffected. With `saving` the
-    blocks that this process compiles keep fewer activations, and recompute the cheap ones."""
+    """Compile each block in place; the network's parameter names, weights and copies are unaffected. With saving=True
+    all blocks compiled in this process keep fewer activations, and recompute the cheap ones in the backward pass."""
     import torch._dynamo  # imported here because it takes seconds
 
     torch._dynamo.config.cache_size_limit = max(GRAPHS, torch._dynamo.config.cache_size_limit)

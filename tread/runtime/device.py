@@ -36,7 +36,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    """Return the context in which a network runs: autocast to bf16, or none; weights stay fp32."""
+    """Return the context in which a network runs: autocast to bf16 with precision="bf16", else none."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 

@@ -23,9 +23,8 @@ T = TypeVar("T")
 
 def open_training(precision: str, cpu_threads: int | None, processes: int | None = None) -> "tuple[Processes, str]":
     """Set up the processes that train one network. Returns them and the precision, "auto" resolved by `use_precision`.
-
-    Raises ValueError if the launch is neither one device nor DDP, or has another number of processes than `processes`.
-    """
+    Raises ValueError if the launch is neither one device nor DDP, or has another number of processes than `processes`
+    (None: any number will do). For cpu_threads see use_cores."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "accelerate was asked for several processes and started one, as it does on CPUs: launch them by "

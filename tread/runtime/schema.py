@@ -100,7 +100,7 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """Return the error for an unknown key: it names our key for another codebase's name, else the nearest known key."""
+    """Return the error for an unknown key: it names our key if `key` is another codebase's name, else the nearest."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
