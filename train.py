@@ -46,7 +46,7 @@ def main(composed: DictConfig) -> None:
 
 
 def train(run: Run) -> bool:
-    """Run a run's remaining steps, with logs, evaluations and checkpoints. Returns False if it was stopped early."""
+    """Take the remaining training steps, with logs, evaluations and checkpoints. Returns False if stopped early."""
     cfg, say = run.cfg, run.processes.say
     if run.step >= cfg.train.steps:
         say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")

@@ -83,7 +83,7 @@ class Options:
 
 @dataclass
 class Check:
-    """Takes and records the measurements of one part; none begins after the part has run for `minutes`.
+    """Takes and records the measurements of one `part` of this script; none begins after its `minutes` are over.
 
     path    the JSON file, rewritten after each measurement; None: measurements are only printed.
     result  the content of that file, with the measurements of all parts: keyed by part, then by name.
@@ -119,7 +119,7 @@ class Check:
             torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time calls in turns, `rounds` times each. Returns {name: costs}; failed calls are recorded and left out."""
+        """Time each of `calls` {name: function} once per round; failed ones are recorded and left out of the result."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
@@ -215,7 +215,7 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
 
 
 def words_of(size: str, *more: str) -> list[str]:
-    """Return train.py's overrides for a DiT size with its route, and `more`; on a CPU, for a tiny DiT of 3 blocks."""
+    """Return train.py's overrides for a DiT size such as "XL" with its route, and `more`; on a CPU, for a tiny DiT."""
     tiny = ["model.hidden_size=32", "model.num_heads=2", "model.depth=3", "dataset.size=8", "train.batch_size=2"]
     tiny += ["model.routes=[{start: 1, end: 1}]"]
     words = [f"experiment=imagenet256_{size.lower()}2", "model=tread"]
@@ -299,7 +299,7 @@ def kernel_kind(name: str) -> str:
 
 
 def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
-    """Return the seconds that `work` spends in each kind of kernel (see KERNELS) and, on a GPU, in none ("idle")."""
+    """Return {kind of kernel: seconds that `work` spends in it}; kinds are those of KERNELS and, on a GPU, "idle"."""
     cuda = DEVICE.type == "cuda"
     wait_for(DEVICE)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Tools of the benchmarks: options, random data, calls timed in turns, peak memory, and the facts of a measurement."""
+"""Tools of the benchmarks: options, random data, calls timed in turns, peak memory, and the machine's description."""
 
 import datetime
 import json
@@ -105,8 +105,8 @@ class Turns(NamedTuple):
 def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
-    """Time calls in turns, in reverse order every second round, and return each one's costs, keyed by name. A call that
-    fails raises ValueError or, if `failed` is given, adds its error there under its name, and the others go on."""
+    """Time each of `calls` {name: function} once per round, in reverse order every second round. Returns {name: Turns}.
+    A call that fails raises ValueError or, if `failed` is given, adds {name: error} to it, and the others go on."""
     costs = {name: [] for name in calls}
     for turn in range(-2, rounds):
         measure = most_allocated if turn == -1 else seconds  # the first call also allocates gradients that are kept

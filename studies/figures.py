@@ -46,12 +46,12 @@ def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm: its runs' values of a metric at the last number of images where all have it, if there is one}."""
+    """Return {arm of the study: its runs' values of a metric at the last number of images where all have it}."""
     return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
 
 
 def last_means(results: Results, metric: str) -> dict[str, float]:
-    """Return {arm: mean of the values that last_values returns}."""
+    """Return {arm of the study: mean of the values that last_values returns}."""
     return {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
 
 
@@ -105,12 +105,12 @@ def shown(values: Sequence[float], sign: bool = False) -> str:
 
 
 def measured(names: Sequence[str], results: Results) -> list[str]:
-    """Return the metrics in `names` that some arm has, each once."""
+    """Return the metrics in `names` that any run has, each once."""
     return [name for name in dict.fromkeys(names) if any(series(runs, name) for runs in results.values())]
 
 
 def table(study: Study, results: Results) -> str:
-    """Return a Markdown table with a line per arm: means ± standard errors over the seeds, and paired differences."""
+    """Return a Markdown table, a line per arm of the study: means ± standard errors over seeds, paired differences."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
@@ -227,7 +227,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_ends(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric at the end of training, with a point per arm and seed."""
+    """Draw each metric at the end of training, with a point per run: arms of the study along x, a colour per seed."""
     panels = []
     for metric in measured(study.metrics, results):
         ends, points = last_values(results, metric), defaultdict(list)
@@ -240,7 +240,7 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
 
 
 def sampling_flops(results: Results) -> dict[str, float]:
-    """Return {arm: FLOPs to draw one sample}."""
+    """Return {arm of the study: FLOPs to draw one sample}."""
     return {arm: runs[0]["scores"][-1]["flops"] for arm, runs in results.items() if runs and runs[0]["scores"]}
 
 
@@ -249,7 +249,8 @@ def guidance_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric over ω (a line per network and guidance) and over sampling FLOPs (a point per arm)."""
+    """Draw each metric against the guidance scale, with a line per network and kind of guidance, and against the FLOPs
+    of sampling, with a point per arm of the study."""
     flops, panels = sampling_flops(results), []
     for metric in study.metrics:
         ends = last_values({arm: results[arm] for arm in flops}, metric)
@@ -352,7 +353,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return table columns: mean similarity of neighbouring blocks' outputs; that of embedding and last output."""
+    """Return table columns: mean similarity of neighbouring blocks' outputs, and similarity of first and last one."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]

@@ -46,7 +46,7 @@ def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
-    """List in words the arms and seeds that are not complete; "" if there are none."""
+    """Return a text that lists the arms of the study, with seeds, whose runs are not complete; "" if all are."""
     left = defaultdict(list)
     for run in runs:
         if not is_made(run, made):
@@ -55,7 +55,7 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return each arm's results: its complete runs or, if it has none, the run that has recorded the most points."""
+    """Return {arm of the study: its complete runs or, if it has none, the run that has recorded the most points}."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     for arm, each in results.items():
         begun = [run for run in runs if run.arm == arm and run.training.key in made]

@@ -96,8 +96,8 @@ class Training:
         return self.steps * self.batch_size
 
     def is_scored_at(self, step: int, reached: int) -> bool:
-        """Return whether the score planned at `step` is to be computed: always, except that under a time budget those
-        before the last need a training that has `reached` their step."""
+        """Return whether to compute the score planned at `step`: not if a time budget ended the training before, at the
+        step `reached`, unless the score is the last one."""
         return self.seconds is None or step == self.steps or step <= reached
 
     @property

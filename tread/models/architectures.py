@@ -155,7 +155,7 @@ class NetworkOptions:
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        """Return whether a state dict is of this architecture; of several, the last one in ARCHITECTURES is taken."""
+        """Return whether a state dict is of this architecture; if several match, `recognize` returns the last one."""
         return any(name in shapes for name in cls.marks)
 
     @classmethod

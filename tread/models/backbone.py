@@ -196,7 +196,7 @@ class Backbone(nn.Module):
             nn.init.zeros_(self.final_layer.linear.weight)
 
     def compiled(self) -> list[nn.Module]:
-        """Return the modules to compile; blocks of equal sizes share their graphs."""
+        """Return the modules to pass to torch.compile; blocks of equal sizes share their graphs."""
         return [self.x_embedder, *self.blocks, self.final_layer]
 
     def along(self, batch: int) -> Sequence[Tensor]:

@@ -65,7 +65,7 @@ SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # widths of DiTs
 
 
 def block_bytes(architecture: str, width: int) -> BlockBytes:
-    """Return the bytes, for each token and channel, of a block of this width; an unknown architecture counts as DiT."""
+    """Return the bytes that a block keeps and moves per token and channel; unknown architectures count as DiT."""
     known, fixed = BLOCK_BYTES.get(architecture, BLOCK_BYTES["dit"]), TOKEN_BYTES.get(architecture, (0, 0, 0, 0))
     return BlockBytes(*(each + more / width for each, more in zip(known, fixed)))
 

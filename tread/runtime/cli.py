@@ -58,7 +58,7 @@ def open_door(
 
 
 def named_plugins(words: Iterable[str], config: Path) -> list[str]:
-    """Return the plugins that the command line names, else the config file's; [] if either can't be read."""
+    """Return the plugins that the overrides `words` name, else the config file's; [] if either can't be read."""
     typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
     with contextlib.suppress(Exception):  # a config that can't be read is refused later, with the reason
         plugins = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(typed)).get("plugins")

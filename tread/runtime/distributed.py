@@ -120,9 +120,9 @@ class Processes:
             raise OSError("another process stopped; see its message") from error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` in every process and return this process's result. If it fails in one process, all raise: that one
-        its error, the others the same ValueError or OSError, or a RuntimeError for other errors. Raises OSError if
-        another process has ended."""
+        """Run `work` in every process and return this process's result. If `work` fails in one process, all processes
+        raise its error; in the other ones, errors other than ValueError and OSError become RuntimeError. Raises OSError
+        if another process has ended."""
         done, error, told = None, None, None
         try:
             done = work()
