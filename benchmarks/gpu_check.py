@@ -446,7 +446,7 @@ def kinds(check: Check, options: Options) -> None:
 def sampling(check: Check, options: Options) -> None:
     """Time the network, the decoder and DINOv2-B in fp32, TF32 and bf16, and compare their outputs with fp32's.
 
-    Speeds are in pictures/s. A largest difference is divided by the largest fp32 output. Weights are random.
+    Speeds are in pictures/s; the largest difference is given relative to the largest fp32 output. Weights are random.
     """
     batch = 2 if CPU else 64
 

@@ -353,7 +353,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return table columns: mean similarity of neighbouring blocks' outputs, and similarity of first and last one."""
+    """Return table columns: mean similarity of outputs of neighbouring blocks; that of embedding and last output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -442,7 +442,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
 
 
 def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write table.md, and figure.png if there are results, of `runs` with the records `made` (see `publish`)."""
+    """Write table.md and, if there are results, figure.png for `runs`. `made` has their records, by Training.key."""
     results, left = gather(runs, made), missing(runs, made)
     with explain_failure(folder):
         write_whole(folder / "table.md", table(study, results) + (f"\nMissing: {left}.\n" if left else ""))

@@ -160,7 +160,7 @@ def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children
         if not job.trained:
             begun, starts = True, len(history.starts())
 
-            def over() -> bool:  # by this start's records: an earlier one may have been killed after its time
+            def over() -> bool:  # only once this start is recorded: an earlier one may have used up the time
                 return len(history.starts()) > starts and job.over_time()
 
             children.run(job.training_command(data), cores, log, lock, over if job.training.seconds else None)

@@ -107,7 +107,7 @@ class Training:
 
     @property
     def key(self) -> str:
-        """A hash of the seed, the time budget, and the last override of each setting in any order."""
+        """A hash of the seed, the time budget and the overrides (the last of each setting, in sorted order)."""
         return _hash([sorted(_last_words(self.overrides)), self.seed, *([self.seconds] if self.seconds else [])])
 
 

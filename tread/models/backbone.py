@@ -261,7 +261,7 @@ class Backbone(nn.Module):
         """Return the blocks, wrapped in activation checkpointing if activation_checkpointing is on."""
         if not self.activation_checkpointing:
             return list(blocks)
-        # nothing in the blocks is random, so no generator is kept
+        # nothing in the blocks is random, so no generator state is kept
         return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ class Backbone(nn.Module):
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Return tokens (B, N, D), conditioning (B, D) and any further inputs of the blocks; on a route, blocks get all
-        but the tokens unchanged. Raises ValueError for inputs that do not fit."""
+        """Return tokens (B, N, D), conditioning (B, D) and any further inputs of the blocks. Routes gather the tokens
+        only. Raises ValueError for inputs that do not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x, self.pos_embed, self.residual), self.t_embedder(t) + self.y_embedder(y)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 32  # most tokens in a chunk
-# On a GPU bytes count: the products are a tenth of a block's. For each token and head a pass over the decays within
+# On a GPU memory traffic decides: products take little time. For each token and head a pass over the decays within
 # chunks of L tokens moves L numbers, one over the states P·N/L: their sum is least at L = √(P·N), 64 for P = N = 64.
 CHUNKS = {"cuda": 64}
 FUSED_CHUNK = 256  # of mamba_ssm's kernel

@@ -125,7 +125,7 @@ class Routing:
                 save = partial(self._save, number)
                 self._handles.append(blocks[route.rejoin].register_forward_pre_hook(save, with_kwargs=True))
         for number, route in enumerate(routes):
-            for index in range(route.start, route.end + 1):  # methods: a deep copy of the model gets its own Routing
+            for index in range(route.start, route.end + 1):  # bound methods: a model's deep copy gets its own Routing
                 before, behind = partial(self._before, number, index), partial(self._behind, index)
                 self._handles += [
                     blocks[index].register_forward_pre_hook(before, with_kwargs=True),

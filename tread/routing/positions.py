@@ -18,7 +18,7 @@ from routing_module import gather_tokens, scatter_tokens
 
 GAIN = 2.0  # scale of random matrices, so that attention is sharp and positions weigh as much as contents
 TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.02}  # for relative differences; half precision's rounding is 0.002
-FULL_TOLERANCE = 1e-3  # fp32's rounding is 3e-7; angles by arange make 0.4
+FULL_TOLERANCE = 1e-3  # fp32's rounding is 3e-7; positions by arange make a difference of 0.4
 
 
 def check_positions(

@@ -121,7 +121,7 @@ def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
     """Raise ValueError for the first word that is no Hydra override (key=value), or whose key is not in `known`."""
     overrides = list(overrides)
     for before, override in zip(["", *overrides], overrides):
-        if not re.search("^[-~]|=", override) and not before.startswith("-"):  # behind an option it is its value
+        if not re.search("^[-~]|=", override) and not before.startswith("-"):  # after an option: its value
             raise ValueError(f"{override!r} is no setting, which is written key=value")
         if override.startswith("--") and override[2:].partition("=")[0] in known:
             raise ValueError(f"{override!r} is written {override[2:]!r}, without dashes")
