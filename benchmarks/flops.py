@@ -42,7 +42,7 @@ def build(*overrides: str) -> Model:
 
 
 def cost(*overrides: str) -> tuple[int, int, int, int]:
-    """Return the numbers of tokens and parameters, and a forward pass's multiply-adds with and without routes."""
+    """Return (tokens, parameters, multiply-adds of one image's forward pass with routes, and without) of a config."""
     model = build(*overrides)
     parameters = sum(parameter.numel() for parameter in model.network.parameters())
     training, sampling = (model.network.forward_flops(routes) // 2 for routes in (model.routes, ()))

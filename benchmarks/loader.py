@@ -66,7 +66,7 @@ def write(folder: Path) -> None:
 
 
 def ours(folder: Path, placement: str) -> Callable[[], None]:
-    """Return a function that reads an epoch to the device with our loader; `placement` is LatentDataset's."""
+    """Return a function that reads an epoch to the device with our loader; `placement`: "mmap", "ram" or "device"."""
     data = LatentDataset(folder / "ours", placement=placement, device=DEVICE)
     loader, steps = Loader(data, 0, BATCH, [slice(0, BATCH)], DEVICE), itertools.count()
 
