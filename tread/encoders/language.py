@@ -195,8 +195,7 @@ def _minilm_folder() -> Path:
 
 
 def _load_encoder(name: str, place: str) -> tuple[nn.Module, Any]:
-    """Load (text model, tokenizer) from a hub id or folder `place`; `name` is for messages. ValueError if that
-    fails."""
+    """Load the text model `place` (hub id or folder) and its tokenizer; `name` is for messages. Raises ValueError."""
     known = (
         "Encoders are words, minilm, clip-l, or a hub id (to be downloaded once while online) or folder of a CLIP "
         "text, T5 or sentence encoder"
