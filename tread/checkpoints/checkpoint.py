@@ -312,7 +312,7 @@ def _pack(value: object, key: str, name: str, device: torch.device, tensors: dic
 
 
 def _unpack(value: object, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Rebuild a value from `_pack`; tensors from the parameters' device go to `device`, others stay on the CPU."""
+    """Rebuild a value from `_pack`; tensors of the parameters' device go to `device`, others stay on the CPU."""
     if not isinstance(value, list):
         return value
     kind, *items = value

@@ -35,11 +35,11 @@ def fit(
 
     expected  the network's state dict.
     where     the file of the weights, for messages.
-    ours      the network's settings by dotted name, to check those that shapes do not show.
+    ours      the network's settings by dotted name, to check those that shapes do not show; None: unchecked.
     recorded  the settings recorded with the weights, by dotted name; None: there is no record.
 
-    Positions and rotary tables are constants: the network's own are used if the file has none, and ones that differ
-    are refused. Raises ValueError if names, shapes or recorded settings do not match; it suggests settings that would.
+    Positions and rotary tables are constants: the network's own are used if the file has none, and ones that differ are
+    refused. Raises ValueError if names, shapes or recorded settings do not match; it suggests settings that would.
     """
     ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
     tables = {name: state[name] for name in TABLES if name in state}
@@ -132,8 +132,8 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return {"model.<name>": value} for the architecture that `settings` name: those of its defaults and constants
-    that change what its weights compute."""
+    """Return {"model.<name>": value} for those defaults and constants of the architecture in `settings` that change
+    what its weights compute."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 

@@ -16,7 +16,7 @@ from tread.runtime.randomness import seeded_normal
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
-    """Return the sample and noise-level indices, both (n,) int64, of evaluation points `numbers` (n,) in 0..points−1.
+    """Return sample and noise-level indices, (n,) int64 each, of the evaluation points `numbers` (n,) in 0..points−1.
 
     With fewer points than samples, the points are spread evenly over the samples, so that each class has its share.
     Else point k has sample k % samples, and each round over the samples gives each of them its next noise level.

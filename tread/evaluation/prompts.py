@@ -40,9 +40,9 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
 
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
-    """Return the labels to sample, one for each row of a grid: `classes` (None: ten, spread over all) or, for a
-    text-conditional network, the indices of prompts. Raises ValueError for unknown classes, prompts of a
-    class-conditional network, and classes or missing prompts of a text-conditional one."""
+    """Return the labels to sample, one for each row of a grid: `classes` (an item None: no class; None: ten, spread
+    over all) or, for a text-conditional network, the indices of prompts. Raises ValueError for unknown classes, prompts
+    of a class-conditional network, and classes or missing prompts of a text-conditional one."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")

@@ -226,7 +226,7 @@ class ScoringPlan:
         return None if asked == "fp32" or self.decoder == "pixels" else asked
 
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
-        """Return a dict for JSON of everything that decides the scores; scores with equal ones are made once. The
+        """Return a dict for JSON of everything that decides a score, by which an earlier equal one is found. The
         arguments are the sha256 of the reference, the Inception's weights and CLIP's; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
@@ -320,8 +320,8 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """Return the options with a folder as reference: CIFAR-10's test pictures for "cifar10-test"; the held-out data for
-    "heldout", or for None if a text-conditional network is scored on captions that EmojiJudge did not choose. Raises
+    """Return the options with options.reference as a folder: "cifar10-test" is CIFAR-10's test pictures, "heldout" the
+    networks' held-out data, and so is None when a text-conditional network is scored without EmojiJudge. Raises
     ValueError or FileNotFoundError if the networks have different held-out data, or none."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
@@ -338,8 +338,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
-    """Return the folder of CIFAR-10's training pictures: the networks' own, else data/cifar10. If `make`, training and
-    test pictures are written if missing. Raises the errors of prepare_cifar10."""
+    """Return the folder of CIFAR-10's training pictures: the one a network was trained on, else data/cifar10. If
+    `make`, training and test pictures are written if missing. Raises the errors of prepare_cifar10."""
     datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
     folder = Path(datasets[0].path if datasets else "data/cifar10")
     if make:
@@ -449,7 +449,7 @@ class CheckpointScoring:
 
     def score(self, decoder: autoencoder.Decoder) -> dict | None:
         """Return fid.json's content in the main process. Samples are drawn into the store `parts`, scored and removed;
-        none are drawn if another process has just scored the same."""
+        none are drawn if another process has made the score meanwhile."""
         began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
         with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
             record = processes.from_main(self.find_score)

@@ -88,9 +88,9 @@ def similarity(batches: Iterable[States]) -> Tensor:
 def noised_states(
     model: Model, data: LatentDataset, samples: int, noise_levels: int, seed: int, batch_size: int
 ) -> Iterator[States]:
-    """Yield, a batch at a time, the tokens between the model's blocks under its routes, for noised samples: the
-    evaluation points of heldout_loss.py. Noise and kept tokens of a point depend on the seed and the point's number
-    alone, even for routes that keep the same tokens for all samples of a training batch."""
+    """Yield batches of States, the tokens between the model's blocks under its routes, for `samples` evaluation points
+    (samples of `data` at noise levels, see heldout_loss.py). A point's noise and kept tokens depend on `seed` and its
+    number alone, even for routes that keep the same tokens for all samples of a training batch."""
     network, device = model.network, next(model.network.parameters()).device
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):

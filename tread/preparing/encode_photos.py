@@ -307,8 +307,8 @@ def open_photos(options: PhotoOptions) -> Photos:
 def open_writers(
     photos: Photos, heldout: float | int | str | None, latents: LatentSpec, options: PhotoOptions
 ) -> dict[str, DatasetWriter]:
-    """Return {"train": the dataset's writer}; if pictures are held out, also "heldout": the held-out dataset's
-    writer."""
+    """Return {"train": writer} and, if pictures are held out (`heldout` as `wanted` in held_out), "heldout": writer,
+    which will write the two datasets."""
     out = Path(options.out)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos)

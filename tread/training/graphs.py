@@ -119,7 +119,7 @@ class Graphs:
 
 def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], step: Replay) -> Replay:
     """Record a step as a CUDA graph with memory of `pool`, without doing it. Returns a function that replays it and
-    returns what `step` did. Raises the recording's error, or MemoryError if too little memory is left."""
+    returns what `step` returns. Raises the recording's error, or MemoryError if too little memory is left."""
     groups, graph = run.optimizer.param_groups, torch.cuda.CUDAGraph()
     before = [group["capturable"] for group in groups]
     for group in groups:  # a fused optimizer has its state on the device anyway

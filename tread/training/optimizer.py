@@ -32,7 +32,7 @@ def backward(loss: Tensor) -> None:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this is a fused Adam(W), which clips, skips bad steps and takes the learning rate as a tensor."""
+    """Return whether `optimizer` is a fused Adam(W): it clips, skips bad steps, and takes the rate as a tensor."""
     return type(optimizer) in SKIPPING and all(group["fused"] for group in optimizer.param_groups)
 
 

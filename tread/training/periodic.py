@@ -38,7 +38,7 @@ from tread.training.summary import forecast
 
 class Clock:
     """Measures time and FLOPs of training, without evaluating and saving: in all, and since the last log for the speed.
-    Speed and time left leave out the slow first steps (compiling, recording) unless a log follows them directly."""
+    The slow first steps (compiling, recording) count for neither speed nor forecast unless a log follows at once."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
@@ -227,7 +227,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool) -> bool:
-    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether the checkpoint was postponed."""
+    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` postponed the latter."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))

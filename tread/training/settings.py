@@ -235,8 +235,8 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
 
 def read_text_settings(cfg: Settings) -> TextSettings:
-    """Return the text settings that the dataset records for encoder text.encoder, making an embedded dataset if
-    missing. Raises FileNotFoundError for missing data, ValueError if `cfg` states other values."""
+    """Return the text settings that the dataset records for encoder text.encoder; make a built-in dataset if missing.
+    Raises FileNotFoundError for missing data, ValueError if `cfg` states other values."""
     prepare_embedded(cfg, cfg.dataset.path, "train")
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():
@@ -249,7 +249,7 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Make part "train" or "heldout" of dataset.embedded (digits, emoji, cifar10 or None: nothing) at `path`, if
+    """Make part "train" or "heldout" of the built-in dataset dataset.embedded (None: nothing to make) at `path`, if
     missing, with encoded captions for a text-conditional network. Raises prepare_cifar10's errors; FileNotFoundError if
     a missing `path` does not end in <embedded>/<part>, as it is then likely to be a mistyped path of other data."""
     kind = cfg.dataset.embedded

@@ -54,7 +54,7 @@ from tread.training.tracking import check_tracker, open_tracker
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
-    """Begin or continue a run with `config`, read as `cfg`, and print warnings. Raises ValueError or OSError."""
+    """Begin or continue the run of `cfg`, the settings in `config`; print warnings. Raises ValueError or OSError."""
     began = time.perf_counter()
     check_tracker(cfg.tracker)
     processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
@@ -110,12 +110,12 @@ def prepare_blocks(
     cfg: Settings, network: Backbone, ema: EMA, aligner: Aligner | None, rows: slice, precision: str, steps: range,
     lasting: bool,
 ) -> tuple[MemoryPlan, str | None]:  # fmt: skip
-    """Choose how the steps save memory, and compile the blocks, forward and backward, before processes wait for one
-    another in a step. Returns the choice, and the reason if compiling is wanted but fails (else None).
+    """Choose how the steps save memory, and compile the blocks, forward and backward, before the first step. Returns
+    the choice, and the reason if compiling is wanted but fails, else None.
 
     rows     the rows of a micro-batch.
-    steps    the steps of this launch; blocks are compiled for their routes.
-    lasting  whether gradients stay in memory between passes.
+    steps    the steps still to be done, for whose routes blocks are compiled.
+    lasting  whether gradients stay in memory between passes (accumulation, DDP).
     """
     device, images, kinds = network.pos_embed.device, rows.stop - rows.start, kinds_to_come(cfg, steps)
 
@@ -372,8 +372,8 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open part "train" or "heldout" of a dataset, after making it if it is embedded (dataset.embedded) and missing.
-    Raises FileNotFoundError, or ValueError if it does not fit the model."""
+    """Open part "train" or "heldout" of a dataset (a missing built-in one, dataset.embedded, is made first); see
+    LatentDataset for `placement`. Raises FileNotFoundError, or ValueError if it does not fit the model."""
     prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None
