@@ -298,8 +298,8 @@ def optimizer_tensors(
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Convert entry `key` of the optimizer's state of parameter `name` to JSON. Containers become lists [kind, …], and
-    tensors lists [kind, key in `tensors`, whether they are on another device than `device`]."""
+    """Convert `value`, entry `key` of parameter `name` in an optimizer's state, to JSON. Containers become [kind, …];
+    tensors, collected in `tensors`, become ["tensor", key there, whether they are on another device than `device`]."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]

@@ -68,7 +68,7 @@ class SectionWriter(ShardStore, ABC):
 
     def is_finished(self, again: bool = False) -> bool:
         """Return whether index.json has this writer's section already. Raises ValueError or OSError if the section is
-        damaged or has other facts; with `again`, returns False for such a section."""
+        damaged or was made otherwise (other `facts`); with `again`, returns False for such a section."""
         index = read_index(self.folder)
         around, key = self._around(index)
         if (section := around.get(key)) is None:

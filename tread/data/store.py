@@ -98,8 +98,8 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """Return the numbers of the shards still to be made. With `verify`, the processes whose main one shows a
-        progress bar, all files are hashed, and shards with changed files count as missing."""
+        """Return the numbers of the shards still to be made. If `verify`, the processes to show a progress bar with, is
+        given, all files are hashed, and shards with changed files count as missing."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:

@@ -64,7 +64,7 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Lock the work folder, then as ShardStore.begin. Raises FileExistsError if the dataset or a writer exists."""
+        """Lock the work folder and call ShardStore.begin. Raises FileExistsError if the dataset or a writer exists."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # once more: another process may have made it before the lock
@@ -93,7 +93,7 @@ class DatasetWriter(ShardStore):
         self, number: int, stored: np.ndarray, labels: np.ndarray, pictures: np.ndarray | None = None, **facts: object
     ) -> None:
         """Write a shard: stored (n, *latents.stored_shape), labels (n,), pictures (n, 3, H, W) uint8; n may be 0.
-        `facts` are kept in its note.
+        `facts` are kept in its JSON file in the work folder's done/.
 
         Raises ValueError if the shard does not match `latents`, OSError if the disk is full; the shard is missing then.
         """
@@ -195,8 +195,8 @@ def write_dataset(
 
 
 def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[float, list[float], list[float]]:
-    """Return (count, sums, sums of squares) over each channel of stored (n, views, C or 2C, S, S), on the network's
-    scale before normalisation. Moments stand for the samples drawn from them: E[x²] = mean² + std²."""
+    """Return (count, sums, sums of squares) of the numbers in each channel of stored (n, views, C or 2C, S, S), on the
+    network's scale before normalisation. Moments stand for samples drawn from them: E[x²] = mean² + std²."""
     channels = latents.shape[0]
     total, squares = np.zeros(channels), np.zeros(channels)
     for part in torch.from_numpy(stored).split(256):

@@ -20,7 +20,7 @@ Seen = Callable[[int], object]  # called with the number of rows just done, for 
 
 
 def nobody(rows: int) -> None:
-    """Do nothing: the default of `seen`, a function called for progress bars, in this module."""
+    """Do nothing: the default progress callback `seen` of this module's functions."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """Return how samples were made, as a dict for JSON: networks, NFE, versions, and `settings`, with the sampler's
-    values for null ones."""
+    """Return how samples were made, as a dict for JSON: networks, NFE, versions, and `settings`, those that are null
+    completed from `sampler`."""
 
     def network(source: SavedNetwork) -> dict:
         return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}

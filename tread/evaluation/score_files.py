@@ -43,7 +43,7 @@ class ScoreFiles:
         return record if same else None
 
     def find(self, settings: dict, with_samples: bool = False) -> tuple[Path, dict] | None:
-        """Return (path, content) of the fid.json with these settings (and a samples.npz, if with_samples), or None."""
+        """Return (path, content) of the fid.json with equal `settings`, beside samples.npz if with_samples, or None."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
             if record and (not with_samples or "samples.npz" in self._there(number)):

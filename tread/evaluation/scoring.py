@@ -350,8 +350,8 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures to its statistics, for precision, recall and KID, if reference_features is set
-    or their features are cached. Raises ValueError if there are not as many as the statistics are of."""
+    """Add CIFAR-10's training pictures to the reference "cifar10", which has only statistics, if reference_features is
+    set or their features are cached. Raises ValueError if there are not as many as the statistics are of."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():

@@ -124,7 +124,7 @@ def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[R
 
 
 def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
-    """Return a text that describes routes whose block numbers are not negative."""
+    """Return routes as text; their block numbers must not be negative."""
     return ", ".join(describe_route(route, network.num_tokens, network.grid) for route in routes)
 
 

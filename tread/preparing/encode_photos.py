@@ -386,7 +386,7 @@ def finish(
 def look_at(
     part: str, photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, device: torch.device
 ) -> dict:
-    """Assemble the dataset of a part ("train" or "heldout") with its captions, and return its report as a dict."""
+    """Assemble the dataset of `part` with captions, save options.decode decoded samples, and return its report."""
     writer, other = writers[part], "train" if part == "heldout" else "heldout"
     fields = {other: f"../{writers[other].folder.name}"} if other in writers else {}
     fields |= {"attribution": options.attribution} if options.attribution else {}

@@ -129,7 +129,7 @@ def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
 
 
 def encoding(encoder: TextEncoder, captions: Iterable[str]) -> Encode:
-    """Return a function from ranges of caption numbers to their encodings, for TextWriter. One number more than there
-    are captions stands for the empty caption."""
+    """Return a function, for TextWriter, from ranges of caption numbers to encoded captions; the number after the last
+    caption's stands for the empty caption."""
     captions = [*captions, ""]
     return lambda batches: (encoder.encode(captions[rows.start : rows.stop]) for rows in batches)

@@ -129,7 +129,7 @@ def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str])
 
 
 def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str]]]:
-    """Return a head and a row of texts per group: its last scores with sample counts, its speed and its costs."""
+    """Return a table's head, and a row of texts per group: last scores with sample counts, speed and costs."""
     metrics = column_metrics(groups)
     name, size = unit("seconds", max((s for group in groups for s in group.last("seconds")), default=0))
     rows = []

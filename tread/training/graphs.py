@@ -83,8 +83,8 @@ class Graphs:
         self.run.processes.say(f"warning: going on without CUDA graphs: {problem}")
 
     def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
-        """Record a graph of a step, check that its losses are right, and return a function that replays it. The run
-        stays unchanged. An error in one process is raised in all. leaves, layout: tree_flatten of the inputs."""
+        """Record a graph of a step and compare its losses with the usual step's; returns a function that replays it.
+        The run stays unchanged. An error in one process is raised in all. leaves, layout: the inputs' pytree."""
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
         inputs, run = tree_unflatten(clones, layout), self.run

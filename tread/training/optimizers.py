@@ -82,7 +82,7 @@ class Optim:
         return optimizer
 
     def keeps_state(self, changed: Collection[str]) -> bool:
-        """Return whether the optimizer's state stays valid after settings changed, given their dotted keys."""
+        """Return whether the optimizer's state stays valid if settings change, given their dotted keys."""
         return not any(key.startswith(("optim.name", "optim.options")) for key in changed)
 
     @property

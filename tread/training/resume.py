@@ -158,6 +158,6 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Return whether this setting is one of the dataset or of MaskDiT's decoder and null or "auto": its value is then
-    completed later, or is typed."""
+    """Return whether a setting of the dataset or of MaskDiT's decoder is null or "auto": its value comes later, from
+    the dataset's folder, the encoder's size or the user."""
     return key.startswith(("dataset.", "model.decoder_")) and value in (None, "auto")
