@@ -157,7 +157,7 @@ class StoredWeights:
     where: str  # the file
     kind: str | None  # "ema" or "model"; None where the file does not say
     state: Mapping[str, Tensor]
-    source: checkpoint.Checkpoint | None = None  # the checkpoint with this file; None: not by this code
+    source: checkpoint.Checkpoint | None = None  # the checkpoint with this file, if any
 
     def describe(self) -> str:
         """Return a text with the weights' kind, file and step, as far as these are known."""

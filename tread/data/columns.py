@@ -178,7 +178,7 @@ class TextSpec:
 
     @property
     def stem(self) -> str:
-        """The start of the files' names: "text-" and the encoder's name, plus a hash if it has special characters."""
+        """The start of the files' names: "text-" and the encoder's name, shortened with a hash if not fit for one."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
         digest = hashlib.sha256(self.encoder.encode()).hexdigest()[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"

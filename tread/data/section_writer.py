@@ -83,7 +83,7 @@ class SectionWriter(ShardStore, ABC):
             if not again:
                 raise
             return False
-        self.remove()  # unfinished work left by a process killed after `publish`
+        self.remove()  # left by a process that was killed in `publish`
         return True
 
     def make(

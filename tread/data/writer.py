@@ -59,7 +59,7 @@ class DatasetWriter(ShardStore):
         """Return whether the dataset exists and was made by the same plan; if so, remove unfinished work."""
         made = self._made()
         finished = bool(made) and EARLIER | made.get("plan", {}) == self._report_plan
-        if finished:  # left by a process killed after `publish`
+        if finished:  # a process may have been killed in `publish`
             self.remove()
         return finished
 

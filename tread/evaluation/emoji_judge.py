@@ -25,7 +25,7 @@ from tread.preparing.emoji import prepare_emoji
 
 SIDE = 16  # side of the pictures that are compared pixel by pixel
 RANKS = (1, 5)
-PARTS = ("seen", "held")  # captions of training emoji; of held-out ones
+PARTS = ("seen", "held")  # captions of training emoji; of held-out compositions
 COMPARED = ("", "_real", "_shifted")  # samples; the prompted emoji's real pictures; these shifted by a pixel
 
 

@@ -338,7 +338,7 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
         path = source / texts[number] if number < len(texts) else empty
         return read_npy(path.read_bytes(), path, CLIP_TEXT.token_shape)
 
-    read_text(len(texts))  # raises ValueError if the empty caption is missing
+    read_text(len(texts))  # raises an error if the empty caption is missing
     text = ForeignText(CLIP_TEXT, counts, read_text, captions)
     return ForeignSamples(np.zeros(len(counts)), read, lambda index: f"{source}/{pictures[index]}", "logvar", text=text)
 

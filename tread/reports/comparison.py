@@ -21,7 +21,7 @@ UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that groups' n
 # evaluations and FIDs are comparable only if these are equal; other keys of their sections don't affect them
 COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective")
 COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
-FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # unfair if they differ
+FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # may be unfair where they differ
 AXES = {"step": "steps", "flops": "FLOPs", "seconds": "time"}
 TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 

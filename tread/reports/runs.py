@@ -61,7 +61,7 @@ class Found:
 
 
 def told_time(stated: object) -> str | None:
-    """Return a time of run.json or status.json as people write it; None if it is no time."""
+    """Return a time of run.json or status.json as people write it; None if `stated` is empty."""
     return str(stated).replace("T", " ").replace("+00:00", " UTC") if stated else None
 
 

@@ -18,7 +18,7 @@ from tread.runtime.versions import versions
 from tread.training.alignment import Alignment
 from tread.training.settings import Settings
 
-# The settings that must not change when a run is resumed; those of section edm or rf must not, either.
+# The settings that must not change when a run is resumed, besides the section of its objective (edm or rf).
 FIXED = ("seed", "objective", "model", "ema.power", "init_from", *TextSettings().decisive)
 FIXED += tuple(f"alignment.{item.name}" for item in fields(Alignment) if item.name != "precision")
 FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
