@@ -289,7 +289,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def files_of(data: LatentDataset) -> dict[str, str]:
-    """Return {file name: text} for a dataset's files of latents; the text has recorded sha256, size and last change."""
+    """Return {file name: text} for a dataset's latents; the text states recorded sha256, size and last change."""
     files = {}
     for shard in read_index(data.folder)["shards"]:
         found = (data.folder / shard["file"]).stat()
@@ -299,8 +299,8 @@ def files_of(data: LatentDataset) -> dict[str, str]:
 
 
 def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
-    """Return [a warning] if files differ from `before`, an earlier result of files_of, else []; with
-    dataset.verify=full, only hashes are compared."""
+    """Return a warning if files differ from `before`, an earlier result of files_of; with verify=full, hashes alone
+    are compared."""
     changed = differences(before, files_of(data), nothing="not there")
     if data.verify == "full":
         changed = {name: both for name, both in changed.items() if len({text.partition(",")[0] for text in both}) > 1}
