@@ -21,7 +21,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,7 @@ from tread.encoders.inception import Inception, sizes_of
 from tread.evaluation import image_sets, reference
 from tread.preparing import encode_photos
 from tread.preparing.images import Crop
-from tread.runtime import schema
+from tread.runtime import schema, versions
 from tread.runtime.cli import take_literally
 from tread.runtime.distributed import share_work
 from tread.training import periodic, settings
@@ -126,6 +126,8 @@ def draw_once(save: Callable) -> Callable:
     return save_curve
 
 
+versions.git_revision = cache(versions.git_revision)  # of one commit in one process
+os.fsync = lambda descriptor: None  # for power cuts, not kills; what is synced before what: test_checkpoint.py
 periodic.save_curve = draw_once(periodic.save_curve)  # of the runs in this process; the curves: drawing/test_charts.py
 
 
