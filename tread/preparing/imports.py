@@ -80,7 +80,6 @@ class ForeignSamples:
 
     labels              (n,) int64.
     read                function: index → (views, C or 2C, S, S), as stored; the second view, if any, is mirrored.
-    name                function: index → the sample's name in messages.
     spread              meaning of the second C of 2C channels, "logvar" or "std"; None: C channels, posterior samples.
     scaled              whether the stored numbers are scaled already.
     scale, autoencoder  latent scale and hub id, used unless the options name others.
@@ -91,7 +90,6 @@ class ForeignSamples:
 
     labels: Sequence[int]
     read: Callable[[int], np.ndarray]
-    name: Callable[[int], str]
     spread: Literal["logvar", "std"] | None = None
     scaled: bool = False
     scale: float = SCALE
@@ -170,7 +168,7 @@ def _maskdit(source: Path, options: "ImportOptions") -> ForeignSamples:
     def read(index: int) -> np.ndarray:
         return np.stack([moments(f"z-{view}") for view in range(index, length, count)])
 
-    return ForeignSamples(labels[:count], read, lambda index: f"z-{index}", "logvar")
+    return ForeignSamples(labels[:count], read, "logvar")
 
 
 def _tread(source: Path, options: "ImportOptions") -> ForeignSamples:
@@ -200,7 +198,7 @@ def _tread(source: Path, options: "ImportOptions") -> ForeignSamples:
         tar, name = samples[index]
         return read_npy(tar.read(name), f"{tar.path}: {name}", (4, 0, 0), _MASKDIT)[None]
 
-    return ForeignSamples(labels, read, lambda index: samples[index][1], scaled=options.scale_applied)
+    return ForeignSamples(labels, read, scaled=options.scale_applied)
 
 
 def _repa(source: Path, options: "ImportOptions") -> ForeignSamples:
@@ -217,7 +215,7 @@ def _repa(source: Path, options: "ImportOptions") -> ForeignSamples:
         return array[None]
 
     labels = [_number(table[name], f"{listing}: the label of {name}") for name in names]
-    return ForeignSamples(labels, read, names.__getitem__, "std")
+    return ForeignSamples(labels, read, "std")
 
 
 # --------------------------------------------------------------------------------------- LightningDiT
@@ -248,12 +246,9 @@ def _lightningdit(source: Path, options: "ImportOptions") -> ForeignSamples:
         sample = torch.cat([part[row : row + 1] for part in slices(path)])
         return (sample if sample.dtype == torch.float16 else sample.float()).numpy()
 
-    def name(index: int) -> str:
-        return f"{rows[index][0].name}, row {rows[index][1]},"
-
     file, meaning = source / STATISTICS, {"scale": 1.0, "autoencoder": UNKNOWN, "normalize": True}
     statistics = read_statistics(file, shapes[0][0]) if file.exists() else None
-    return ForeignSamples(labels, read, name, **meaning, statistics=statistics)
+    return ForeignSamples(labels, read, **meaning, statistics=statistics)
 
 
 def _opened(path: Path):
@@ -340,7 +335,7 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
 
     read_text(len(texts))  # raises if the empty caption is missing
     text = ForeignText(CLIP_TEXT, counts, read_text, captions)
-    return ForeignSamples(np.zeros(len(counts)), read, lambda index: f"{source}/{pictures[index]}", "logvar", text=text)
+    return ForeignSamples(np.zeros(len(counts)), read, "logvar", text=text)
 
 
 def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
