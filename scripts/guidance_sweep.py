@@ -64,11 +64,6 @@ class Sweep:
     baseline: bool
     metric: str | None
 
-    def __post_init__(self) -> None:
-        for name in Point._fields:
-            if getattr(self, name) == ():
-                raise ValueError(f"sweep.{name} is empty")
-
     def points(self, routed: bool) -> list[Point]:
         """Return all combinations of the sweep's values, each once. Unless the guidance uses routes (`routed`), the
         fractions of skipped tokens are 0."""
@@ -97,7 +92,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
     free = options.guidance.force or options.guidance.checkpoint is not None
     chosen = {point: setting(options, point) for point in grid if free or point.strong <= point.weak}
     if not chosen:
-        raise ValueError("sweep.strong is above sweep.weak everywhere; guidance.force=true runs it all the same")
+        raise ValueError("a list is empty, or strong is above sweep.weak everywhere, which guidance.force=true runs")
     source, precision = checkpoint.find(paths[0]), use_precision(options.precision, processes.device)
     metric = choose_metric(sweep, options, [plan_scoring(scored, source, precision) for scored in chosen.values()])
     with processes.main_first():

@@ -4,13 +4,12 @@
 ["red apple"]
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tread.data.index import check_sha256, named_file
-from tread.runtime.files import explain_failure, write_json, write_whole
+from tread.runtime.files import content_hash, explain_failure, write_json, write_whole
 
 FILE = "captions.jsonl"
 
@@ -30,7 +29,7 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
     for number, of_sample in enumerate(captions):
         check_captions(of_sample, f"sample {number:,} of {folder}")
     text = "".join(json.dumps(of_sample, ensure_ascii=False) + "\n" for of_sample in captions)
-    entry, before = {"file": FILE, "sha256": hashlib.sha256(text.encode()).hexdigest()}, index.pop("captions", None)
+    entry, before = {"file": FILE, "sha256": content_hash(text)}, index.pop("captions", None)
     if before not in (None, entry) and not again:
         raise ValueError(f"{folder} has other captions already: again=true replaces them")
     write_json(path, index)  # without captions while their file changes

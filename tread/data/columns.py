@@ -20,7 +20,6 @@ index.json has a section text[<encoder>] for each encoder, see TextSpec. section
 """
 
 import bisect
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -33,7 +32,9 @@ from torch import Tensor
 
 from tread.data.index import damaged
 from tread.data.shards import ShardRows, open_arrays
+from tread.data.store import spread_indices
 from tread.models.conditions import Text
+from tread.runtime.files import content_hash
 from tread.runtime.schema import Count, read
 
 LOOKED_AT = 32  # rows that are checked when a dataset is opened
@@ -55,8 +56,7 @@ def check_rows(
     vocabulary       for word numbers: the words, in the order of these numbers; None: the rows hold floats.
     """
     firsts = np.cumsum([0, *map(len, arrays)]).tolist()
-    count = firsts[-1] if full else min(LOOKED_AT, firsts[-1])
-    for row in np.linspace(0, firsts[-1] - 1, count).round().astype(int).tolist():
+    for row in spread_indices(firsts[-1], firsts[-1] if full else LOOKED_AT).tolist():
         shard = bisect.bisect_right(firsts, row) - 1
         at = row - firsts[shard]
         numbers = arrays[shard][at]
@@ -89,7 +89,7 @@ class FeatureSpec:
 def latents_hash(index: dict) -> str:
     """Return a hex sha256 of a dataset's latents and labels, computed from the hashes in its parsed index.json."""
     content = [[shard[key] for key in ("count", "file_sha256", "labels_sha256")] for shard in index["shards"]]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return content_hash(json.dumps(content))
 
 
 def check_grid(grid: int, side: int, whose: str) -> None:
@@ -180,7 +180,7 @@ class TextSpec:
     def stem(self) -> str:
         """The start of the files' names: "text-" and the encoder's name, shortened with a hash if not fit for one."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
-        digest = hashlib.sha256(self.encoder.encode()).hexdigest()[:6]
+        digest = content_hash(self.encoder)[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"
 
     @property

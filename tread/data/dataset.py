@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tread.data.captions import read_captions
-from tread.data.columns import FeatureSpec, TextSpec, open_features, open_pictures, open_text
+from tread.data.columns import open_features, open_pictures, open_text
 from tread.data.index import damaged, read_index
 from tread.data.latents import LatentSpec, holds_pixels, stored_pictures
 from tread.data.shards import Placement, ShardRows, open_latents, place
@@ -55,7 +55,6 @@ class Batch(NamedTuple):
 
 
 Verify = Literal["open", "full"]
-Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @functools.lru_cache(maxsize=2)  # two epochs: batches are read ahead, into the next epoch
@@ -88,23 +87,18 @@ class LatentDataset:
     text: str | None = None
     flip: bool = False
     latents: LatentSpec = field(init=False)
-    feature_spec: FeatureSpec | None = field(init=False, default=None)
-    text_spec: TextSpec | None = field(init=False, default=None)
-    picture_size: int | None = field(init=False, default=None)
     labels: np.ndarray = field(init=False, repr=False)
-    statistics: Statistics | None = field(init=False)  # mean, std of each channel
-    normal: Statistics | None = field(init=False)  # mean, std that `normalize` uses
-    attribution: str | None = field(init=False)  # attribution that the data's licence requires, from index.json
+    feature_spec = text_spec = picture_size = None
 
     def __post_init__(self) -> None:
         check("verify", self.verify, Verify)
         check("placement", self.placement, Placement)
         self.folder = Path(self.folder)
         index, path = read_index(self.folder), self.folder / "index.json"
-        self.attribution = index.get("attribution")
+        self.attribution = index.get("attribution")  # which the data's licence requires
         try:
             self.latents = LatentSpec.from_json(index)
-            known = "channel_mean" in index
+            known = "channel_mean" in index  # mean and std of each channel
             self.statistics = (tuple(index["channel_mean"]), tuple(index["channel_std"])) if known else None
             given = index.get("normalize_by")  # by the source of imported latents
             self.normal = (tuple(given["mean"]), tuple(given["std"])) if given else self.statistics

@@ -29,6 +29,11 @@ def pieces_of(rows: range | np.ndarray, size: int) -> list[range | np.ndarray]:
     return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
+def spread_indices(count: int, most: int) -> np.ndarray:
+    """Return at most `most` indices, evenly spread over 0..count−1, with both ends."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(int)
+
+
 class ShardStore:
     """Makes and keeps shards in a work folder.
 
@@ -60,8 +65,7 @@ class ShardStore:
         except (OSError, ValueError):
             before = {}
         same = before == {**fresh, **(begun or {})}
-        older = before and before.get("format") != FORMAT
-        if not (same or again) and (older or any(self.notes())):
+        if not (same or again) and any(self.notes()):
             raise ValueError(
                 f"{self.work} holds unfinished work of another kind: continue it as it was begun, or start anew "
                 f"(again=true, or remove the folder)\n{differences(before, fresh)}"
@@ -181,6 +185,10 @@ class ShardStore:
         for entry in (self.note(number)["entry"] for number in range(len(self.ranges))):
             if entry["count"]:
                 yield np.load(self.data / entry[kind], mmap_mode="r", allow_pickle=False)
+
+    def whole(self, kind: str) -> np.ndarray:
+        """Return the arrays of one kind as one."""
+        return np.concatenate(list(self.arrays(kind)))
 
     def first(self, kind: str, count: int) -> np.ndarray:
         """Return the first rows of one kind of array, at most `count`, reading no more shards than these need."""

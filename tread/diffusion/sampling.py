@@ -5,6 +5,7 @@ A sample depends only on its label and its seed, from which its noise and its ro
 Shapes: B samples, N tokens; latents (B, C, S, S).
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -106,9 +107,10 @@ class Sampler:
             return model.network.forward_flops(routes, attention, **more)
 
         more = {"path_drop": True} if self.guidance.row.drops_path else {}
+        calls = Counter((call.strong, call.weak) for call in self.plan(model.process))
         return sum(
-            cost(model, call.strong) + (0 if call.weak is None else cost(weak or model, call.weak, **more))
-            for call in self.plan(model.process)
+            times * (cost(model, ratio) + (0 if weaker is None else cost(weak or model, weaker, **more)))
+            for (ratio, weaker), times in calls.items()
         )
 
 

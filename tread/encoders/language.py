@@ -11,8 +11,8 @@ All but words are frozen, run in fp32 and return float16, the type of stored cap
 encoded alike. Captions are padded or cut off to T tokens.
 """
 
-import hashlib
 import importlib.util
+import itertools
 import json
 import re
 import unicodedata
@@ -28,6 +28,8 @@ from tread.data.columns import CLIP_L, TextSpec, text_encoder_name
 from tread.encoders.pretrained import TOKENIZER, hash_of_text_model, load_pretrained
 from tread.models.conditions import Text
 from tread.runtime.device import exact
+from tread.runtime.files import content_hash
+from tread.runtime.tensor_files import listed
 
 LONGEST = 128  # most tokens if neither the encoder nor the user sets a limit
 AT_ONCE = 256  # most captions in a batch
@@ -52,8 +54,7 @@ class WordEncoder:
 
     def __init__(self, vocabulary: Sequence[str], tokens: int) -> None:
         vocabulary = tuple(vocabulary)
-        fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
-        self.spec = TextSpec("words", fingerprint, tokens, None, None, vocabulary)
+        self.spec = TextSpec("words", content_hash(json.dumps(vocabulary)), tokens, None, None, vocabulary)
         self._numbers = {word: number for number, word in enumerate(vocabulary)}
 
     def _cut(self, caption: str) -> list[int]:
@@ -141,6 +142,18 @@ class ModelEncoder:
 
 
 TextEncoder = WordEncoder | ModelEncoder
+
+
+def remarks(encoder: TextEncoder, texts: Sequence[str]) -> list[str]:
+    """Describe what the encoder ignores in captions or prompts: ends that are cut off, and unknown words."""
+    lengths, tokens, lines = encoder.lengths(texts), encoder.spec.tokens, []
+    if cut := sum(length > tokens for length in lengths):
+        longest = f"the longest has {max(lengths):,}"
+        lines.append(f"{cut:,} of {len(texts):,} texts are cut off after {tokens} tokens; {longest}")
+    if unknown := [words for text in texts if (words := encoder.unknown(text))]:
+        words = listed(dict.fromkeys(itertools.chain(*unknown)), 10)
+        lines.append(f"{len(unknown):,} texts have words that are not in the vocabulary, which are all alike: {words}")
+    return lines
 
 
 def text_encoder(

@@ -5,7 +5,6 @@ by the FID Inception's features if its weights are on this machine. None of the 
 """
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,7 +93,7 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
     """
     shown = real.pictures[torch.from_numpy(asked.numbers)]
     compared = dict(zip(COMPARED, (pictures, shown, shown.roll(1, dims=3))))
-    features: dict[str, Callable[[Tensor], Tensor]] = {"": small_pixels}
+    features = {"": lambda pictures: F.adaptive_avg_pool2d(pictures.double() / 255, SIDE).flatten(1)}
     if inception is not None:
         features["_inception"] = lambda pictures: torch.from_numpy(extract(inception, pictures)["pool"]).double()
     shares = {}
@@ -105,11 +104,6 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
             share = right[what][asked.parts == part, :rank].any(axis=1).mean()
             shares[f"{part}_top{rank}{name}{what}"] = float(share)
     return shares
-
-
-def small_pixels(pictures: Tensor) -> Tensor:
-    """Average pictures (n, 3, S, S) uint8 down to 16×16 pixels, (n, 3·16·16) in 0..1."""
-    return F.adaptive_avg_pool2d(pictures.double() / 255, SIDE).flatten(1)
 
 
 def retrieved(features: Tensor, known: Tensor, asked: Asked, real: EmojiSet) -> np.ndarray:

@@ -23,14 +23,14 @@ import torch
 
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
-from tread.data.shards import write_array
+from tread.data.shards import Stream, write_array
 from tread.data.store import ShardStore, pieces_of
 from tread.encoders.inception import Inception, extract
 from tread.preparing.archives import Folder, Tar
 from tread.preparing.images import Crop, centre_crop, opened, read_rgb
-from tread.preparing.photos import Faults, is_picture, told
+from tread.preparing.photos import DAMAGED, Faults, is_picture, told
 from tread.runtime.distributed import Processes
-from tread.runtime.files import sha256, size_text, whole_file
+from tread.runtime.files import content_hash, sha256, size_text, whole_file
 
 THREADS = 8  # threads that decode a folder's pictures
 PART = 256  # pictures in a stored file, if there are enough
@@ -98,7 +98,7 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
         return data.read(np.arange(start, stop)).pictures.numpy()
 
     shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in read_index(path)["shards"]]
-    digest = hashlib.sha256(json.dumps(shards).encode()).hexdigest()
+    digest = content_hash(json.dumps(shards))
     return Pictures(str(path), len(data), (data.picture_size,) * 2, digest, read)
 
 
@@ -232,7 +232,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
 
 def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
     """Raise a ValueError that lists damaged pictures and those that are not RGB (`modes`), if any: [(name, reason)]."""
-    texts = told("damaged pictures", damaged, " can't be read as a picture ({})")
+    texts = told("damaged pictures", damaged, DAMAGED)
     texts += ["Replace or remove them, or leave them out with on_error=skip"] if damaged else []
     texts += told("pictures that are not RGB", modes, " is of mode {}")
     texts += ["Convert them, or set crop=256 for photos that are to be prepared as ADM does"] if modes else []
@@ -286,11 +286,8 @@ def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> 
     """Write parts of pictures (b, C, H, W) uint8 as ADM's arr_0 (n, H, W, C), and labels (n,) int64 as arr_1."""
     parts = (part.transpose(0, 2, 3, 1) for part in pictures)
     first = next(parts)
-    header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *first.shape[1:])}
+    batch = Stream("uint8", (len(labels), *first.shape[1:]), itertools.chain([first], parts))
     with whole_file(path) as partial, zipfile.ZipFile(partial, "w") as archive:
-        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            for part in itertools.chain([first], parts):
-                file.write(np.ascontiguousarray(part).data)
-        with archive.open("arr_1.npy", "w") as file:
-            write_array(file, labels)
+        for name, array in (("arr_0.npy", batch), ("arr_1.npy", labels)):
+            with archive.open(name, "w", force_zip64=True) as file:
+                write_array(file, array)

@@ -1,7 +1,6 @@
 """Reads prompts for text-conditional networks and encodes them with the text encoder of the training; opens captions of
 held-out pictures for scoring. Samplers take labels: for a text-conditional network, indices of its prompts."""
 
-import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -17,10 +16,10 @@ from tread.data.columns import TextSpec, latents_hash, text_encoder_name
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.diffusion.labels import class_labels, spread_classes
-from tread.encoders.language import TextEncoder, encoder_for
+from tread.encoders.language import encoder_for, remarks
 from tread.models.conditions import Text
+from tread.runtime.files import content_hash
 
-NOTED = 3  # at most as many prompts are named in warnings
 HELDOUT = "heldout"
 
 
@@ -71,27 +70,12 @@ def encode_prompts(
         raise ValueError(
             f"{error}\nIf it has moved, text_encoder=<hub id or folder> names where it lies now"
         ) from error
-    return encoder.encode(prompts), prompt_warnings(encoder, prompts)
+    return encoder.encode(prompts), remarks(encoder, prompts)
 
 
 def brief(prompt: str) -> str:
     """Return a prompt for a message, cut off if it is long."""
     return prompt if len(prompt) <= 60 else prompt[:59] + "…"
-
-
-def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
-    """Return notes on words unknown to the encoder and on prompts that it cuts off: at most NOTED notes, then how many
-    more there are."""
-    tokens, notes = encoder.spec.tokens, []
-    for prompt, length in zip(prompts, encoder.lengths(prompts)):
-        shown = repr(brief(prompt))
-        if unknown := list(dict.fromkeys(encoder.unknown(prompt))):
-            words = ", ".join(unknown[:10]) + ", …" * (len(unknown) > 10)
-            notes.append(f"{shown} has words that no caption of the training had, which are all alike to it: {words}")
-        if length > tokens:
-            notes.append(f"{shown} has {length:,} tokens, of which the network sees the first {tokens}")
-    more = len(notes) - NOTED
-    return notes[:NOTED] + [f"likewise of {more:,} more"] * (more > 0)
 
 
 @dataclass(frozen=True)
@@ -137,6 +121,6 @@ def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPro
     index = read_index(folder)
     count = index["text"][text_encoder_name(wanted.encoder)]["captions"]
     parts = {"latents": latents_hash(index), "captions": index.get("captions"), "text": asdict(wanted)}
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    digest = content_hash(json.dumps(parts, sort_keys=True))
     words = itertools.chain.from_iterable(read_captions(folder, index)) if with_words else ()
     return ScoredPrompts(data, count, digest, data.text_of, tuple(words))

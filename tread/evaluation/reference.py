@@ -109,7 +109,7 @@ def symmetric(triangle: np.ndarray) -> np.ndarray:
     size = (math.isqrt(8 * triangle.size + 1) - 1) // 2
     matrix = np.zeros((size, size), triangle.dtype)
     matrix[np.triu_indices(size)] = triangle[: size * (size + 1) // 2]
-    return np.triu(matrix) + np.triu(matrix, 1).T
+    return matrix + np.triu(matrix, 1).T
 
 
 def statistics(what: str, features: ShardStore, kind: str, processes: Processes) -> Statistics:
@@ -159,14 +159,14 @@ class FeatureSets:
         """Return the probabilities (n, classes) that Inception gives the samples, in the samples' order."""
         if self.network.fc is None:
             raise Unavailable("the Inception weights have no fc layer")
-        return np.concatenate(list(self.samples.arrays("probabilities")))
+        return self.samples.whole("probabilities")
 
     @functools.cached_property
     def pools(self) -> tuple[Tensor, Tensor]:
         """The features "pool" of the reference (n, D) and of the samples (m, D), fp32."""
         if self.features is None:
             raise Unavailable(self.reference.lacking)
-        return tuple(torch.from_numpy(np.concatenate(list(s.arrays("pool")))) for s in (self.features, self.samples))
+        return tuple(torch.from_numpy(store.whole("pool")) for store in (self.features, self.samples))
 
     def compare(
         self,

@@ -175,9 +175,8 @@ class DigitsJudge(Scorer):
     metrics = ("label_agreement", "frechet_pixels")
 
     def score(self, samples: ShardStore) -> Scores:
-        pictures, labels = (np.concatenate(list(samples.arrays(name))) for name in ("pictures", "labels"))
-        unavailable = {"fid": "grey pictures of 8×8 are scored in raw pixels"}
-        return judge_digits(pictures, labels), unavailable, REAL_COUNTS
+        values = judge_digits(samples.whole("pictures"), samples.whole("labels"))
+        return values, {"fid": "grey pictures of 8×8 are scored in raw pixels"}, REAL_COUNTS
 
 
 class EmojiJudge(Scorer):
@@ -203,9 +202,9 @@ class EmojiJudge(Scorer):
         )
 
     def score(self, samples: ShardStore) -> Scores:
-        pictures, numbers = (np.concatenate(list(samples.arrays(name))) for name in ("pictures", "labels"))
         inception = self.weights and load_inception(self.weights, "cuda" if torch.cuda.is_available() else "cpu")
-        asked, in_order = self.asked.parts.tolist(), torch.from_numpy(pictures[numbers.argsort()])
+        order = samples.whole("labels").argsort()
+        asked, in_order = self.asked.parts.tolist(), torch.from_numpy(samples.whole("pictures")[order])
         values = judge_emoji(in_order, self.asked, real_emoji(*self.parts), inception)
         counts = {name: asked.count(name.partition("_")[0]) for name in values}
         return values, {"fid": "emoji are judged by their captions"}, counts

@@ -3,7 +3,6 @@ same command, run again after an interruption, makes the missing parts."""
 
 import datetime
 import glob
-import hashlib
 import json
 import sys
 import time
@@ -14,7 +13,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -42,7 +40,7 @@ from tread.runtime import schema
 from tread.runtime.compiling import Compile, compile_blocks, settle_compile
 from tread.runtime.device import Precision, avoid_faults, device_name, use_precision
 from tread.runtime.distributed import Processes
-from tread.runtime.files import check_place, explain_failure
+from tread.runtime.files import check_place, content_hash, explain_failure
 from tread.runtime.plugins import plugin_changes
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
@@ -364,7 +362,7 @@ def add_shipped_pictures(
         return
     missing = processes.from_main(lambda: feature_store(pictures, Path(options.cache), scorer.network).missing())
     if pictures.count == reference.count and (options.reference_features or not missing):
-        both = hashlib.sha256(f"{reference.sha256} {pictures.sha256}".encode()).hexdigest()
+        both = content_hash(f"{reference.sha256} {pictures.sha256}")
         scorer.reference = replace(reference, pictures=pictures, sha256=both)
     elif options.reference_features:
         raise ValueError(f"{folder} holds {pictures.count:,} pictures, but CIFAR-10 has {reference.count:,}")
@@ -421,7 +419,7 @@ class CheckpointScoring:
         self.files, self.lines = ScoreFiles(out or plan.folder), (out or plan.folder.parent) / "fid.csv"
         self.settings = plan.fingerprint(**scorer.hashes, clip=clip and clip.sha256)
         drawn = {key: value for key, value in self.settings.items() if key != "reference"}
-        name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
+        name = f".fid-{content_hash(json.dumps(drawn))[:12]}"
         size = part_size(plan.count, plan.sampler.batch_size)
         self.parts = ShardStore(self.files.folder / name, drawn, pieces_of(plan.seeds, size))
         self.seconds = Counter(sampling=0.0, features=0.0)
@@ -506,7 +504,7 @@ class CheckpointScoring:
             total.update(note["seconds"])
         record = common_record(self.scorer, parts, plan.count, self.processes)
         if self.clip is not None:
-            record[CLIP] = float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))
+            record[CLIP] = float(parts.whole(CLIP).mean(dtype="float64"))
             record["counts"][CLIP] = plan.count
         if plan.decode_precision:
             note = f"pictures were decoded in {plan.decode_precision}; published numbers are of fp32"
@@ -540,8 +538,7 @@ class CheckpointScoring:
             save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
             if self.plan.options.save_samples:
                 tqdm.write(f"  writing   {files.path('samples.npz')}")
-                labels = np.concatenate(list(parts.arrays("labels")))
-                save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
+                save_npz(files.path("samples.npz"), parts.arrays("pictures"), parts.whole("labels"))
             add_line(self.lines, record)
             where = files.write(record)
         tqdm.write(f"{table(record)}\n  written   {where}")

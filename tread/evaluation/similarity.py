@@ -25,7 +25,7 @@ from tread.diffusion.sampling import Model
 from tread.evaluation.heldout_loss import read_points
 from tread.models.backbone import Backbone
 from tread.preparing import digits
-from tread.routing.ids import RULES, check_ratio, describe_route, pair
+from tread.routing.ids import RULES, check_ratio, pair
 from tread.runtime.randomness import seeded_uniform
 
 
@@ -121,11 +121,6 @@ def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[R
     for number, route in enumerate(asked or ()):
         check_ratio(route, grid, f"routes.{number}.selection_ratio")
     return check_routes(routes, model.depth)
-
-
-def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
-    """Return routes as text; their block numbers must not be negative."""
-    return ", ".join(describe_route(route, network.num_tokens, network.grid) for route in routes)
 
 
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:

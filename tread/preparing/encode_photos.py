@@ -5,7 +5,6 @@ Batches never cross a shard, so a shard depends only on its pictures, the autoen
 (on a CPU, its last bits also depend on the number of threads).
 """
 
-import hashlib
 import itertools
 import os
 import threading
@@ -17,24 +16,25 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Alpha, Dtype, LatentSpec, Orientation, to_network
-from tread.data.store import pieces_of
+from tread.data.store import pieces_of, spread_indices
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.autoencoder import LatentEncoder
 from tread.preparing.images import Crop, centre_crop, read_rgb
-from tread.preparing.photos import ONE_CLASS, Photos, captions_hash, held_out, told
+from tread.preparing.photos import DAMAGED, ONE_CLASS, Photos, captions_hash, held_out, told
 from tread.preparing.sources import find_photos
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
-from tread.runtime.files import explain_failure, size_text
+from tread.runtime.files import content_hash, explain_failure, size_text
 from tread.runtime.schema import Count, CountOrZero, Fraction
 from tread.runtime.tensor_files import listed
 
@@ -42,8 +42,8 @@ MUCH = 4  # the report names pictures enlarged by more than this factor
 
 
 @dataclass
-class Crops(Dataset):
-    """Cropped photos: (pixels (3, size, size) uint8 or None, why they can't be read or "", photo size (W, H))."""
+class Crops:
+    """Cropped photos. An item is pixels (3, size, size) uint8 or None, why they are None or "", photo size (W, H)."""
 
     photos: Photos
     crop: Crop
@@ -55,9 +55,6 @@ class Crops(Dataset):
         except (OSError, ValueError) as error:
             return None, str(error) or type(error).__name__, (0, 0)
         return pixels, "", image.size
-
-    def __len__(self) -> int:
-        return len(self.photos)
 
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
@@ -75,12 +72,9 @@ def end_with(process: int, worker: int) -> None:
     PyTorch ends a worker only with its parent, which here is a fork server."""
 
     def watch() -> None:
-        while True:
-            try:
-                os.kill(process, 0)
-            except ProcessLookupError:
-                os._exit(1)
+        while psutil.pid_exists(process):
             time.sleep(1)
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="end with").start()
 
@@ -101,9 +95,8 @@ def read_crops(
 
 def source_hash(photos: Photos) -> str:
     """Return the hex sha256 of the pictures' names, labels and classes."""
-    digest = hashlib.sha256("\0".join((*photos.classes, *photos.names)).encode(errors="surrogateescape"))
-    digest.update(photos.labels.tobytes())
-    return digest.hexdigest()
+    names = "\0".join((*photos.classes, *photos.names)).encode(errors="surrogateescape")
+    return content_hash(names + photos.labels.tobytes())
 
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
@@ -133,7 +126,7 @@ def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
-        (listed,) = told("damaged pictures", damaged, " can't be read as a picture ({})")
+        (listed,) = told("damaged pictures", damaged, DAMAGED)
         raise ValueError(
             f"{photos.where}: {listed}\nReplace or remove them and start the same command again: it goes on with what "
             "is done. Or leave such files out with on_error=skip"
@@ -165,13 +158,10 @@ def make_shards(
     def make(numbers: list[int], done: Callable[[int], object]) -> None:
         shards = [pieces_of(writer.ranges[number], batch_size) for number in numbers]
         coming = read_crops(photos, options.crop, itertools.chain(*shards), workers)
-        began, waited = time.perf_counter(), 0.0
         for number, batches in zip(numbers, shards):
             stored, pictures, read, damaged = [no_latents], [no_pictures], {}, []
             for indices in batches:
-                asked = time.perf_counter()
                 pixels, notes = next(coming)
-                waited += time.perf_counter() - asked
                 for index, (why, size) in zip(indices.tolist(), notes):
                     if why:
                         damaged.append((index, photos.names[index], int(photos.labels[index]), why))
@@ -190,12 +180,6 @@ def make_shards(
                 damaged=damaged,
                 enlarged=sum(side < options.resolution for side in read.values()),
                 much_enlarged=[photos.names[index] for index, side in read.items() if MUCH * side < options.resolution],
-            )
-        if numbers:
-            wall = time.perf_counter() - began
-            processes.say(
-                f"  speed     {writer.rows(numbers) / wall:.1f} images/s a process, of whose time "
-                f"{100 * waited / wall:.1f}% waiting for pictures from {workers} reading processes"
             )
 
     writer.share(processes, "encoding", make)
@@ -428,11 +412,6 @@ def dataset_numbers(data: LatentDataset) -> dict:
     counts = np.bincount(data.labels, minlength=len(data.latents.classes)).tolist()
     by_class = dict(zip(data.latents.classes, counts))
     return {"count": len(data), "class_counts": by_class, "channel_mean": list(mean), "channel_std": list(std)}
-
-
-def spread_indices(count: int, pictures: int) -> np.ndarray:
-    """Return at most `pictures` indices, evenly spread over 0..count−1."""
-    return np.unique(np.linspace(0, count - 1, pictures).round().astype(int))
 
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 
 from tread.preparing.archives import Store
 from tread.preparing.images import HEAD, no_picture
+from tread.runtime.files import content_hash
 from tread.runtime.tensor_files import listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
@@ -22,6 +23,7 @@ LOOKED = 100_000  # with more pictures, first bytes are not checked before the w
 THREADS = 16  # number of threads that check first bytes
 ONE_CLASS = ("all",)  # for captioned pictures without classes
 Faults = list[tuple[str, str]]  # (name, why)
+DAMAGED = " can't be read as a picture ({})"  # a line of `told`
 
 
 @dataclass
@@ -88,13 +90,10 @@ class Photos:
         lines = named(self.faults, ": {}")
         if not self.names:
             raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
-        wrong = [] if skip else told("files that can't be used", self.faults)
-        wrong += (
-            []
-            if skip
-            else told("damaged pictures by their first bytes", self.no_pictures(), " can't be read as a picture ({})")
-        )
-        texts = wrong + ["Mend or remove them, or leave them out with on_error=skip"] * bool(wrong)
+        texts = [] if skip else told("files that can't be used", self.faults)
+        if not skip:
+            texts += told("damaged pictures by their first bytes", self.no_pictures(), DAMAGED)
+        texts += ["Mend or remove them, or leave them out with on_error=skip"] * bool(texts)
         empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
         if empty and not allow_empty:
             remedy = "Remove what is empty, or set allow_empty=true to keep the class"
@@ -145,10 +144,7 @@ def cleaned(captions: Sequence[str]) -> list[str]:
 
 def captions_hash(captions: Sequence[Sequence[str]]) -> str:
     """Return the hex sha256 of all captions."""
-    digest = hashlib.sha256()
-    for sample_captions in captions:
-        digest.update(json.dumps(sample_captions).encode() + b"\n")
-    return digest.hexdigest()
+    return content_hash("".join(json.dumps(of_picture) + "\n" for of_picture in captions))
 
 
 def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str | None) -> np.ndarray:

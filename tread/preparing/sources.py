@@ -115,16 +115,11 @@ def _prefix(source: Path, names: list[str], folders: set[str], root: str | None,
         if not matches:
             raise ValueError(f"{source} has no folder {root}; its folders are {', '.join(outermost[:8]) or 'none'}, …")
         return f"{matches[0]}/"
-    prefix = ""
-    while True:
-        below = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        tops = {name.split("/")[0] for name in below}
-        if len(tops) != 1 or "/" not in below[0]:
-            return prefix
-        lower = [name.split("/", 1)[1] for name in below]
-        if any("/" not in name for name in lower) and not {*LABEL_FILES, labels} & set(lower):
-            return prefix  # the only folder holds pictures: it is a class
-        prefix += f"{tops.pop()}/"
+    folder = posixpath.commonpath(map(posixpath.dirname, names)) if names else ""
+    inside = {name.removeprefix(f"{folder}/") for name in names}
+    if any("/" not in name for name in inside) and not {*LABEL_FILES, labels} & inside:
+        folder = posixpath.dirname(folder)  # it holds pictures: it is a class
+    return f"{folder}/" if folder else ""
 
 
 def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, int]:

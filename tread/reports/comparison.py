@@ -52,20 +52,17 @@ class SeedGroup:
         each = [{r["step"]: r for r in run.records if metric in r} for run in self.runs]
         points = []
         for step in each[0]:
-            if all(step in series for series in each):
-                records = [series[step] for series in each]
-                spread = statistics.stdev(record[metric] for record in records) if len(records) > 1 else None
-                means = [_mean(records, key) for key in (metric, "flops", "seconds")]
-                points.append(Point(step, means[0], spread, *means[1:]))
+            records = [series[step] for series in each if step in series]
+            if len(records) == len(each):
+                spread = statistics.stdev(record[metric] for record in records) if len(each) > 1 else None
+                known = [[r[key] for r in records if key in r] for key in (metric, "flops", "seconds")]
+                mean, *costs = (sum(values) / len(each) if len(values) == len(each) else None for values in known)
+                points.append(Point(step, mean, spread, *costs))
         return points
 
     def last(self, metric: str) -> list[float]:
         """Return the last value of a metric in each run that has the metric."""
         return [value for run in self.runs if (value := run.last(metric)) is not None]
-
-
-def _mean(records: list[dict], key: str) -> float | None:
-    return sum(r[key] for r in records) / len(records) if all(key in r for r in records) else None
 
 
 def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:

@@ -25,7 +25,8 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
     swept = {path.parent for path in _below(folder, "sweep.csv")}
     for path in [*_below(folder, "*fid*.json"), *_below(folder, "fid*.csv")]:
         for record in _read(path, problems) if not swept & {*path.parents} else ():
-            settings, counts, lacks = (_section(record, key) for key in ("settings", "counts", "unavailable"))
+            given = (record.get(key) for key in ("settings", "counts", "unavailable"))
+            settings, counts, lacks = (value if isinstance(value, dict) else {} for value in given)
             values = settings | record
             if path.suffix == ".json":
                 values["sampler"] = sampler_told(values)
@@ -56,7 +57,3 @@ def _read(path: Path, problems: list[str]) -> list[dict]:
         problems.append(f"{path} can't be read: {error}")
         return []
     return [content] if isinstance(content, dict) else []
-
-
-def _section(record: dict, key: str) -> dict:
-    return record[key] if isinstance(record.get(key), dict) else {}

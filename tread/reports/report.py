@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
+from tread.data.store import spread_indices
 from tread.evaluation.metric_table import METRICS, heldout_titles
 from tread.reports.comparison import SeedGroup, cautions, charts, group_runs, results_table, unit, unlike, verdicts
 from tread.reports.known_scores import Score, find_scores
@@ -86,10 +85,11 @@ def subject_of(runs: Sequence[Found]) -> Subject:
     groups += [SeedGroup(run.folder.resolve().name, [run]) for run in alone]
     called = [group.name for group in groups]
     groups = [replace(g, name=str(g.runs[0].folder)) if called.count(g.name) > 1 else g for g in groups]
-    names = {}
-    for group in groups:
-        for run in group.runs:
-            names[run.folder] = f"{group.name}, {run.folder.name}" if len(group.runs) > 1 else group.name
+    names = {
+        run.folder: f"{group.name}, {run.folder.name}" if len(group.runs) > 1 else group.name
+        for group in groups
+        for run in group.runs
+    }
     return Subject(runs, groups, {run.folder: names[run.folder] for run in runs})
 
 
@@ -154,7 +154,8 @@ def add_samples(page: Page, subject: Subject) -> None:
     shown, said = {}, []
     for run in subject.runs:
         paths = {p.stem[5:]: p for p in sorted(run.folder.glob("samples/step_*.png")) if p.stem[5:].isdecimal()}
-        chosen, smaller = evenly([*paths], PICTURES // len(subject.runs)), 0
+        most, smaller = max(2, PICTURES // len(subject.runs)), 0
+        chosen = [[*paths][place] for place in spread_indices(len(paths), most)]
         for step in chosen:
             try:
                 uri, reduced = data_uri(paths[step])
@@ -173,11 +174,6 @@ def add_samples(page: Page, subject: Subject) -> None:
         page.slider(shown)
         page.text("Drawn with the EMA weights. A row is a class, and a place has the same noise at each step.")
     page.points(said)
-
-
-def evenly(items: Sequence, most: int) -> list:
-    """Return at most `most` items (but at least two), evenly chosen, with the first and the last."""
-    return [items[place] for place in np.linspace(0, len(items) - 1, min(len(items), max(2, most))).round().astype(int)]
 
 
 def add_curves(page: Page, subject: Subject) -> None:

@@ -2,11 +2,12 @@
 
 import glob
 import math
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from tread.checkpoints import checkpoint
 from tread.runtime.plugins import import_plugins
@@ -57,7 +58,11 @@ class Found:
         host, pid, time = self.status.get("host"), self.status.get("pid"), told_time(self.status.get("time"))
         if host != platform.node() or not isinstance(pid, int):
             return f"running on {host}, by what it wrote last at {time}"
-        return "running" if _alive(pid) else f"killed: process {pid} is gone without a word; it last wrote at {time}"
+        return (
+            "running"
+            if psutil.pid_exists(pid)
+            else f"killed: process {pid} is gone without a word; it last wrote at {time}"
+        )
 
 
 def told_time(stated: object) -> str | None:
@@ -106,8 +111,8 @@ def find_run(folder: Path) -> Found:
         if newest := checkpoint.newest(folder):
             source = checkpoint.find(newest)
             saved = source.info
-            for name in saved["files"]:
-                source.check(name.removesuffix(".safetensors"))
+            for name in source.parts:
+                source.check(name)
         else:
             problems.append("there is no checkpoint")
     except (OSError, ValueError) as error:
@@ -138,12 +143,3 @@ def _config_of(config: object) -> dict:
     except (TypeError, AttributeError):
         return {}
     return config if all(isinstance(value_at(config, key), kind) for key, kind in NEEDED.items()) else {}
-
-
-def _alive(pid: int) -> bool:
-    """Return whether a process with this id exists on this machine."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True

@@ -1,6 +1,8 @@
 """The command line of every entry point: checks of overrides, --help, plugins, and errors in one line."""
 
 import contextlib
+import functools
+import inspect
 import os
 import re
 import signal
@@ -8,20 +10,39 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
+import hydra
 import torch
 from omegaconf import DictConfig, ListConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tread.runtime.plugins import import_plugins
-from tread.runtime.schema import check_overrides
+from tread.runtime.schema import check_overrides, known_keys, read
 from tread.runtime.signals import leave_at_once
 
 ONE_EACH = "one command for each value, each with its own name="
 
 
+def door(kind: type, stopped: str = "stopped") -> Callable[[Callable], Callable[[], None]]:
+    """Decorator for a script's `main(options)`: makes it the Hydra function that `open_door` takes. The options, of the
+    dataclass `kind`, come from the config file named like the script; for `stopped` see `explained`."""
+
+    def decorate(main: Callable) -> Callable[[], None]:
+        @functools.wraps(main)
+        def read_and_run(composed: DictConfig) -> None:
+            with explained(stopped):
+                main(read(plain(composed), kind))
+
+        name = Path(inspect.getfile(main)).stem
+        opened = hydra.main(version_base="1.3", config_path="../configs", config_name=name)(read_and_run)
+        opened.known = known_keys(kind)
+        return opened
+
+    return decorate
+
+
 def open_door(
     main: Callable[[], None],
-    known: Iterable[str] | Callable[[], Iterable[str]],
+    known: Iterable[str] | Callable[[], Iterable[str]] | None = None,
     literal: Collection[str] = (),
     spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
@@ -29,11 +50,11 @@ def open_door(
     An error in the composed config ends the script without a traceback; HYDRA_FULL_ERROR=1 shows it.
 
     known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
-             keys.
+             keys; None: those of the options that `door` was given.
     literal  keys whose values Hydra must not parse: `take_literally` encodes them.
     spell    function that rewrites the list of overrides for Hydra.
     """
-    script = main.__wrapped__.__globals__
+    script = inspect.unwrap(main).__globals__
     config = config_file(Path(script["__file__"]))
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     with explained():
@@ -42,7 +63,7 @@ def open_door(
             raise ValueError(f"-m and --multirun would run the first value alone: give {ONE_EACH}")
         import_plugins(named_plugins(sys.argv[1:], config))
         sys.argv[1:] = spell(take_literally(sys.argv[1:], literal))
-        check_overrides(sys.argv[1:], list(known() if callable(known) else known))
+        check_overrides(sys.argv[1:], list(known() if callable(known) else known or main.known))
         if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:
             sys.stderr.write("--cfg prints values as they are put together; a run also checks them\n")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors

@@ -21,6 +21,11 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def content_hash(content: str | bytes) -> str:
+    """Return the hex sha256 of a text in UTF-8, or of bytes."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
 def sync(path: Path) -> None:
     """Flush a file, or a folder's list of files, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
