@@ -109,11 +109,6 @@ class RF(Process):
             squared = squared + self.direction * (1 - F.cosine_similarity(v, target, dim=1, eps=SHORTEST))[:, None]
         return squared, noisy - t.float().view(-1, 1, 1, 1) * v, noisy
 
-    def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
-        """Return each sample's mean squared error (see `errors`), (B,) fp32. x is clean, noise standard normal."""
-        squared = self.errors(network, x, y, t, noise, routes)[0]
-        return squared.mean(dim=(1, 2, 3))
-
     def evaluation_levels(self, count: int) -> Tensor:
         """Return the times (i + ½) / count for i = 0 .. count−1, (count,) fp64, independent of the training density."""
         return (torch.arange(count, dtype=torch.float64) + 0.5) / count

@@ -70,10 +70,6 @@ class EDM(Process):
     def _norm(self, sigma: Tensor) -> Tensor:
         return (sigma.view(-1, 1, 1, 1) ** 2 + self.sigma_data**2).sqrt()
 
-    def denoise(self, network: Network, x: Tensor, sigma: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        """Run the network and return D(x; σ, y), the predicted data, in fp32."""
-        return self.combine(network(*self.precondition(x, sigma), y, routes=routes), x, sigma)
-
     def noised(self, x: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
         """Return x + σ·noise."""
         return x + sigma.float().view(-1, 1, 1, 1) * noise
@@ -85,13 +81,6 @@ class EDM(Process):
         noisy = self.noised(x, sigma, noise)
         D = self.denoise(network, noisy, sigma, y, routes)
         return (D - x).square(), D, noisy
-
-    def loss(
-        self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
-    ) -> Tensor:
-        """Return each sample's λ(σ)·mean (D − x)², (B,) fp32, for clean latents x and standard normal noise."""
-        squared = self.errors(network, x, y, sigma, noise, routes)[0]
-        return self.weight(sigma.float()) * squared.mean(dim=(1, 2, 3))
 
     def schedule(self, num_steps: int = 40) -> Tensor:
         """Return the sampler's noise levels σ_0 = sigma_max .. σ_{N−1} = sigma_min, σ_N = 0 (Eq. 5): (N+1,) fp64."""
