@@ -9,7 +9,7 @@ Shapes: B samples, N tokens, D hidden size.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tread.models.backbone import Backbone, linear_products, modulate
+from tread.models.backbone import Backbone, gated, linear_products, modulation, plain_norm
 
 
 class Attention(nn.Module):
@@ -47,18 +47,17 @@ class DiTBlock(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, conditioning: int | None = None) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.norm1 = plain_norm(dim)
         self.attn = Attention(dim, num_heads)
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.norm2 = plain_norm(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning or dim, 6 * dim))
+        self.adaLN_modulation = modulation(conditioning or dim, 6 * dim)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         """Map tokens x (B, N, D) and conditioning c (B, conditioning) to tokens (B, N, D)."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1))
-        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return x
+        values = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = gated(x, self.norm1, self.attn, values[:3])
+        return gated(x, self.norm2, self.mlp, values[3:])
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         """Return the multiply-adds for one sample of `tokens` tokens; attention=False counts the linear layers only."""

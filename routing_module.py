@@ -300,7 +300,7 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
     if not whole:
         raise ValueError(
             f"ids_keep of the route {route.start}→{route.end} are not whole rows of the {grid[0]}×{width} grid in "
-            "raster order; row_ids of tread/routing/ids.py draws such"
+            "raster order, as select=row draws them"
         )
     return ids_keep.shape[1] // width, width
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import Route
 from tread.models.backbone import Backbone
-from tread.routing.ids import choose_ids, row_ids
+from tread.routing.ids import choose_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 
@@ -41,7 +41,8 @@ def drawn(route: Route, size: int = 3, seed: int = 2) -> list[tuple[Route, Tenso
 
 def rows(count: int, ratio: float = 0.5, grid: tuple[int, int] = (4, 4)) -> Tensor:
     """ids of whole rows, (count, K)"""
-    return row_ids(torch.rand(count, grid[0] * grid[1], generator=torch.Generator().manual_seed(0)), ratio, grid)
+    noise = torch.rand(count, grid[0] * grid[1], generator=torch.Generator().manual_seed(0))
+    return choose_ids(Route(0, 0, ratio, select="row"), noise, grid)
 
 
 def assert_near(actual: Tensor, expected: Tensor, limit: float = 1e-4, share: float = 1e-6) -> None:

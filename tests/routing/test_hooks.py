@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from routing_module import Route, gather_tokens, run_blocks, scatter_tokens
 from tread.routing.hooks import Routing, attach_routes, join_first, select_first
-from tread.routing.ids import choose_ids, keep_prefix
+from tread.routing.ids import choose_ids
 
 B, TEXT = 3, 7
 LENGTHS = torch.tensor([TEXT, 4, 5])  # of captions, where they differ
@@ -43,7 +43,7 @@ def select_lumina(args, kwargs, ids):
 def select_flux(args, kwargs, ids):
     given = {**dict(zip(FLUX_INPUTS, args)), **kwargs}
     text = given["encoder_hidden_states"].shape[1]
-    rows = keep_prefix(ids[:1], text)[0]
+    rows = torch.cat([torch.arange(text), text + ids[0]])
     tables = tuple(table[rows] for table in given["image_rotary_emb"])
     return (), {**given, "hidden_states": gather_tokens(given["hidden_states"], ids), "image_rotary_emb": tables}
 

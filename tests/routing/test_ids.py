@@ -26,11 +26,7 @@ from tread.routing.ids import (
     choose_ids,
     count_kept,
     force,
-    group_ids,
-    keep_prefix,
     pair,
-    row_ids,
-    shared_ids,
     with_ratio,
 )
 from tread.runtime.distributed import split_batch
@@ -71,12 +67,12 @@ def test_row_ids_equal_a_loop(grid, ratio):
         first = sorted(range(height), key=lambda row: numbers[row * width])
         rows = sorted(first[: height - int(height * ratio)])
         expected.append([row * width + column for row in rows for column in range(width)])
-    actual = row_ids(noise, ratio, grid)
+    actual = choose_ids(Route(0, 0, ratio, select="row"), noise, grid)
     assert actual.tolist() == expected and actual.dtype == torch.int64
 
 
 def test_every_set_of_rows_is_equally_likely_and_samples_differ():
-    ids = row_ids(uniform(20000, 18), 0.5, (6, 3))
+    ids = choose_ids(Route(0, 0, select="row"), uniform(20000, 18), (6, 3))
     rows = ids.view(20000, 3, 3) // 3
     assert ids.shape == (20000, 9) and (rows == rows[..., :1]).all() and (ids.diff(dim=1) > 0).all()
     number, errors = shares(rows[..., 0], math.comb(6, 3))
@@ -88,11 +84,12 @@ def test_every_set_of_rows_is_equally_likely_and_samples_differ():
 
 def test_shared_ids_are_those_of_the_first_sample():
     noise = uniform(5, 12)
-    ids = shared_ids(noise, 0.25)
+    route = Route(0, 0, 0.25, select="shared")
+    ids = choose_ids(route, noise)
     assert ids.shape == (5, 9) and torch.equal(ids, draw_ids(noise, 0.25)[:1].expand(5, -1))
     other = torch.cat([noise[:1], uniform(4, 12, seed=1)])
-    assert torch.equal(shared_ids(other, 0.25), ids)
-    assert not torch.equal(shared_ids(noise.flip(0), 0.25), ids)
+    assert torch.equal(choose_ids(route, other), ids)
+    assert not torch.equal(choose_ids(route, noise.flip(0)), ids)
 
 
 # ----------------------------------------------------------------------------------------- groups
@@ -108,15 +105,15 @@ def test_group_ids_equal_a_loop(grid):
             four = [(row + down) * width + column + right for down in (0, 1) for right in (0, 1)]
             ids.append(min(four, key=lambda token: numbers[token]))
         expected.append(sorted(ids))
-    actual = group_ids(noise, grid)
-    assert actual.tolist() == expected and actual.dtype == torch.int64
     route = Route(0, 0, 0.75, select="group")
-    assert torch.equal(choose_ids(route, noise, grid), actual) and actual.shape[1] == count_kept(route, height * width)
+    actual = choose_ids(route, noise, grid)
+    assert actual.tolist() == expected and actual.dtype == torch.int64
+    assert actual.shape[1] == count_kept(route, height * width)
     assert choose_ids(route, noise, grid, prefix=1).tolist() == [[0, *(i + 1 for i in ids)] for ids in expected]
 
 
 def test_every_choice_of_a_token_from_each_group_is_equally_likely():
-    ids = group_ids(uniform(20000, 8), (2, 4))
+    ids = choose_ids(Route(0, 0, 0.75, select="group"), uniform(20000, 8), (2, 4))
     number, errors = shares(ids, 16)
     assert number == 16 and errors < 5
 
@@ -178,7 +175,7 @@ def test_a_row_stays_if_one_of_its_tokens_must():
     noise = uniform(20000, 15)
     keep = mask(20000, 15, (1, 0), (1, 5))
     keep[:, 13] = True
-    ids = row_ids(noise, 0.4, (5, 3), keep)
+    ids = choose_ids(Route(0, 0, 0.4, select="row"), noise, (5, 3), keep)
     rows = ids.view(20000, 3, 3)[..., 0] // 3
     assert ids.shape == (20000, 9) and (rows == 4).any(dim=1).all() and rows[1].tolist() == [0, 1, 4]
     number, errors = shares(rows[2:], math.comb(4, 2))
@@ -189,7 +186,8 @@ def test_a_shared_token_stays_if_it_must_in_one_sample():
     """The two that the first sample's numbers would route first, forced by other samples, and its two smallest."""
     noise = uniform(4, 8)
     order = noise[0].argsort().tolist()
-    ids = shared_ids(noise, 0.5, mask(4, 8, (1, order[-1]), (3, order[-2])))
+    keep = mask(4, 8, (1, order[-1]), (3, order[-2]))
+    ids = choose_ids(Route(0, 0, select="shared"), noise, force_keep=keep)
     assert ids.tolist() == [sorted(order[-2:] + order[:2])] * 4
 
 
@@ -223,7 +221,6 @@ def test_a_prefix_always_stays(select):
     noise, route = uniform(3, 16), Route(0, 0, 0.5, select=select)
     actual, plain = choose_ids(route, noise, (4, 4), prefix=2), choose_ids(route, noise, (4, 4))
     assert actual.tolist() == [[0, 1, *(token + 2 for token in ids)] for ids in plain.tolist()]
-    assert torch.equal(keep_prefix(plain, 2), actual) and torch.equal(keep_prefix(plain, 0), plain)
     forced = choose_ids(route, noise, (4, 4), mask(3, 16, (0, 7)), prefix=2)  # the mask is of those behind it
     assert forced.shape == (3, 10) and 9 in forced[0] and (forced[:, :2] == torch.arange(2)).all()
 

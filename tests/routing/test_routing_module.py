@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves as leaves_of
 
 from routing_module import Route, check_routes, draw_ids, gather_tokens, kept_grid, num_keep, run_blocks, scatter_tokens
-from tread.routing.ids import row_ids
+from tread.routing.ids import choose_ids
 
 
 def drawn(batch: int, tokens: int, ratio: float, seed: int = 0, sort: bool = True) -> torch.Tensor:
@@ -74,10 +74,8 @@ def test_blocks_get_the_shape_of_the_kept_rows():
 
     x, c = torch.randn(3, 20, 4), torch.randn(3, 4)
     noise = torch.rand(3, 20)
-    routes = [
-        (Route(1, 2, 0.5, "end", "row"), row_ids(noise, 0.5, (5, 4))),
-        (Route(4, 4, 0.2, "off", "row"), row_ids(noise, 0.2, (5, 4))),
-    ]
+    routes = [Route(1, 2, 0.5, "end", "row"), Route(4, 4, 0.2, "off", "row")]
+    routes = [(route, choose_ids(route, noise, (5, 4))) for route in routes]
     run_blocks([block] * 6, x, c, routes=routes, grid=(5, 4))
     assert [shape for _, *shape in seen] == [[20, (5, 4)]] + [[12, (3, 4)]] * 2 + [
         [20, (5, 4)],

@@ -219,7 +219,7 @@ def test_every_key_is_read_somewhere():
     # sections that are read as objects; the model's options are arguments of its network
     whole = tuple(f"{name}." for name in ("edm", "rf", "model", "train.ratio_schedule", "tags", "alignment", "text"))
     known = settings.known_keys()
-    elsewhere = {"plugins", "train.activation_checkpointing", "dataset.archive"}  # read by schema.read and settings.py
+    elsewhere = {"plugins", "dataset.archive"}  # read by schema.read and settings.py
     for key in {*known} - elsewhere:
         if key.startswith(whole) or any(other.startswith(key + ".") for other in known):
             continue
@@ -252,18 +252,9 @@ def test_memory_is_asked_for_before_a_network_is_built_and_never_too_much(compos
                 check_memory(cfg, CPU)
 
 
-def test_the_older_name_of_saving_memory_still_reads(read_config):
-    """True is memory=checkpointing; false says only that it is not that."""
-    cases = {("null", "auto"): "auto", ("true", "auto"): "checkpointing", ("true", "checkpointing"): "checkpointing"}
-    cases |= {("false", "auto"): "auto", ("false", "budget"): "budget", ("null", "plain"): "plain"}
-    for (again, memory), meant in cases.items():
-        words = [f"train.activation_checkpointing={again}", f"train.memory={memory}"]
-        assert read_config(*words).train.memory == meant
-    for again, memory in (("true", "plain"), ("true", "budget"), ("false", "checkpointing")):
-        with pytest.raises(ValueError, match=f"activation_checkpointing is {again}, but train.memory is {memory}"):
-            read_config(f"train.activation_checkpointing={again}", f"train.memory={memory}")
-    with pytest.raises(ValueError, match="train.memory is 'less', but must be auto, plain, budget or checkpointing"):
-        read_config("train.memory=less")
+def test_the_older_name_of_saving_memory_is_told_by_the_new_one(read_config):
+    with pytest.raises(ValueError, match="unknown setting 'train.activation_checkpointing'; here it is 'train.memory'"):
+        read_config("+train.activation_checkpointing=true")
 
 
 def test_what_groups_set_stands_commented_out_in_config_yaml_with_its_default():

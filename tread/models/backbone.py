@@ -10,7 +10,7 @@ Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,23 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def plain_norm(dim: int) -> nn.LayerNorm:
+    """Return DiT's norm over the last axis, which has no weights: the modulation scales and shifts."""
+    return nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+
+
+def modulation(conditioning: int, values: int) -> nn.Sequential:
+    """Return the layers from a conditioning vector (B, conditioning) to shifts, scales and gates: (B, values)."""
+    return nn.Sequential(nn.SiLU(), nn.Linear(conditioning, values))
+
+
+def gated(x: Tensor, norm: nn.Module, layer: Callable[..., Tensor], values: Sequence[Tensor], *given: Any) -> Tensor:
+    """Return x + gate · layer(modulate(norm(x), shift, scale), *given) for tokens x (B, N, D), which is adaLN-Zero.
+    `values` are shift, scale and gate, (B, D) each."""
+    shift, scale, gate = values
+    return x + gate.unsqueeze(1) * layer(modulate(norm(x), shift, scale), *given)
 
 
 def sincos_positions(dim: int, grid_size: int) -> Tensor:
@@ -109,9 +126,9 @@ class FinalLayer(nn.Module):
 
     def __init__(self, dim: int, values: int, conditioning: int) -> None:
         super().__init__()
-        self.norm_final = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.norm_final = plain_norm(dim)
         self.linear = nn.Linear(dim, values)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning, 2 * dim))
+        self.adaLN_modulation = modulation(conditioning, 2 * dim)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)

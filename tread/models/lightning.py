@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dit import DiTBlock, Mlp
-from tread.models.backbone import Backbone, modulate
+from tread.models.backbone import Backbone, gated, modulation, plain_norm
 from tread.models.rotary import TABLES, check_tables, rotary_angles, rotate
 from tread.runtime.schema import check
 
@@ -78,22 +78,21 @@ class LightningBlock(nn.Module):
         self.norm2 = make_norm(norm, dim)
         hidden = int(dim * mlp_ratio)
         self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # equally many weights
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.adaLN_modulation = modulation(dim, 6 * dim)
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
         """Map tokens x (B, N, D) to (B, N, D). `given`: rotary table (B, N, d), if any, and conditioning c (B, D)."""
         *table, c = given
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
-        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return x
+        values = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = gated(x, self.norm1, self.attn, values[:3], *table)
+        return gated(x, self.norm2, self.mlp, values[3:])
 
     multiply_adds = DiTBlock.multiply_adds
 
 
 def make_norm(norm: Norm, dim: int) -> nn.Module:
     """Return a norm over the last axis: "rms" is RMSNorm with a weight per channel, "layer" LayerNorm without any."""
-    return nn.RMSNorm(dim, eps=1e-6) if norm == "rms" else nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+    return nn.RMSNorm(dim, eps=1e-6) if norm == "rms" else plain_norm(dim)
 
 
 class LightningDiT(Backbone):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dit import DiTBlock, Mlp
 from routing_module import Grid
-from tread.models.backbone import Backbone, Init, linear_products, modulate
+from tread.models.backbone import Backbone, Init, gated, linear_products, modulation, plain_norm
 from tread.models.ssd import causal_conv, fused_ssd, products, ssd
 from tread.runtime.schema import check
 
@@ -104,21 +104,18 @@ class MambaBlock(nn.Module):
 
     def __init__(self, dim: int, mlp_ratio: float, mixer: Mamba2Mixer) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.norm1 = plain_norm(dim)
         self.mixer = mixer
         if mlp_ratio:
-            self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+            self.norm2 = plain_norm(dim)
             self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, (6 if mlp_ratio else 3) * dim))
+        self.adaLN_modulation = modulation(dim, (6 if mlp_ratio else 3) * dim)
 
     def forward(self, x: Tensor, c: Tensor, grid: Grid | None = None) -> Tensor:
         """Map tokens x (B, N, D) of the grid (H, W) and conditioning c (B, D) to tokens (B, N, D)."""
-        shift, scale, gate, *of_mlp = self.adaLN_modulation(c).unflatten(1, (-1, x.shape[2])).unbind(1)
-        x = x + gate.unsqueeze(1) * self.mixer(modulate(self.norm1(x), shift, scale), grid)
-        if of_mlp:
-            shift, scale, gate = of_mlp
-            x = x + gate.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift, scale))
-        return x
+        values = self.adaLN_modulation(c).unflatten(1, (-1, x.shape[2])).unbind(1)
+        x = gated(x, self.norm1, self.mixer, values[:3], grid)
+        return gated(x, self.norm2, self.mlp, values[3:]) if values[3:] else x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         """Return the multiply-adds for one sample of `tokens` tokens; attention=False counts the linear layers only."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from routing_module import Grid
-from tread.models.backbone import Backbone, Init, linear_products, modulate
+from tread.models.backbone import Backbone, Init, gated, linear_products, modulation, plain_norm
 from tread.models.wkv import products, wkv
 
 DECAY_RANGE = 8.0  # channels start with decays w = 0 .. 8 over the whole sequence
@@ -74,18 +74,17 @@ class RWKVBlock(nn.Module):
 
     def __init__(self, dim: int, mlp_ratio: float) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.norm1 = plain_norm(dim)
         self.spatial_mix = SpatialMix(dim)
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.norm2 = plain_norm(dim)
         self.channel_mix = ChannelMix(dim, int(dim * mlp_ratio))
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.adaLN_modulation = modulation(dim, 6 * dim)
 
     def forward(self, x: Tensor, c: Tensor, grid: Grid) -> Tensor:
         """Map tokens x (B, H·W, D) of the grid (H, W) and conditioning c (B, D) to tokens (B, H·W, D)."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate1.unsqueeze(1) * self.spatial_mix(modulate(self.norm1(x), shift1, scale1), grid)
-        x = x + gate2.unsqueeze(1) * self.channel_mix(modulate(self.norm2(x), shift2, scale2), grid)
-        return x
+        values = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = gated(x, self.norm1, self.spatial_mix, values[:3], grid)
+        return gated(x, self.norm2, self.channel_mix, values[3:], grid)
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         """Return the multiply-adds for one sample of `tokens` tokens; attention=False counts the linear layers only."""

@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from routing_module import readable
-from tread.models.backbone import Init, modulate
+from tread.models.backbone import Init, gated
 from tread.models.conditions import Text
 from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, Positions, attend, make_norm
 
@@ -51,11 +51,10 @@ class TextBlock(LightningBlock):
         """Map tokens x (B, N, D) to (B, N, D). `given`: rotary table (B, N, d), if any, conditioning c (B, D), text
         (B, T, D) and its mask (B, T) bool."""
         *table, c, text, mask = given
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
+        values = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = gated(x, self.norm1, self.attn, values[:3], *table)
         x = x + self.cross_attn(self.cross_norm(x), text, mask)
-        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return x
+        return gated(x, self.norm2, self.mlp, values[3:])
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         kv, T = self.cross_attn.kv, self.text_tokens  # kv runs on the text instead of the tokens

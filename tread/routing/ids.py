@@ -27,7 +27,6 @@ Some = Tensor | None
 def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
     """Return `noise` (B, N) with −∞ where `keep` (B, N) bool is true, so that draw_ids keeps those tokens; K does not
     change. Raises ValueError if a sample has more than K of them; this check synchronises a GPU."""
-    _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
         raise ValueError(
@@ -37,70 +36,10 @@ def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
     return noise.masked_fill(keep, -math.inf)
 
 
-def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
-    """Keep H − int(H·ratio) whole rows of the grid, for blocks that use neighbouring tokens: ids_keep (B, K).
-
-    noise       (B, N) uniform numbers; the rows whose first tokens have the smallest numbers are kept.
-    grid        (H, W); the kept rows form a grid (K / W, W).
-    force_keep  (B, N) bool; a row is kept if it is true for one of the row's tokens.
-    """
-    height, width = _check_grid(noise, grid)
-    chances = noise.view(-1, height, width)[:, :, 0]
-    if force_keep is not None:
-        _check_mask(noise, force_keep)
-        chances = force(chances, force_keep.view(-1, height, width).any(dim=2), selection_ratio)
-    rows = draw_ids(chances, selection_ratio)  # (B, K / W)
-    return (rows[:, :, None] * width + torch.arange(width, device=rows.device)).flatten(1)
-
-
-def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
-    """Keep one token of each 2×2 group of the grid, that with the smallest noise, as SPRINT does: ids_keep (B, N / 4).
-
-    noise       (B, N) uniform numbers, so the four tokens of a group are equally likely.
-    grid        (H, W), both even.
-    force_keep  (B, N) bool, true for tokens that must be kept; at most one per group.
-    """
-    height, width = _check_grid(noise, grid)
-    check_groups(grid)
-    if force_keep is not None:
-        _check_mask(noise, force_keep)
-        most = int(_by_groups(force_keep, grid).sum(dim=3).max()) if len(noise) else 0
-        if most > 1:
-            raise ValueError(f"force_keep holds {most} tokens of a 2×2 group, but select=group keeps one of each")
-        noise = noise.masked_fill(force_keep, -1.0)
-    place = _by_groups(noise, grid).argmin(dim=3)  # (B, H/2, W/2) of 0..3: upper left, upper right, lower left, …
-    row = 2 * torch.arange(height // 2, device=noise.device)[:, None] + place // 2
-    column = 2 * torch.arange(width // 2, device=noise.device) + place % 2
-    return (row * width + column).flatten(1).sort(dim=1).values
-
-
-def check_groups(grid: Grid) -> None:
-    """Raise ValueError unless both sides of the grid (H, W) are even."""
-    if grid[0] % 2 or grid[1] % 2:
-        raise ValueError(
-            f"select=group keeps one token of each 2×2 group, but a grid of {grid[0]}×{grid[1]} tokens is odd: "
-            "select=token takes any grid"
-        )
-
-
 def _by_groups(values: Tensor, grid: Grid) -> Tensor:
     """Split the grid into 2×2 groups: (B, H·W) → (B, H/2, W/2, 4)."""
     height, width = grid
     return values.view(-1, height // 2, 2, width // 2, 2).transpose(2, 3).flatten(3)
-
-
-def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None = None) -> Tensor:
-    """Keep the same tokens in all samples, chosen by the first sample's noise: ids_keep (B, K). Tokens for which
-    force_keep (B, N) bool is true in any sample are kept.
-
-    This is for models whose positions or masks have no batch axis. If a batch is split over processes or accumulation
-    steps, give each part the same first row of noise and the same forced tokens, or the parts choose differently.
-    """
-    chances = noise[:1]
-    if force_keep is not None:
-        _check_mask(noise, force_keep)
-        chances = force(chances, force_keep.any(dim=0, keepdim=True), selection_ratio)
-    return draw_ids(chances, selection_ratio).expand(len(noise), -1)
 
 
 class Token:
@@ -150,12 +89,18 @@ class Token:
 
 
 class Row(Token):
-    """Rule "row": each sample keeps random rows of the token grid."""
+    """Rule "row": each sample keeps H − int(H·ratio) whole rows of the H×W grid, for blocks that use neighbouring
+    tokens: those whose first tokens have the smallest draws, and every row with a token that must be kept."""
 
     keeps_grid, description = True, " in whole rows"
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
-        return row_ids(draws, route.selection_ratio, grid, keep)
+        height, width = _check_grid(draws, grid)
+        chances = draws.view(-1, height, width)[:, :, 0]
+        if keep is not None:
+            chances = force(chances, keep.view(-1, height, width).any(dim=2), route.selection_ratio)
+        rows = draw_ids(chances, route.selection_ratio)  # (B, K / W)
+        return (rows[:, :, None] * width + torch.arange(width, device=rows.device)).flatten(1)
 
     def count(self, route: Route, num_tokens: int, grid: Grid | None) -> int:
         if grid is None:
@@ -167,27 +112,45 @@ class Row(Token):
 
 
 class Shared(Token):
-    """Rule "shared": all samples of a batch keep the same random tokens."""
+    """Rule "shared": all samples of a batch keep the same tokens, chosen by the first sample's draws, and those that
+    must be kept in any sample. This is for models whose positions or masks have no batch axis. If a batch is split over
+    processes or accumulation steps, give each part the same first row of draws and the same forced tokens."""
 
     description = ", the same ones in a batch"
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
-        return shared_ids(draws, route.selection_ratio, keep)
+        keep = None if keep is None else keep.any(dim=0, keepdim=True)
+        return super().choose(route, draws[:1], grid, keep, scores).expand(len(draws), -1)
 
     def for_sampling(self, route: Route) -> Route:
         return replace(route, select="token")
 
 
 class Group(Token):
-    """Rule "group": each sample keeps a random token of each 2×2 group of the grid, so selection_ratio is 0.75."""
+    """Rule "group": each sample keeps, of each 2×2 group of the grid, the token with the smallest draw or the one that
+    must be kept, as SPRINT does; so selection_ratio is 0.75."""
 
     description, ratio = ", one of each 2×2", 0.75
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
-        return group_ids(draws, grid, keep)
+        height, width = _check_grid(draws, grid)
+        self.check_grid(grid)
+        if keep is not None:
+            most = int(_by_groups(keep, grid).sum(dim=3).max()) if len(draws) else 0
+            if most > 1:
+                raise ValueError(f"force_keep holds {most} tokens of a 2×2 group, but select=group keeps one of each")
+            draws = draws.masked_fill(keep, -1.0)
+        place = _by_groups(draws, grid).argmin(dim=3)  # (B, H/2, W/2) of 0..3: upper left, upper right, lower left, …
+        row = 2 * torch.arange(height // 2, device=draws.device)[:, None] + place // 2
+        column = 2 * torch.arange(width // 2, device=draws.device) + place % 2
+        return (row * width + column).flatten(1).sort(dim=1).values
 
     def check_grid(self, grid: Grid) -> tuple[str, int]:
-        check_groups(grid)
+        if grid[0] % 2 or grid[1] % 2:
+            raise ValueError(
+                f"select=group keeps one token of each 2×2 group, but a grid of {grid[0]}×{grid[1]} tokens is odd: "
+                "select=token takes any grid"
+            )
         return super().check_grid(grid)
 
     def with_ratio(self, route: Route, ratio: float) -> Route:
@@ -235,21 +198,21 @@ def choose_ids(
             f'select="{route.select}" scores the tokens before the route: give run_blocks the pair (route, draws), and '
             "it chooses"
         )
+    if force_keep is not None and (force_keep.shape != noise.shape or force_keep.dtype != torch.bool):
+        raise ValueError(
+            f"force_keep is {tuple(force_keep.shape)} {force_keep.dtype}, but must be {tuple(noise.shape)} of "
+            "torch.bool, as noise"
+        )
     ids = rule.choose(route, noise, grid, force_keep, None)
     check_count(route, ids, noise.shape[1], grid)
-    return keep_prefix(ids, prefix) if prefix else ids
+    first = torch.arange(prefix, device=ids.device).expand(len(ids), -1)
+    return torch.cat([first, ids + prefix], dim=1) if prefix else ids
 
 
 def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
     """Return a pair for a network's `routes`: (route, ids_keep (B, K)) chosen by the uniform numbers `draws` (B, N), or
     (route, draws) if the rule scores tokens, as the network then chooses."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
-
-
-def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
-    """Shift the indices by `prefix` and put 0..prefix−1 before them: (B, K) → (B, prefix + K)."""
-    first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
-    return torch.cat([first, ids_keep + prefix], dim=1)
 
 
 def with_ratio(route: Route, ratio: float) -> Route:
@@ -297,13 +260,6 @@ def _check_grid(noise: Tensor, grid: Grid | None) -> Grid:
             "noise has columns"
         )
     return grid
-
-
-def _check_mask(noise: Tensor, keep: Tensor) -> None:
-    if keep.shape != noise.shape or keep.dtype != torch.bool:
-        raise ValueError(
-            f"force_keep is {tuple(keep.shape)} {keep.dtype}, but must be {tuple(noise.shape)} of torch.bool, as noise"
-        )
 
 
 @dataclass(frozen=True)

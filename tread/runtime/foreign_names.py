@@ -27,7 +27,7 @@ model.num_heads | heads n_heads n_head num_attention_heads
 model.routes.*.selection_ratio | mask_ratio drop_ratio route_ratio keep_ratio
 model | arch architecture backbone model_name model_type | a file of configs/model/
 train.precision precision | precision mixed_precision amp bf16 fp16 fp32 dtype tf32 | auto, bf16 or fp32
-train.memory | gradient_checkpointing grad_checkpointing use_checkpoint | checkpointing computes blocks again
+train.memory | gradient_checkpointing grad_checkpointing use_checkpoint activation_checkpointing | checkpointing
 every.log | log_every log_interval log_steps logging_steps print_freq
 every.save | save_every save_interval save_steps ckpt_every checkpoint_every checkpointing_steps snap checkpoint
 every.evaluate | eval_every eval_interval eval_freq eval_steps val_check_interval

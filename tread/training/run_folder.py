@@ -106,9 +106,10 @@ def migrate(config: dict) -> dict:
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"
         kept["wandb"] = {key: value for key, value in config["wandb"].items() if key != "enabled"}
-    if (again := config.get("train", {}).get("activation_checkpointing")) is not None:
-        memory = {"memory": "checkpointing"} if again else {}
-        kept["train"] = {**config["train"], "activation_checkpointing": None, **memory}
+    if "activation_checkpointing" in config.get("train", {}):
+        kept["train"] = train = dict(config["train"])
+        if train.pop("activation_checkpointing"):
+            train["memory"] = "checkpointing"
     return fill(kept, Settings)
 
 

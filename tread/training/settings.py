@@ -20,7 +20,7 @@ from tread.runtime import schema
 from tread.runtime.compiling import Compile
 from tread.runtime.device import Precision
 from tread.runtime.plugins import absolute
-from tread.runtime.schema import BelowOne, Count, CountOrZero, PositiveOrZero, Range, Share, TwoOrMore, written
+from tread.runtime.schema import BelowOne, Count, CountOrZero, PositiveOrZero, Range, Share, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.training.alignment import Alignment
 from tread.training.optimizers import Optim
@@ -44,16 +44,9 @@ class Train:
     path_drop: Share = 0.0
     cuda_graphs: Literal["auto", True, False] = "auto"
     memory: Literal["auto", "plain", "budget", "checkpointing"] = "auto"
-    activation_checkpointing: bool | None = None  # an older name: true is memory=checkpointing
     residual: Residual = "fp32"
 
     def __post_init__(self) -> None:
-        again, memory = self.activation_checkpointing, self.memory
-        if again is not None and memory != "auto" and again != (memory == "checkpointing"):
-            both = f"activation_checkpointing is {written(again)}, but train.memory is {memory}"
-            raise ValueError(f"{both}: memory alone decides, and checkpointing is a value of it")
-        if again:
-            object.__setattr__(self, "memory", "checkpointing")
         if self.residual == "bf16" and self.precision == "fp32":
             raise ValueError("train.residual is bf16, but under train.precision=fp32 nothing is: leave it fp32")
         if self.reconstruction and self.loss_tokens == "all":
