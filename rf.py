@@ -10,7 +10,7 @@ Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -113,11 +113,9 @@ class RF(Process):
         """Return the times (i + ½) / count for i = 0 .. count−1, (count,) fp64, independent of the training density."""
         return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
-    def evaluation_loss(
-        self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
-    ) -> Tensor:
+    def evaluation_loss(self, *given: Any) -> Tensor:
         """Return each sample's mean squared velocity error (B,) fp32, without the cosine term (see `direction`)."""
-        return replace(self, direction=0.0).loss(network, x, y, t, noise, routes)
+        return replace(self, direction=0.0).loss(*given)
 
     def schedule(self, num_steps: int = 50) -> Tensor:
         """Return the sampler's times, (num_steps + 1,) fp64 from 1 to 0: evenly spaced, then shifted by `shift`."""

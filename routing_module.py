@@ -239,9 +239,6 @@ class GatherRows(torch.autograd.Function):
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
     """Gather the kept tokens in the order of their indices: (B, N, …), (B, K) → (B, K, …). Raises ValueError if
     check_ids refuses ids_keep."""
-    given, batch = len(ids_keep), len(tokens)
-    if given != batch:
-        raise ValueError(f"ids of {given} samples for tokens of {batch}: each sample needs its own row (see expand)")
     check_ids(ids_keep, *tokens.shape[:2])
     if torch.compiler.is_compiling() or not tokens.is_contiguous():  # torch.compile traces no Function with a jvp
         index = ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])

@@ -11,9 +11,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-import hydra
 import numpy as np
-from omegaconf import DictConfig
 
 from tread.data.dataset import LatentDataset
 from tread.data.store import pieces_of
@@ -21,16 +19,14 @@ from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.preparing import encode_photos
 from tread.preparing.imports import STATISTICS, ForeignSamples, ImportOptions, open_foreign, write_text
-from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import size_text
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
-def main(composed: DictConfig) -> None:
-    with explained("stopped; start it again to go on with the shards that are missing"):
-        import_all(schema.read(plain(composed), ImportOptions), share_work("cpu"))
+@door(ImportOptions, "stopped; start it again to go on with the shards that are missing")
+def main(options: ImportOptions) -> None:
+    import_all(options, share_work("cpu"))
 
 
 def import_all(options: ImportOptions, processes: Processes) -> None:
@@ -120,4 +116,4 @@ def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSample
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(ImportOptions))
+    open_door(main)

@@ -13,9 +13,7 @@ if __name__ == "__main__":
 import json
 from dataclasses import asdict, dataclass, replace
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
@@ -32,8 +30,7 @@ from tread.evaluation.similarity import (
     settle_routes,
     similarity,
 )
-from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.device import device_name, use_cores, use_precision
 from tread.runtime.files import check_place, explain_failure, write_whole
 from tread.runtime.schema import Count, CountOrZero
@@ -57,13 +54,8 @@ class Options:
     out: str | None
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="similarity")
-def main(composed: DictConfig) -> None:
-    with explained("stopped; nothing was written"):
-        run(schema.read(plain(composed), Options))
-
-
-def run(options: Options) -> None:
+@door(Options, "stopped; nothing was written")
+def main(options: Options) -> None:
     """Compare the blocks' outputs, and write similarity.json and similarity.png. Raises ValueError or OSError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_precision("fp32", device)
@@ -123,4 +115,4 @@ def as_json(matrix: Tensor) -> list[list[float | None]]:
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(Options))
+    open_door(main)

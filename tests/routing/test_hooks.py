@@ -425,7 +425,7 @@ def test_ids_that_do_not_fit_are_refused():
         ((ids, item.noise), "float32"),
         ((ids[:, [0, 1, 0]], ids), "twice in sample 0"),
         ((ids + 16, ids), "tokens 16 to 31, but they are 0 to 15"),
-        ((ids[:1], ids), "ids of 1 samples for tokens of 3"),  # one row would do for the first sample alone
+        ((ids[:1], ids), r"shape \(1, 8\) .* B = 3"),  # one row would do for the first sample alone
     ):
         with pytest.raises(ValueError, match=message), routing.on_ids(*given):
             item.run()

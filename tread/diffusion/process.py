@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -88,11 +88,9 @@ class Process(Protocol):
         """Return the noise levels at which the loss on held-out data is computed, rising, (count,) fp64."""
         return self.quantiles(count)
 
-    def evaluation_loss(
-        self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
-    ) -> Tensor:
+    def evaluation_loss(self, *given: Any) -> Tensor:
         """Return each sample's loss (B,) fp32 for comparing runs on held-out data. Arguments are those of `loss`."""
-        return self.loss(network, x, y, level, noise, routes)
+        return self.loss(*given)
 
     def schedule(self, num_steps: int) -> Tensor:
         """Return the sampler's noise levels, falling to 0: (num_steps + 1,) fp64."""

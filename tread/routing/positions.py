@@ -83,12 +83,6 @@ def refusal(index: int, block: Any, difference: float, how: str, otherwise: str)
     )
 
 
-def permuted(ids: Tensor, shared: bool = False) -> Tensor:
-    """Return ids (B, K) in a random order, which is the same in each call; each sample has its own unless `shared`."""
-    noise = torch.rand(1 if shared else len(ids), ids.shape[1], generator=torch.Generator().manual_seed(0))
-    return ids.gather(1, noise.argsort(dim=1).expand(ids.shape).to(ids.device))
-
-
 def order_matters(
     block: Callable, args: tuple, kwargs: dict, ids: Tensor, shared: bool, select: Callable, join: Callable
 ) -> float:
@@ -106,9 +100,11 @@ def order_matters(
     if args and isinstance(args[0], Tensor) and args[0].is_floating_point():  # equal tokens would hide their order
         noise = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(1))
         args = (noise.to(args[0]), *args[1:])
+    noise = torch.rand(1 if shared else len(ids), ids.shape[1], generator=torch.Generator().manual_seed(0))
+    permuted = ids.gather(1, noise.argsort(dim=1).expand(ids.shape).to(ids.device))
     outputs = []
     with _sandbox(block) as call:
-        for order in (ids, permuted(ids, shared)):
+        for order in (ids, permuted):
             chosen, named = select(args, kwargs, order)
             outputs.append(join(call(*chosen, **named), (args, kwargs), order))
     worst = 0.0
