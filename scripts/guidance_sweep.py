@@ -34,12 +34,12 @@ from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
 
-STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # default ratios
+STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # default fractions of skipped tokens
 
 
 class Point(NamedTuple):
-    """A setting of the sweep: each branch's fraction of skipped tokens, the guidance weight ω (`scale`), and the
-    interval of noise levels with guidance (None: all)."""
+    """A setting of the sweep: the fraction of tokens that the strong and the weak branch skip, the guidance weight ω
+    (`scale`), and the interval of noise levels with guidance (None: all)."""
 
     strong: float
     weak: float
@@ -68,8 +68,8 @@ class Sweep:
                 raise ValueError(f"sweep.{name} is empty")
 
     def points(self, routed: bool) -> list[Point]:
-        """Return all combinations of the sweep's values, each once. If the guidance uses no routes (`routed` is False),
-        the branches' fractions of skipped tokens are 0."""
+        """Return all combinations of the sweep's values, each once. Unless the guidance uses routes (`routed`), the
+        fractions of skipped tokens are 0."""
         strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
@@ -130,7 +130,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """Return the metric to draw: sweep.metric, or the first available one. Raises ValueError if it is not available."""
+    """Return the metric's key to draw: sweep.metric, or the first available. ValueError if it is not available."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
@@ -154,7 +154,7 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
 
 
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
-    """Write the table and the figures, and print the best setting. records[None] is the score without guidance."""
+    """Write the table and the figures, and print the best setting. `records`: scores by setting (None: no guidance)."""
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
@@ -176,8 +176,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Return a panel per metric against ω: a line for each combination of the branches' fractions of skipped tokens and
-    an interval, and a flat line for no guidance."""
+    """Return a panel per metric against ω: a line for each combination of fractions of skipped tokens and an interval,
+    and a flat line for `baseline`, the score without guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

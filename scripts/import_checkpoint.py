@@ -87,8 +87,8 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
 
 
 def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
-    """Return the spec of the latents that the network was trained on. Raises ValueError if
-    the file options.statistics does not fit the latents, or is given although dataset.normalize is false."""
+    """Return the spec of the latents that the network was trained on. Raises ValueError if the file options.statistics
+    does not fit the latents, or is given although dataset.normalize is false."""
     autoencoder, scale = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
     scale = scale if options.scale is None else options.scale
     latents = LatentSpec(
@@ -107,8 +107,8 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
-    """Return the weights to import, keyed "model" or "ema". If the file does not say which they are, they count
-    as "ema", unless take=model."""
+    """Return the weights to import, {"model" or "ema": weights}. If the file does not say which they are, they count as
+    "ema", unless take=model."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")

@@ -58,7 +58,7 @@ def main(tree: dict) -> None:
     options = schema.read({key: tree.pop(key) for key in KEYS}, Options)
     cfg = settings.read(tree)
     if None in (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes) or cfg.model.takes_text:
-        cfg, _ = settings.complete(tree)  # which reads the dataset
+        cfg, _ = settings.complete(tree)  # reads the dataset
     show(cfg, options)
 
 
@@ -87,7 +87,7 @@ def show(cfg: Settings, options: Options) -> None:
 
 
 def constants_of(device: str) -> tuple[Constants, str]:
-    """Return the constants of a device's predicted times, and a line that names the measured ones and their file."""
+    """Return a device's constants for predicted times, and a line to print that names the measured ones ("": none)."""
     file = max(RESULTS.glob(f"gpu_*{device}*.json"), default=None)
     constants = measured_constants(json.loads(file.read_text()), DEVICES[device]) if file else PREDICTED
     names = [name for name, value in constants._asdict().items() if value != getattr(PREDICTED, name)]
@@ -97,7 +97,7 @@ def constants_of(device: str) -> tuple[Constants, str]:
 def column(
     cfg: Settings, network: nn.Module, routes: tuple[Route, ...], images: int, options: Options, constants: Constants
 ) -> dict:
-    """Return the plan's lines, name → text, for training under `routes` with `images` per device in each step."""
+    """Return {name: text}, the plan's lines for training under `routes` with `images` per device in each step."""
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     this, steps = options.device == "this", cfg.train.steps
     precision = use_precision(cfg.train.precision, here) if this else "bf16"

@@ -48,7 +48,7 @@ def prepared_heldout(folder: Path) -> Path | None:
 
 
 def named_file(folder: Path, name: object) -> Path:
-    """Return a file that index.json names. Raises FileNotFoundError, or ValueError if the name has a folder in it."""
+    """Return the path of a file named by index.json. Raises FileNotFoundError; ValueError for a name with a folder."""
     file = folder / plain_name(name, folder / "index.json")
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")

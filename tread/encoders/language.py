@@ -48,7 +48,7 @@ def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
 
 
 class WordEncoder:
-    """Encode captions as a begin token and word numbers. `spec` records the vocabulary and the number of tokens."""
+    """Encodes captions as a begin token and word numbers. `spec` records the vocabulary and the number of tokens."""
 
     def __init__(self, vocabulary: Sequence[str], tokens: int) -> None:
         vocabulary = tuple(vocabulary)
@@ -69,7 +69,7 @@ class WordEncoder:
         return [word for word in split_words(caption) if word not in self._numbers]
 
     def encode(self, captions: Sequence[str]) -> Text:
-        """Return word numbers (B, T) int64 with their mask; longer captions are cut off."""
+        """Return word numbers (B, T) int64 with their mask (B, T); longer captions are cut off."""
         T = self.spec.tokens
         rows = [self._cut(caption)[:T] for caption in captions]
         tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows], dtype=torch.int64).view(-1, T)
@@ -78,7 +78,7 @@ class WordEncoder:
 
 
 class ModelEncoder:
-    """Encode captions with a frozen transformers model: tokens (B, T, C) and pooled text (B, P), both float16.
+    """Encodes captions with a frozen transformers model: tokens (B, T, C) and pooled text (B, P), both float16.
 
     tokens   T; None: 77 for CLIP, else enough for the longest of `captions` (see settle_tokens).
     pooled   False: no pooled output.
@@ -164,8 +164,8 @@ def text_encoder(
 
 
 def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str | None = None) -> TextEncoder:
-    """Return the encoder that a run was trained with, to encode prompts. `place` is the hub id or folder where it is
-    now (None: as in training). Raises ValueError if it can't be loaded or its hash is not the recorded one."""
+    """Return the encoder that made a dataset's text, as recorded in `spec`, to encode prompts. `place` is the hub id or
+    folder where it is now (None: as recorded). Raises ValueError if it can't be loaded or has another hash."""
     if spec.width is None:
         return WordEncoder(spec.vocabulary, spec.tokens)
     encoder = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
@@ -178,8 +178,8 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """Return a number of tokens that fits captions of these lengths: a multiple of 8, with 72 in place of 64 (see
-    attention_fault in tread/runtime/device.py), but at most `limit` and LONGEST."""
+    """Return the number of tokens T for captions of these lengths: the next multiple of 8, with 72 in place of 64 (see
+    attention_fault in tread/runtime/device.py), but at most `limit` (None: no limit) and LONGEST."""
     tokens = -(-max([8, *lengths]) // 8) * 8
     return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 
@@ -195,7 +195,7 @@ def _minilm_folder() -> Path:
 
 
 def _load_encoder(name: str, place: str) -> tuple[nn.Module, Any]:
-    """Load the text model in `place` and its tokenizer; `name` is for messages. Raises ValueError if that fails."""
+    """Load the text model `place` (hub id or folder) and its tokenizer; `name` is for messages. Raises ValueError."""
     known = (
         "Encoders are words, minilm, clip-l, or a hub id (to be downloaded once while online) or folder of a CLIP "
         "text, T5 or sentence encoder"

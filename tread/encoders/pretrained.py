@@ -1,4 +1,4 @@
-"""Load frozen transformers models from the hub, its cache or a folder, and refuse incomplete or unfitting weights."""
+"""Loads frozen transformers models from the hub, its cache or a folder, and refuses incomplete or unfitting weights."""
 
 import hashlib
 import json

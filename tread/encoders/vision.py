@@ -94,8 +94,8 @@ class Encoder:
             return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2)
 
     def cost(self, height: int) -> Cost:
-        """Return the cost of encoding one picture of `height` × `height` pixels: matrix products and convolutions only,
-        2 FLOPs per multiply-add. Raises ValueError as `encode` does, and for features that are not finite."""
+        """Return the cost of encoding one square picture of `height` pixels a side: matrix products and convolutions
+        only, 2 FLOPs per multiply-add. Raises ValueError as `encode` does, and for features that are not finite."""
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             features = self.encode(torch.zeros(1, 3, height, height, dtype=torch.uint8))
         if not features.isfinite().all():
@@ -115,7 +115,7 @@ def open_encoder(
     name: str, device: torch.device | str, *, grid: int | None = None, inception: str | None = None
 ) -> Encoder:
     """Return the encoder named `name` (see the top of this file). Raises ValueError or OSError if it can't be loaded.
-    `grid`: tokens along a side (see Encoder); `inception`: the Inception's weight file (None: see find_weights)."""
+    `grid`: tokens along a side (None: the network's); `inception`: Inception's weight file (None: see find_weights)."""
     device, recorded = torch.device(device), encoder_name(name)
     if name == "inception":
         network, grid = load_inception(find_weights(inception), device), grid or INCEPTION_GRID

@@ -1,5 +1,5 @@
 """Reads prompts for text-conditional networks and encodes them with the text encoder of the training; opens captions of
-held-out pictures for scoring. Samplers take labels: for a text-conditional network, these number its prompts 0..n−1."""
+held-out pictures for scoring. Samplers take labels: for a text-conditional network, indices of its prompts."""
 
 import hashlib
 import itertools
@@ -20,7 +20,7 @@ from tread.diffusion.labels import class_labels, spread_classes
 from tread.encoders.language import TextEncoder, encoder_for
 from tread.models.conditions import Text
 
-NOTED = 3  # prompts that a warning names at most
+NOTED = 3  # at most as many prompts are named in warnings
 HELDOUT = "heldout"
 
 
@@ -40,9 +40,9 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
 
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
-    """Return the labels to sample: the classes (None: ten, spread over all) or, for a text-conditional network, the
-    prompts' numbers. Raises ValueError for unknown classes, prompts of a class-conditional network, and classes or
-    missing prompts of a text-conditional one."""
+    """Return the labels to sample, one for each row of a grid: `classes` (an item None: no class; None: ten, spread
+    over all) or, for a text-conditional network, the indices of prompts. Raises ValueError for unknown classes, prompts
+    of a class-conditional network, and classes or missing prompts of a text-conditional one."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
@@ -58,9 +58,9 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
 def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
-    """Encode prompts for the network; also return notes on unknown words and on prompts that are cut off. `place` is
-    the text encoder's hub id or folder; None: the one that the training used. Raises ValueError if it can't be loaded
-    or its hash differs from that of the training's encoder."""
+    """Encode prompts for the network; also return the notes of prompt_warnings. `place` is the text encoder's hub id or
+    folder; None: the one that the training used. Raises ValueError if it can't be loaded or its hash differs from that
+    of the training's encoder."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(
             f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"
@@ -75,13 +75,13 @@ def encode_prompts(
 
 
 def brief(prompt: str) -> str:
-    """Shorten a prompt for a message: a long one is cut off."""
+    """Return a prompt for a message, cut off if it is long."""
     return prompt if len(prompt) <= 60 else prompt[:59] + "…"
 
 
 def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
-    """Return notes on unknown words and cut ends of prompts, which the network does not see: the first NOTED notes, and
-    how many more there are."""
+    """Return notes on words unknown to the encoder and on prompts that it cuts off: at most NOTED notes, then how many
+    more there are."""
     tokens, notes = encoder.spec.tokens, []
     for prompt, length in zip(prompts, encoder.lengths(prompts)):
         shown = repr(brief(prompt))
@@ -96,12 +96,12 @@ def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ScoredPrompts:
-    """Captions numbered 0..count−1, in the order of their pictures.
+    """Captions numbered 0..count−1, in the order of their pictures, that samples are drawn for and scored with.
 
     data    the captions' dataset.
     count   number of captions.
     sha256  one hash of the dataset's latents, its captions and their encoder.
-    read    caption numbers (n,) → encoded text.
+    read    function from caption numbers (n,) to encoded text.
     words   the captions as text, if they were requested; else ().
     """
 

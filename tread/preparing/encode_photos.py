@@ -38,12 +38,12 @@ from tread.runtime.files import explain_failure, size_text
 from tread.runtime.schema import Count, CountOrZero, Fraction
 from tread.runtime.tensor_files import listed
 
-MUCH = 4  # the report names pictures that are enlarged more times than this
+MUCH = 4  # the report names pictures enlarged by more than this factor
 
 
 @dataclass
 class Crops(Dataset):
-    """Cropped photos. An item is pixels (3, size, size) uint8 or None, why they are None or "", photo size (W, H)."""
+    """Cropped photos: (pixels (3, size, size) uint8 or None, why they can't be read or "", photo size (W, H))."""
 
     photos: Photos
     crop: Crop
@@ -61,18 +61,18 @@ class Crops(Dataset):
 
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
-    """Collate items of `Crops`: return the readable pictures as one tensor (None if there are none), and a list with
-    the reason and photo size of each item."""
+    """Join items of `Crops`: return the readable pictures as one tensor (n, 3, size, size) (None if there are none),
+    and [(reason, photo size)] of all items."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None  # one tensor, as each takes a file descriptor
     if good and get_worker_info() is not None:
-        batch.share_memory_()  # here, where errors are raised: a failure in the queue's thread would lose the batch
+        batch.share_memory_()  # already here: an error in the queue's thread would be lost
     return batch, [rest for _, *rest in crops]
 
 
 def end_with(process: int, worker: int) -> None:
     """End this data-loading worker (number `worker`) when the process that it reads for, with id `process`, has ended.
-    PyTorch ends a worker only with its parent, which is a fork server instead of that process."""
+    PyTorch ends a worker only with its parent, which here is a fork server."""
 
     def watch() -> None:
         while True:
@@ -122,14 +122,14 @@ def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
 
 
 def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
-    """Return {part: picture indices of each shard} for "train" and "heldout", as split by `held_out`. Raises ValueError
-    if there are too few pictures."""
+    """Return {part: picture indices of each shard} for "train" and "heldout"; `heldout` says how many as in `held_out`.
+    Raises ValueError if there are too few pictures."""
     out = held_out(photos.names, photos.labels, len(photos.classes), heldout)
     return {part: pieces_of(np.flatnonzero(mask), shard_size) for part, mask in (("train", ~out), ("heldout", out))}
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError if the source still has pictures that the shards' notes name as damaged, and list them."""
+    """Raise ValueError that lists pictures named as damaged in the shards' notes, if the source still has any."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -155,8 +155,8 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 def make_shards(
     writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: "PhotoOptions", processes: Processes
 ) -> None:
-    """Make the missing shards of a dataset together with the other processes. Each shard's note lists the damaged
-    pictures that are left out, lists those enlarged by more than the factor MUCH, and counts all enlarged ones."""
+    """Make the missing shards of a dataset together with the other processes. Each shard's note lists damaged pictures
+    that are left out, lists those enlarged more than MUCH times, and counts all enlarged ones."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
@@ -236,7 +236,7 @@ class PhotoOptions:
 
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
-    """Check everything and make this process's share of the shards; the main process then assembles the datasets."""
+    """Check everything, make this process's share of the shards, and, in the main process, assemble the datasets."""
     photos = open_photos(options)
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
@@ -260,7 +260,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
         shards_of(begun, heldout, options.shard_size)  # raises ValueError for too few pictures
         for writer in work:
             writer.check_free()
-        again = all(note.get("damaged") for writer in work for note in writer.notes())  # no shard is without damage
+        again = all(note.get("damaged") for writer in work for note in writer.notes())  # all shards have damage
         for writer in work:
             writer.begin(again, {"pictures": source_hash(begun)})
             writer.forget(lambda note: any(name in there for _, name, *_ in note["damaged"]))  # to try them again
@@ -307,8 +307,8 @@ def open_photos(options: PhotoOptions) -> Photos:
 def open_writers(
     photos: Photos, heldout: float | int | str | None, latents: LatentSpec, options: PhotoOptions
 ) -> dict[str, DatasetWriter]:
-    """Return {"train": the dataset's writer}; if pictures are held out, also "heldout": the held-out dataset's
-    writer."""
+    """Return {"train": writer} and, if pictures are held out (`heldout` as `wanted` in held_out), "heldout": writer,
+    which will write the two datasets."""
     out = Path(options.out)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos)
@@ -362,11 +362,11 @@ def finish(
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Assemble the datasets in `work`, the unfinished ones of `writers`; write their reports, move them to their final
+    """Assemble the unfinished datasets, `work`; write the reports of all `writers`, move the datasets to their final
     names, and print a summary."""
     unfinished = [part for part, writer in writers.items() if writer in work]
     made = {part: look_at(part, photos, writers, options, processes.device) for part in unfinished}
-    for part in sorted(made):  # heldout first: unfinished work on train still knows the damaged pictures
+    for part in sorted(made):  # heldout first: train's unfinished work lists the damaged pictures
         writers[part].publish(made[part])
     for part, report in made.items():
         folder = writers[part].folder
@@ -386,7 +386,7 @@ def finish(
 def look_at(
     part: str, photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, device: torch.device
 ) -> dict:
-    """Assemble the dataset of a part, add its captions, decode samples if options want it, and return its report."""
+    """Assemble the dataset of `part` with captions, save options.decode decoded samples, and return its report."""
     writer, other = writers[part], "train" if part == "heldout" else "heldout"
     fields = {other: f"../{writers[other].folder.name}"} if other in writers else {}
     fields |= {"attribution": options.attribution} if options.attribution else {}
@@ -423,7 +423,7 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Return the sample counts, in all and by class, and each channel's mean and std on the scale that networks see."""
+    """Return sample counts, in all and by class, and each channel's mean and std on the scale that networks see."""
     mean, std = data.statistics
     counts = np.bincount(data.labels, minlength=len(data.latents.classes)).tolist()
     by_class = dict(zip(data.latents.classes, counts))
@@ -473,7 +473,7 @@ def report_text(report: dict) -> str:
 
 
 def stored_meaning(latents: LatentSpec) -> str:
-    """Describe in words what the stored numbers are."""
+    """Return a text on what the stored numbers are."""
     if latents.autoencoder == "pixels":
         return "pixels in −1..1"
     spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)

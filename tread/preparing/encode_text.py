@@ -43,7 +43,7 @@ class TextOptions:
 
 
 def prepare_text(options: TextOptions, processes: Processes) -> None:
-    """Encode the captions of a dataset, then those of its held-out dataset, if there are any."""
+    """Encode the captions of a dataset, then those of its held-out dataset, if there is one."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:
@@ -98,8 +98,8 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
 
 
 def _shape_of(like: Path, encoder: str) -> TextSpec:
-    """Return the spec of the encodings that `encoder` made of the captions in the dataset `like`. Raises ValueError if
-    it made none."""
+    """Return the TextSpec of the captions in the dataset `like`, as encoded by `encoder`. Raises ValueError if they are
+    not encoded."""
     spec = read_spec(like, read_index(like), encoder)
     if spec is None:
         raise ValueError(
@@ -110,7 +110,7 @@ def _shape_of(like: Path, encoder: str) -> TextSpec:
 
 
 def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
-    """Describe what the encoder ignores in captions (ends that are cut off, unknown words), as lines to print."""
+    """Return lines to print on what the encoder ignores in captions: ends that are cut off, unknown words."""
     longest, spec = encoder.lengths(captions), encoder.spec
     lines = []
     if cut := sum(length > spec.tokens for length in longest):
@@ -129,7 +129,7 @@ def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
 
 
 def encoding(encoder: TextEncoder, captions: Iterable[str]) -> Encode:
-    """Return a function from ranges of caption numbers to their encodings, for TextWriter; the last number is that of
-    the empty caption."""
+    """Return a function, for TextWriter, from ranges of caption numbers to encoded captions; the number after the last
+    caption's stands for the empty caption."""
     captions = [*captions, ""]
     return lambda batches: (encoder.encode(captions[rows.start : rows.stop]) for rows in batches)

@@ -22,8 +22,8 @@ UPRIGHT = {  # EXIF orientation → the transposition that makes the picture upr
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-HEAD = 16  # bytes at a file's start that tell its format
-STRIP = 16  # of pictures more times as long as wide, only the part that is kept is enlarged
+HEAD = 16  # bytes at a file's start that show its format
+STRIP = 16  # pictures longer than this many times their width are enlarged only in the kept part
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
 
 
 def no_picture(head: bytes) -> str | None:
-    """Return why a file that starts with `head` (at least HEAD bytes) is no picture; None if it may be one."""
+    """Return why a file that begins with `head` (at least HEAD bytes) is no picture; None if it may be one."""
     Image.init()
     if any(Image.OPEN[kind][1](head) for kind in FORMATS):
         return None
@@ -147,6 +147,6 @@ def _bicubic(length: int, enlarged: int, first: int, count: int) -> tuple[np.nda
 
 
 def _weighted(pixels: np.ndarray, taken: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Resample `pixels` (length, W, C) by _bicubic's `taken` and `weights`: (count, W, C) uint8, as Pillow does."""
+    """Resample `pixels` (length, W, C) by source indices `taken` and `weights` from _bicubic: (count, W, C) uint8."""
     sums = (pixels[taken] * weights[:, :, None, None]).sum(axis=1)
     return ((sums + 2**21) >> 22).clip(0, 255).astype(np.uint8)

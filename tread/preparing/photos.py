@@ -19,7 +19,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
 OTHERS = (".gif", ".heic", ".heif", ".avif", ".bmp", ".jxl")  # pictures in formats that are not supported
 NAMED = 20  # files that an error message names at most
 LOOKED = 100_000  # with more pictures, first bytes are not checked before the work
-THREADS = 16  # that check first bytes
+THREADS = 16  # number of threads that check first bytes
 ONE_CLASS = ("all",)  # for captioned pictures without classes
 Faults = list[tuple[str, str]]  # (name, why)
 
@@ -60,7 +60,7 @@ class Photos:
 
     @property
     def there(self) -> set[str]:
-        """The names of the pictures that were not removed."""
+        """The names of the pictures whose files were not removed."""
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
     def no_pictures(self) -> Faults:
@@ -83,8 +83,8 @@ class Photos:
             return sorted(sum(pool.map(look, range(THREADS)), []))
 
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
-        """Raise ValueError if there is no picture, if some files can't be used or are no pictures (unless skip), or if
-        a class has no picture (unless allow_empty). The message covers all that is wrong, grouped by kind."""
+        """Raise ValueError if there is no picture, if some files can't be used or are no pictures (unless `skip`), or
+        if a class has no picture (unless `allow_empty`). The message covers all faults, grouped by kind."""
         lines = named(self.faults, ": {}")
         if not self.names:
             raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
@@ -121,7 +121,7 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return a list of one text: `what`, the number of faults, and the first ones (see `named`); [] without faults."""
+    """Return [text] with `what`, the number of faults, and the first ones (`line`: see `named`); [] without faults."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 

@@ -19,16 +19,16 @@ from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, differences, value_at
 
 ABSENT = "–"
-SPENT = {  # keys of metrics.jsonl → the work, beside training steps, that took these seconds
+SPENT = {  # keys of metrics.jsonl, in seconds → the work besides training steps
     "eval_seconds": "evaluation loss",
     "fid_seconds": "FID in training",
     "draw_seconds": "drawing samples",
     "judge_seconds": "judging samples at the end",
     "save_seconds": "saving checkpoints",
 }
-RISEN = 1.005  # times the lowest held-out loss: more, twice in a row, is no noise, as its points are always the same
-PICTURES = 48  # in a page, all runs together
-ABOUT = {  # columns of a score beside its metrics
+RISEN = 1.005  # a loss twice in a row above this times the lowest is no noise: held-out points are always the same
+PICTURES = 48  # pictures in a page, of all runs together
+ABOUT = {  # columns of a score besides its metrics
     "count": "samples",
     "guidance": "guidance",
     "flops_relative": "FLOPs over none",
@@ -227,7 +227,7 @@ def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[li
 
 
 def _cell(value: object) -> str:
-    """Format a record's value for a table."""
+    """Return a record's value as text for a table."""
     try:
         return f"{float(value):,.0f}" if float(value).is_integer() else f"{float(value):.5g}"
     except (TypeError, ValueError):
@@ -248,7 +248,7 @@ def add_time(page: Page, subject: Subject) -> None:
 
 
 def time_of(run: Found) -> dict[str, float]:
-    """Return {part of a run: seconds that it took}, without parts that took none; records of older code lack some."""
+    """Return {kind of work: seconds} that a run took, without zeros; older code did not record all kinds."""
     rest = run.status.get("spent")
     records = [*run.records, rest if isinstance(rest, dict) else {}]
 

@@ -25,7 +25,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's type and first line, at most 300 characters; compilers' errors have thousands of lines."""
+    """Return an error's type and the first line of its message, at most 300 characters of it."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300].rstrip()}"
 
 

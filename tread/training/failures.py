@@ -1,4 +1,4 @@
-"""Failures of a launch of train.py: messages and exit codes, running without torch.compile, advice on memory."""
+"""Failures of train.py: messages and exit codes, going on without torch.compile, and advice when memory runs out."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ from tread.training.step import loss, step_draws, training_step
 
 
 class Launch:
-    """Context of a launch of train.py: listens for signals, and ends the process with a message and exit code."""
+    """Context manager for train.py: listens for signals, and ends the process with a message and exit code."""
 
     def __init__(self) -> None:
         self.stop = Stop()
@@ -51,8 +51,8 @@ class Launch:
 
 
 def guarded_step(run: Run) -> None:
-    """Run a training step; after a failure of torch.compile, blocks run uncompiled. Raises Failure if the device's
-    memory does not suffice; its message names a micro-batch that would fit."""
+    """Run a training step; if torch.compile fails, run it and all later ones uncompiled. Raises Failure if the device's
+    memory does not suffice; its message names a micro-batch size that would fit."""
     full = None
     try:
         training_step(run)
@@ -83,7 +83,7 @@ def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int 
 
 
 def explain_memory(run: Run, error: str) -> str:
-    """Return a message for the out-of-memory error `error`; it names a micro-batch found to fit, if any."""
+    """Return a message for the out-of-memory error `error`; it names a micro-batch size found to fit, if any."""
     rows, cfg = run.micro_batches[0], run.cfg
     share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
     run.optimizer.zero_grad()
@@ -93,7 +93,7 @@ def explain_memory(run: Run, error: str) -> str:
     parameters = list(module.parameters())
 
     def attempt(size: int) -> None:
-        few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # room for its later state
+        few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # for its future state
         room = [parameter.new_empty(math.ceil(copies * parameter.numel())) for parameter in parameters]
         with torch.compiler.set_stance("force_eager"), autocast(run.device, run.precision):
             given = (batch.rows(few), draws.rows(few), run.network.null(1))

@@ -14,7 +14,7 @@ from tread.training.step import active_routes
 
 
 def describe(run: Run) -> str:
-    """Describe data, network, weights, FLOPs, routes, batch and disk space, a line each, and add the warnings."""
+    """Return lines on data, network, weights, FLOPs, routes, batch and disk space, and the warnings."""
     cfg, network, data, train, optim = run.cfg, run.network, run.data, run.cfg.train, run.cfg.optim
     parameters = count_parameters(network)
     active, tokens = active_routes(cfg, 0), network.num_tokens
@@ -73,7 +73,7 @@ def describe(run: Run) -> str:
 
 
 def describe_alignment(run: Run) -> str:
-    """Describe the aligned block, its targets, and the size of the projector."""
+    """Return a line on the aligned block, its targets, and the size of the projector."""
     settings, network = run.cfg.alignment, run.network
     block, teacher = settings.blocks(len(network.blocks))
     kept = network.tokens_run(active_routes(run.cfg, 0))[block]
@@ -87,11 +87,11 @@ def describe_alignment(run: Run) -> str:
 
 
 def forecast(run: Run, seconds: float) -> str:
-    """Return a line that estimates the time left, from the seconds of a training step and the FLOPs of other work."""
+    """Return a line that estimates the time left; `seconds` is the time of a training step."""
     cfg, model, sampling, count = run.cfg, run.model, run.cfg.sampling, run.processes.count
     each = Sampler.of(model.process, sampling.steps, sampling.solver, 1, run.precision).flops(model)
     flops = sample_flops(run.network, active_routes(cfg, run.step - 1), run.aligner) * cfg.train.batch_size
-    speed = flops / count / seconds  # FLOP/s of a process
+    speed = flops / count / seconds  # FLOP/s of one process
 
     def times(interval: int | None) -> int:
         return 0 if interval is None else -(-cfg.train.steps // interval) - (run.step - 1) // interval
@@ -115,7 +115,7 @@ def forecast(run: Run, seconds: float) -> str:
 
 
 def describe_outcome(run: Run) -> str:
-    """Describe the last evaluation and demo metrics, and the paths of the results, a line each."""
+    """Return lines with the last evaluation and demo metrics, and the paths of the results."""
     lines, records = [], run.log.records() if run.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
         last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)
