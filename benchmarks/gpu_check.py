@@ -41,6 +41,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import gather_tokens
+from tread.models.backbone import count_parameters
 from tread.models.cost_constants import SIZES
 from tread.runtime.device import autocast, device_name, set_tf32, wait_for
 from tread.runtime.files import check_file
@@ -75,6 +76,9 @@ KERNELS = (  # kind of a GPU's kernel, and what its name contains; the first mat
     ("reduction", "reduce|norm|sum"),
     ("memory-bound", ""),
 )
+
+
+Called = tuple[nn.Module, tuple[Tensor, ...]]  # a network and its inputs
 
 
 @dataclass(frozen=True)
@@ -343,11 +347,6 @@ def variants(check: Check, options: Options) -> None:
             check.attempt(f"{size}, {name}", partial(under, size, name))
 
 
-def gather_by_elements(tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """Do what gather_tokens does, by Tensor.gather: one index per number, and atomic additions in the backward pass."""
-    return tokens.gather(1, ids_keep[..., None].expand(-1, -1, tokens.shape[2]))
-
-
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
     """Time gathering tokens, by elements and (as gather_tokens does) by rows. Also time the update of the averaged
     weights, and one pass over a flat tensor of that size: no update can be faster."""
@@ -356,10 +355,11 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
     with opened(*words_of(size, "train.compile=false")) as run:
         zero = torch.zeros((), device=DEVICE)
-        flat = torch.zeros(sum(parameter.numel() for parameter in run.network.parameters()), device=DEVICE)
+        flat = torch.zeros(count_parameters(run.network), device=DEVICE)
         other = flat.clone()
         calls = {
-            "gather by elements": lambda: gather_by_elements(x, ids).sum().backward(),
+            # one index per number, and atomic additions in the backward pass
+            "gather by elements": lambda: x.gather(1, ids[..., None].expand(-1, -1, x.shape[2])).sum().backward(),
             "gather by rows, as it is": lambda: gather_tokens(x, ids).sum().backward(),
             "average as it is": lambda: run.ema.update(run.network, 1e-4, zero),
             "average in one pass": lambda: flat.lerp_(other, 0.5),
@@ -454,7 +454,7 @@ def sampling(check: Check, options: Options) -> None:
     """
     batch = 2 if CPU else 64
 
-    def network() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def network() -> Called:
         with opened(*words_of("XL", "train.compile=false")) as run:
             side, model = run.cfg.dataset.size, run.network.eval()
         for parameter in model.parameters():
@@ -462,7 +462,7 @@ def sampling(check: Check, options: Options) -> None:
         t = torch.rand(batch, device=DEVICE)
         return model, (torch.randn(batch, 4, side, side, device=DEVICE), t, torch.arange(batch, device=DEVICE))
 
-    def decoder() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def decoder() -> Called:
         from diffusers import AutoencoderKL
 
         widths = (32, 32) if CPU else (128, 256, 512, 512)  # Stable Diffusion's
@@ -470,7 +470,7 @@ def sampling(check: Check, options: Options) -> None:
         model = AutoencoderKL(3, 3, down, up, widths, layers_per_block=2, latent_channels=4)
         return model.decoder, (torch.randn(batch, 4, *[8 if CPU else 32] * 2, device=DEVICE),)
 
-    def dinov2() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def dinov2() -> Called:
         from transformers import Dinov2Config, Dinov2Model
 
         small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} if CPU else {}
@@ -478,7 +478,7 @@ def sampling(check: Check, options: Options) -> None:
         model = Dinov2Model(Dinov2Config(patch_size=14, image_size=224, **small))
         return model, (torch.randn(batch, 3, side, side, device=DEVICE),)
 
-    def speeds(name: str, made: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]) -> None:
+    def speeds(name: str, made: Callable[[], Called]) -> None:
         model, inputs = made()
         model, outputs = model.to(DEVICE).eval(), {}
 

@@ -36,6 +36,7 @@ from tread.data.columns import TextSpec
 from tread.data.section_writer import TextWriter
 from tread.encoders.language import BEGIN, UNKNOWN
 from tread.models.architectures import ARCHITECTURES, NetworkOptions
+from tread.models.backbone import count_parameters
 from tread.models.conditions import Text
 from tread.runtime.device import peak_flops
 from tread.runtime.signals import Stop
@@ -157,7 +158,7 @@ def measure(kinds: Kinds, pairs: int) -> dict:
         row["stages"] = stages(*kinds[name])
     return {
         "name": run.cfg.name,
-        "parameters": sum(parameter.numel() for parameter in run.network.parameters()),
+        "parameters": count_parameters(run.network),
         "batch": batch,
         "micro_batch": run.micro_batches[0].stop - run.micro_batches[0].start,
         "memory": run.memory,

@@ -1,6 +1,5 @@
 """Tools of the benchmarks: options, random data, calls timed in turns, peak memory, and the machine's description."""
 
-import datetime
 import json
 import os
 import platform
@@ -23,9 +22,10 @@ from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
+from tread.runtime.compiling import first_line
 from tread.runtime.device import device_name, wait_for
 from tread.runtime.files import check_file
-from tread.runtime.versions import git_revision
+from tread.runtime.versions import git_revision, now
 from tread.training import settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +44,7 @@ def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
     if unknown := [word for word in rest if "=" not in word and not word.startswith("~")]:
         raise ValueError(f"{unknown[0]!r} is no option; --help has them")
     schema.check_overrides(rest, [*names, *([*settings.known_keys(), "experiment"] if others else [])])
-    for word in [word for word in own if word.startswith(("out=", "figure="))]:
+    for word in [word for word in own if word.startswith("out=")]:
         check_file(word.partition("=")[2])
     return schema.read(OmegaConf.to_container(OmegaConf.from_dotlist(own)), kind), rest
 
@@ -149,8 +149,7 @@ def most_allocated(work: Callable[[], object]) -> int:
 def why_failed(error: Exception) -> str:
     """Describe an error briefly: "out of memory" from CUDA, torch or numpy, else its type and first line."""
     lacking = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return "out of memory" if lacking else f"{type(error).__name__}: {first}"[:120]
+    return "out of memory" if lacking else first_line(error)[:120]
 
 
 def circumstances() -> dict[str, str]:
@@ -161,7 +160,7 @@ def circumstances() -> dict[str, str]:
         "machine": platform.platform(),
         "command": command(),
         "commit": git_revision(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "time": now(),
     }
 
 

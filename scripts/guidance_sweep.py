@@ -19,9 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import hydra
 import numpy as np
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
@@ -31,7 +29,7 @@ from tread.evaluation import scoring
 from tread.evaluation.metric_table import METRICS, feature_metrics, scored_names
 from tread.evaluation.scoring import ScoringOptions, ScoringPlan, plan_scoring, read_options, settle_reference
 from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
@@ -71,16 +69,14 @@ class Sweep:
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="guidance_sweep")
-def main(composed: DictConfig) -> None:
-    with explained("stopped; start it again to go on with the settings that are missing"):
-        tree = plain(composed)
-        for name in Point._fields:
-            if any(word.lstrip("+").startswith(f"guidance.{name}=") for word in sys.argv[1:]):
-                raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] in its place")
-        sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
-        options = read_options(tree)
-        run(sweep, options, share_work(None, options.cpu_threads))
+@door(stopped="stopped; start it again to go on with the settings that are missing")
+def main(tree: dict) -> None:
+    for name in Point._fields:
+        if any(word.lstrip("+").startswith(f"guidance.{name}=") for word in sys.argv[1:]):
+            raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] in its place")
+    sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
+    options = read_options(tree)
+    run(sweep, options, share_work(None, options.cpu_threads))
 
 
 def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:

@@ -15,23 +15,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from routing_module import Route
 from tread.checkpoints.network import build_network
+from tread.models.backbone import count_parameters
 from tread.models.cost_constants import DEVICES, PREDICTED, Constants, measured_constants
 from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.device import device_name, memory_of, use_precision
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count, Positive
 from tread.training import settings
 from tread.training.costs import (
     blank_aligner,
-    count_parameters,
     largest_micro_batch,
     live_bytes,
     measured_seconds,
@@ -55,15 +53,13 @@ class Options:
     price: Positive | None
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="plan")
-def main(composed: DictConfig) -> None:
-    with explained():
-        tree = plain(composed)
-        options = schema.read({key: tree.pop(key) for key in KEYS}, Options)
-        cfg = settings.read(tree)
-        if None in (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes) or cfg.model.takes_text:
-            cfg, _ = settings.complete(tree)  # reads the dataset
-        show(cfg, options)
+@door()
+def main(tree: dict) -> None:
+    options = schema.read({key: tree.pop(key) for key in KEYS}, Options)
+    cfg = settings.read(tree)
+    if None in (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes) or cfg.model.takes_text:
+        cfg, _ = settings.complete(tree)  # reads the dataset
+    show(cfg, options)
 
 
 def show(cfg: Settings, options: Options) -> None:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tread.checkpoints.network import build_network
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost
+from tread.models.backbone import count_parameters
 from tread.models.cost_constants import (
     DEVICES,
     PREDICTED,
@@ -25,7 +26,6 @@ from tread.models.cost_constants import (
 from tread.training import settings
 from tread.training.costs import (
     StepMemory,
-    count_parameters,
     kinds_to_come,
     largest_micro_batch,
     live_bytes,

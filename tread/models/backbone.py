@@ -118,6 +118,11 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
+def count_parameters(network: nn.Module) -> int:
+    """Return the number of a network's values that are trained."""
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
 def linear_products(block: nn.Module, tokens: int) -> int:
     """Return the multiply-adds of a block's linear layers for one sample; the adaLN modulation runs once per sample."""
     modulation = block.adaLN_modulation[1].weight.numel()
@@ -228,19 +233,22 @@ class Backbone(nn.Module):
         """Return the condition that means "no condition" for `count` samples: the null class, (count,) int64."""
         return torch.full((count,), self.num_classes, device=self.pos_embed.device)
 
+    def tokens_run(self, routes: Sequence[Route]) -> list[int]:
+        """Return for each block the number of tokens on which it runs under these routes."""
+        tokens = [self.num_tokens] * len(self.blocks)
+        for route in check_routes(routes, len(tokens)):
+            running = count_run(route, self.num_tokens, self.grid)
+            tokens[route.start : route.end + 1] = [running] * (route.end + 1 - route.start)
+        return tokens
+
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
         """Return the FLOPs of one sample's forward pass: two per multiply-add of matrix products and token mixing.
 
         attention  False: linear layers only, without token mixing (in DiT the products of queries, keys and values).
         upto       index of the last block to count (see output_of); None: count all blocks and the last layer.
         """
-        D, depth = self.hidden_size, len(self.blocks)
-        tokens = [self.num_tokens] * depth
-        for route in check_routes(routes, depth):
-            running = count_run(route, self.num_tokens, self.grid)
-            tokens[route.start : route.end + 1] = [running] * (route.end + 1 - route.start)
-        last = depth if upto is None else upto + 1
-        blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks[:last], tokens))
+        D, last = self.hidden_size, len(self.blocks) if upto is None else upto + 1
+        blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks[:last], self.tokens_run(routes)))
         values = self.patch_size**2 * (self.in_channels + (self.out_channels if upto is None else 0))
         time, final = (WAVES + D) * D, 2 * D * D if upto is None else 0
         return int(2 * (blocks + self.num_tokens * D * values + final + time))

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from routing_module import Route, check_routes
+from routing_module import Route
 from tread.models.backbone import Backbone
-from tread.routing.ids import count_run
 
 
 class Device(NamedTuple):
@@ -72,11 +71,8 @@ def block_bytes(architecture: str, width: int) -> BlockBytes:
 
 def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Module, int, int]]:
     """Return (block, number of tokens on which it runs, width) for each block, MaskDiT's decoder included."""
-    tokens = [network.num_tokens] * len(network.blocks)
-    for route in check_routes(routes, len(tokens)):
-        count = count_run(route, network.num_tokens, network.grid)
-        tokens[route.start : route.end + 1] = [count] * (route.end + 1 - route.start)
-    blocks = [(block, count, network.hidden_size) for block, count in zip(network.blocks, tokens)]
+    counts = zip(network.blocks, network.tokens_run(routes))
+    blocks = [(block, count, network.hidden_size) for block, count in counts]
     decoder = getattr(network, "decoder_blocks", ())
     return blocks + [(block, network.num_tokens, network.decoder_hidden_size) for block in decoder]
 

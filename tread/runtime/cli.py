@@ -9,32 +9,37 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-import hydra
 import torch
 from omegaconf import DictConfig, ListConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tread.runtime import schema
 from tread.runtime.plugins import import_plugins
-from tread.runtime.schema import check_overrides, known_keys, read
 from tread.runtime.signals import leave_at_once
 
 ONE_EACH = "one command for each value, each with its own name="
 
 
-def door(kind: type, stopped: str = "stopped") -> Callable[[Callable], Callable[[], None]]:
-    """Decorator for a script's `main(options)`: makes it the Hydra function that `open_door` takes. The options, of the
-    dataclass `kind`, come from the config file named like the script; for `stopped` see `explained`."""
+def door(kind: type | None = None, stopped: str = "stopped") -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Return a decorator that makes a function of options the Hydra function of its script, see config_file. Expected
+    errors end it with one line, and Ctrl-C prints `stopped`.
 
-    def decorate(main: Callable) -> Callable[[], None]:
-        @functools.wraps(main)
-        def read_and_run(composed: DictConfig) -> None:
+    kind  the dataclass of the options; None: the function gets the composed config as nested dicts.
+    """
+    import hydra  # imported here because it takes long, and not every script has a config
+
+    def decorate(work: Callable[[Any], None]) -> Callable[[], None]:
+        @functools.wraps(work)
+        def main(composed: DictConfig) -> None:
             with explained(stopped):
-                main(read(plain(composed), kind))
+                tree = plain(composed)
+                work(schema.read(tree, kind) if kind else tree)
 
-        name = Path(inspect.getfile(main)).stem
-        opened = hydra.main(version_base="1.3", config_path="../configs", config_name=name)(read_and_run)
-        opened.known = known_keys(kind)
+        config = config_file(Path(work.__globals__["__file__"]).resolve())
+        opened = hydra.main(version_base="1.3", config_path=str(config.parent), config_name=config.stem)(main)
+        opened.kind = kind
         return opened
 
     return decorate
@@ -46,11 +51,11 @@ def open_door(
     literal: Collection[str] = (),
     spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
-    """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call its Hydra function `main`.
+    """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call `main`, made by `door`.
     An error in the composed config ends the script without a traceback; HYDRA_FULL_ERROR=1 shows it.
 
     known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
-             keys; None: those of the options that `door` was given.
+             keys; None: those of the dataclass of its options.
     literal  keys whose values Hydra must not parse: `take_literally` encodes them.
     spell    function that rewrites the list of overrides for Hydra.
     """
@@ -63,7 +68,8 @@ def open_door(
             raise ValueError(f"-m and --multirun would run the first value alone: give {ONE_EACH}")
         import_plugins(named_plugins(sys.argv[1:], config))
         sys.argv[1:] = spell(take_literally(sys.argv[1:], literal))
-        check_overrides(sys.argv[1:], list(known() if callable(known) else known or main.known))
+        known = schema.known_keys(main.kind) if known is None else known
+        schema.check_overrides(sys.argv[1:], list(known() if callable(known) else known))
         if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:
             sys.stderr.write("--cfg prints values as they are put together; a run also checks them\n")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors

@@ -24,6 +24,11 @@ def why_not(device: torch.device) -> str | None:
     return why_failing(compile_layer)
 
 
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message, at most 300 characters of it."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300].rstrip()}"
+
+
 def why_failing(attempt: Callable[[], None]) -> str | None:
     """Call `attempt`, which compiles. Return None if it succeeds or runs out of memory, else its error in one line."""
     try:
@@ -31,7 +36,7 @@ def why_failing(attempt: Callable[[], None]) -> str | None:
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
     except Exception as error:  # compilers, drivers and caches fail in many ways
-        return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        return first_line(error)
     return None
 
 

@@ -20,13 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from routing_module import Record, Route, check_routes, gather_tokens
+from routing_module import Record, Route, gather_tokens
 from tread.data.dataset import Batch
 from tread.diffusion.process import Process
 from tread.encoders.vision import Encoder
 from tread.models.backbone import Backbone
 from tread.models.conditions import Condition
-from tread.routing.ids import count_run
 from tread.runtime.device import Precision, has_bf16
 from tread.runtime.schema import Count, Positive, Share
 
@@ -158,14 +157,7 @@ class Aligner:
         """Return the FLOPs that alignment adds per sample: projector (forward and backward), teacher, encoder."""
         network = self.module.network
         layers = [layer.weight.numel() for layer in self.module.projector if isinstance(layer, nn.Linear)]
-        flops = self.encoder_flops + 3 * 2 * sum(layers) * tokens_at(self.module.block, routes, network)
+        flops = self.encoder_flops + 3 * 2 * sum(layers) * network.tokens_run(routes)[self.module.block]
         if self.teacher is not None:
             flops += self.teacher.forward_flops(upto=self.settings.blocks(len(network.blocks))[1])
         return flops
-
-
-def tokens_at(block: int, routes: Sequence[Route], network: Backbone) -> int:
-    """Return the number of tokens in block number `block`, from 0; inside one of the routes these are the kept ones."""
-    tokens, grid = network.num_tokens, network.grid
-    around = [route for route in check_routes(routes, len(network.blocks)) if route.start <= block <= route.end]
-    return count_run(around[0], tokens, grid) if around else tokens

@@ -22,13 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from routing_module import Route
 from tread.checkpoints.network import build_network, process_of
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost, open_encoder
-from tread.models.backbone import Backbone
+from tread.models.backbone import Backbone, count_parameters
 from tread.models.cost_constants import END_BYTES, PREDICTED, UPDATE_BYTES, Constants, Device, block_bytes, blocks_run
 from tread.routing.ids import pair
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import Alive, autocast, wait_for
 from tread.runtime.files import size_text
-from tread.training.alignment import Aligned, Aligner, build_projector, tokens_at
+from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.settings import Settings
 from tread.training.step import active_routes
 
@@ -118,16 +118,12 @@ def step_seconds(
     return float(max(seconds, constants.launch * len(blocks)))
 
 
-def count_parameters(network: Backbone) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
 def projector_bytes(aligner: Aligner, routes: Sequence[Route], precision: str) -> int:
     """Return the bytes that alignment's loss of one image keeps for the backward pass: the projector's input, its
     layers' and activations' outputs, and the targets. An encoder's own memory is in `live_bytes`."""
     layers = [layer for layer in aligner.module.projector if isinstance(layer, nn.Linear)]
     network, width = aligner.module.network, layers[-1].out_features
-    tokens = tokens_at(aligner.module.block, routes, network)
+    tokens = network.tokens_run(routes)[aligner.module.block]
     kept = layers[0].in_features + 2 * sum(layer.out_features for layer in layers)
     return tokens * kept * (2 if precision == "bf16" else 4) + 4 * (network.num_tokens + tokens) * width
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tread.runtime.compiling import first_line
 from tread.runtime.device import beside
 from tread.training.optimizer import is_fused
-from tread.training.run import Failure, Run, first_line
+from tread.training.run import Failure, Run
 from tread.training.step import Draws, Inputs, step_on
 
 Replay = Callable[[], list[Tensor]]  # does the step, and returns what step_on returned
@@ -80,7 +81,7 @@ class Graphs:
         self.kinds.clear()
         self.run.graphs = None
         self.run.optimizer.zero_grad()
-        self.run.processes.say(f"warning: going on without CUDA graphs: {problem}")
+        self.run.say(f"warning: going on without CUDA graphs: {problem}")
 
     def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
         """Record a graph of a step and compare its losses with the usual step's; returns a function that replays it.
@@ -151,7 +152,7 @@ def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], s
 def open_graphs(run: Run) -> Graphs | None:
     """Return the Graphs that do the run's steps, or None for steps without CUDA graphs, as train.cuda_graphs decides.
     Raises ValueError if that is true and the run can't use graphs."""
-    asked, device, never = run.cfg.train.cuda_graphs, run.processes.device, None
+    asked, device, never = run.cfg.train.cuda_graphs, run.device, None
     if device.type != "cuda":
         never = f"the run is on {device}, without a CUDA device"
     elif not is_fused(run.optimizer):

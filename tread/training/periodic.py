@@ -54,18 +54,18 @@ class Clock:
     def tick(self, due: bool) -> None:
         """Call after each step, before the log if one is `due`. Prints how long the start took, later the time left."""
         if self.run.step in (self.start_step + 1, self.settled):
-            wait_for(self.run.processes.device)
+            wait_for(self.run.device)
             self.advance()
             if self.run.step == self.start_step + 1:
                 start, first = self.counted[1] - self.run.began, self.counted[1] - self.began
                 self.starting = {"cold_start_seconds": round(start, 2), "first_step_seconds": round(first, 3)}
-                self.run.processes.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
+                self.run.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
             if not due:
                 self.restart()
         elif self.run.step == self.settled + 2 and self.run.step < self.run.cfg.train.steps:
-            wait_for(self.run.processes.device)
+            wait_for(self.run.device)
             seconds = (time.perf_counter() - self.counted[1]) / (self.run.step - self.counted[0])
-            self.run.processes.say(forecast(self.run, seconds))
+            self.run.say(forecast(self.run, seconds))
 
     def advance(self) -> None:
         """Add the training since the last call to the run's seconds and FLOPs; the device must have finished it."""
@@ -79,7 +79,7 @@ class Clock:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Context manager whose time is not counted as training; waits for the device first."""
-        wait_for(self.run.processes.device)
+        wait_for(self.run.device)
         self.advance()
         yield
         self.counted = self.run.step, time.perf_counter()
@@ -98,15 +98,15 @@ def log(run: Run, clock: Clock) -> str:
     speed = (run.step - clock.first) * run.cfg.train.batch_size / clock.seconds
     flops = sample_flops(run.network, active_routes(run.cfg, run.step - 1), run.aligner) * speed
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
-    if (peak := peak_flops(run.processes.device, run.precision)) is not None:
+    if (peak := peak_flops(run.device, run.precision)) is not None:
         values["mfu"] = round(flops / (peak * run.processes.count), 4)
     run.record(**values, data_wait=round(run.loader.waited / clock.seconds, 5), **clock.starting)
     clock.starting = {}
-    if sums["bad"] and run.processes.main:
+    if sums["bad"] and run.main:
         with clock.paused():
             text = f"warning: {sums['bad']:.0f} steps up to step {run.step} were skipped: loss or gradient not finite"
             steps = recent_bad_steps(run, sums, int(sums["good"] + sums["bad"]))
-            run.processes.say(f"{text}; {look_at_samples(run, steps)[1]}" if steps else text)
+            run.say(f"{text}; {look_at_samples(run, steps)[1]}" if steps else text)
     run.statistics.restart()
     finish_saving(run, wait=False)
     clock.restart()
@@ -118,7 +118,7 @@ def read_statistics(run: Run) -> dict:
     if more than train.max_bad_steps in a row, or more than half of the last 100 steps, were not finite."""
     sums, most, steps = run.statistics.read(), run.cfg.train.max_bad_steps, ()
     for name in ("loss", "alignment") if run.aligner else ("loss",):
-        sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.processes.device)).tolist()
+        sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.device)).tolist()
     recent = len(sums["recent"])
     known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints have no flags
     if sums["longest"] > most:
@@ -147,7 +147,7 @@ def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
 
 def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
     """Return a message on steps that were not finite: noise levels, samples, advice. `what` describes the steps."""
-    process, device = process_of(run.cfg), run.processes.device
+    process, device = process_of(run.cfg), run.device
     draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # the numbers used before
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
     spoilt, seen = look_at_samples(run, steps)
@@ -254,7 +254,7 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
             raise Failure(doubt)
         run.record(**{metric: loss})
         if loss > ABSURD:
-            run.processes.say(f"warning: {doubt}")
+            run.say(f"warning: {doubt}")
     if run.due(cfg.eval.fid_every) and "fid" not in done and not log_fid(run):
         return False
     if run.due(cfg.every.sample) and "grid" not in done:
@@ -307,12 +307,12 @@ def log_fid(run: Run) -> bool:
     if run.stop.agreed():
         return False
     if processes.count > 1:
-        rows = processes.gather(total.pack().to(run.processes.device)[None])
+        rows = processes.gather(total.pack().to(run.device)[None])
         total = functools.reduce(Moments.merge, map(Moments.unpack, rows))
     value = processes.from_main(lambda: run.online_fid.fid(total, run.cfg.train.cpu_threads))
     seconds = time.perf_counter() - began
     run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
-    run.processes.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
+    run.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
     return True
 
 
@@ -375,7 +375,7 @@ def save(run: Run) -> bool:
         "encoder": run.aligner and run.aligner.fingerprint,
         "config": run.config,
         "plugins": plugin_hashes(run.cfg.plugins) | (run.earlier.info.get("plugins", {}) if run.earlier else {}),
-        "versions": run.log.versions if run.processes.main else None,
+        "versions": run.log.versions if run.main else None,
     }
 
     def write(step: int, parts: dict[str, dict[str, Tensor]]) -> None:
@@ -414,7 +414,7 @@ def judge_demo(run: Run) -> None:
     ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
     judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())
-    if run.processes.main and count and not judged:
+    if run.main and count and not judged:
         with run.timed("judge"):
             values = judged_samples(run, count)
         run.record(**values, demo_samples=count)
@@ -429,5 +429,5 @@ def judged_samples(run: Run, count: int) -> dict[str, float]:
     asked = ask(run.data, run.heldout, count)
     pictures = draw_samples(run, range(count), torch.arange(count), asked.texts)
     weights = find_at_hand(cfg.eval.inception)
-    inception = weights and load_inception(weights, run.processes.device)
+    inception = weights and load_inception(weights, run.device)
     return judge_emoji(pictures, asked, real_emoji(run.data, run.heldout), inception)

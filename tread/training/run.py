@@ -18,7 +18,7 @@ from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
 from tread.encoders.autoencoder import Decoder
 from tread.evaluation.scorers import EMBEDDED, OnlineFID
-from tread.models.backbone import Backbone
+from tread.models.backbone import Backbone, count_parameters
 from tread.models.conditions import Text
 from tread.runtime.device import beside
 from tread.runtime.distributed import Processes
@@ -115,7 +115,8 @@ class Run:
         cfg, info = self.cfg, self.earlier.info if self.earlier else {}
         self.folder = Path(cfg.results) / cfg.name
         self.log = RunLog(self.folder)
-        device, batch_size = self.processes.device, cfg.train.batch_size
+        self.device, self.main, self.say = self.processes.device, self.processes.main, self.processes.say
+        device, batch_size = self.device, cfg.train.batch_size
         self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, steps=cfg.train.steps)
         # in DDP if there are several processes; a graph can't record hooks that were made on the default stream
         apart = torch.cuda.Stream(device) if cfg.train.cuda_graphs is True and device.type == "cuda" else None
@@ -152,9 +153,9 @@ class Run:
     def checkpoint_bytes(self) -> int:
         """Return the bytes of a checkpoint: weights, averages and the optimizer's state."""
         copies = 1 + self.cfg.optim.copies
-        size = (copies + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
+        size = (copies + len(self.averages)) * count_parameters(self.network)
         if self.aligner:
-            size += copies * sum(p.numel() for p in self.aligner.module.projector.parameters())
+            size += copies * count_parameters(self.aligner.module.projector)
         return round(4 * size)
 
     @contextlib.contextmanager
@@ -171,7 +172,7 @@ class Run:
 
     def record(self, **values: float) -> None:
         """Append values to metrics.jsonl, with step, FLOPs and seconds of training, and what `timed` has measured."""
-        if self.processes.main:
+        if self.main:
             values |= {"flops": self.flops, **self.take_spent()}
             if self.seconds is not None:
                 values["seconds"] = round(self.seconds, 3)
@@ -192,13 +193,13 @@ def statistics_of(info: dict, process: int, processes: int) -> dict[str, float |
 
 def leave(run: Run, finished: bool) -> None:
     """Write and print that the run is finished or interrupted, and unlock its folder."""
-    if run.processes.main:
+    if run.main:
         state, reason = "finished", None
         if not finished:
             state, reason = "interrupted", run.stop.reason or "another process was asked to stop"
             saved = f"step {run.saved} is saved" if run.saved else "nothing is saved yet"
             stopped = f"{run.folder}: stopped by {reason} after step {run.step}"
-            run.processes.say(f"{stopped}; {saved}; start it again to go on")
+            run.say(f"{stopped}; {saved}; start it again to go on")
         run.log.status(state, run.step, reason, spent=run.take_spent())
         run.log.close()
     if run.tracker is not None:
@@ -209,12 +210,7 @@ def note_failure(run: Run | None, reason: str) -> None:
     """Write to status.json why the run failed, if the disk can be written to. run=None (not begun): do nothing."""
     if run is not None:
         with contextlib.suppress(OSError):
-            time.sleep(0 if run.processes.main else 2)  # for a failure in all processes, the main one's is recorded
-            who = "" if run.processes.main else f"process {run.processes.rank}: "
+            time.sleep(0 if run.main else 2)  # for a failure in all processes, the main one's is recorded
+            who = "" if run.main else f"process {run.processes.rank}: "
             run.log.status("failed", run.step, who + reason)
         run.log.close()
-
-
-def first_line(error: Exception) -> str:
-    """Return an error's type and the first line of its message, at most 300 characters of it."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"

@@ -1,7 +1,6 @@
 """A run's folder: the record of its starts, whether a run may start in it, and metrics.jsonl (an object per line)."""
 
 import contextlib
-import datetime
 import json
 import os
 import platform
@@ -14,7 +13,7 @@ from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
 from tread.models.architectures import TextSettings
 from tread.runtime.files import Lock, write_whole
 from tread.runtime.schema import fill, written
-from tread.runtime.versions import versions
+from tread.runtime.versions import now, versions
 from tread.training.alignment import Alignment
 from tread.training.settings import Settings
 
@@ -140,8 +139,7 @@ class RunLog:
         self._lock = Lock(self.folder / ".lock", busy)
         if self._state() != self._seen:
             raise FileExistsError(f"another process trained in {self.folder} while this one was starting; start again")
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        start = {"time": now, "step": step, "command": sys.argv, **facts, "versions": self.versions, "config": config}
+        start = {"time": now(), "step": step, "command": sys.argv, **facts, "versions": self.versions, "config": config}
         write_whole(self.folder / "run.json", json.dumps([*self.starts(), start], indent=1) + "\n")
         kept = [record for record in self.records() if record["step"] <= step]
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
@@ -154,9 +152,8 @@ class RunLog:
         """Write status.json: `state` (running, interrupted, finished or failed), the number of steps done, more facts.
         Only "running" replaces a recorded failure, as other processes' failures follow from the first one."""
         if state == "running" or self.read_status().get("state") != "failed":
-            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             who = {"host": platform.node(), "pid": os.getpid()}
-            content = {"state": state, "step": step, "reason": reason, "time": now, **who, **facts}
+            content = {"state": state, "step": step, "reason": reason, "time": now(), **who, **facts}
             text = json.dumps(content, indent=1) + "\n"
             try:
                 write_whole(self.folder / "status.json", text)

@@ -22,7 +22,7 @@ from tread.encoders import autoencoder
 from tread.encoders.autoencoder import Decoder
 from tread.encoders.vision import encoder_name, open_encoder
 from tread.evaluation.scorers import OnlineFID, open_online_fid
-from tread.models.backbone import Backbone
+from tread.models.backbone import Backbone, count_parameters
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
 from tread.runtime.device import avoid_faults, device_name, memory_of
@@ -36,7 +36,6 @@ from tread.training.alignment import Aligned, Aligner, Alignment, build_projecto
 from tread.training.costs import (
     MemoryPlan,
     blank_loss,
-    count_parameters,
     kinds_to_come,
     live_bytes,
     plan_memory,

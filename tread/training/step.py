@@ -133,7 +133,7 @@ def training_step(run: Run) -> None:
 
 def step_inputs(run: Run) -> Inputs:
     """Return the inputs of step run.step: draws its random numbers and reads its samples."""
-    device, rate = run.processes.device, learning_rate(run.cfg, run.step)
+    device, rate = run.device, learning_rate(run.cfg, run.step)
     if is_fused(run.optimizer):  # a CPU's kernel reads fp64, a GPU's fp32
         rate = torch.full((), rate, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     return Inputs(
@@ -154,7 +154,7 @@ def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
     for rows, batch in zip(run.micro_batches, inputs.batches):
         last = rows is run.micro_batches[-1]
         with contextlib.nullcontext() if last else run.processes.no_sync(run.wrapped):
-            with autocast(run.processes.device, run.precision):
+            with autocast(run.device, run.precision):
                 terms = loss(cfg, run.wrapped, latents, batch, inputs.draws.rows(rows), null, run.aligner)
             means = [term.mean() / len(run.micro_batches) for term in terms]
             backward(sum(weight * mean for weight, mean in zip(weights, means)))
