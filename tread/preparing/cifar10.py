@@ -87,7 +87,10 @@ def read_files(source: Path) -> dict[str, bytes]:
         with tarfile.open(source) as archive:
             members = {PurePosixPath(member.name).name: member for member in archive if member.isfile()}
             in_order = sorted(wanted & {*members}, key=lambda name: members[name].offset)  # unpacked in one pass
-            return {name: archive.extractfile(members[name]).read() for name in in_order}
+            files = {name: archive.extractfile(members[name]).read() for name in in_order}
+            while archive.fileobj.read(1 << 20):
+                pass  # to the end, where gzip's checksum is
+            return files
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
         raise ValueError(f"{source} is truncated, damaged or no tar: {error}") from error
 
