@@ -130,14 +130,13 @@ def table(study: Study, results: Results) -> str:
     lines = []
     for metric in metrics if study.ways else ():
         paired = paired_columns(study, results, [metric], tuple(EQUAL))
-        trained = METRICS[metric].of == "heldout"
-        whole = columns | ({} if trained else counted) | cells[metric] | paired
-        lines += [*_lines(whole, networks_of(study, results) if trained else results), ""]
+        arms, more = (networks_of(study, results), {}) if METRICS[metric].of == "heldout" else (results, counted)
+        lines += _lines(columns | more | cells[metric] | paired, arms)
     if not lines:
         first = [metric for metric in metrics if metric in compared][:1] if study.against else []
         columns |= {title: column for each in cells.values() for title, column in each.items()}
         columns |= paired_columns(study, results, first, ("images", "FLOPs"))
-        lines = [*_lines(columns | FIGURES[study.figure].columns(study, results), results), ""]
+        lines = _lines(columns | FIGURES[study.figure].columns(study, results), results)
 
     scores = [score for runs in results.values() for run in runs for score in run["scores"]]
     counts = {score["count"] for score in scores if "count" in score}
@@ -153,7 +152,7 @@ def table(study: Study, results: Results) -> str:
 def _lines(columns: Columns, arms: Iterable[str]) -> list[str]:
     rows = [[*columns], *([cells.get(arm, "–") for cells in columns.values()] for arm in arms)]
     head, *lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [head, "|---" * len(columns) + "|", *lines]
+    return [head, "|---" * len(columns) + "|", *lines, ""]
 
 
 def networks_of(study: Study, results: Results) -> Results:

@@ -47,9 +47,8 @@ class ScoreFiles:
         with_samples), or None."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
-            if not record or any(record.get(key) != value for key, value in values.items()):
-                continue
-            if not with_samples or "samples.npz" in self._there(number):
+            same = record and all(record.get(key) == value for key, value in values.items())
+            if same and (not with_samples or "samples.npz" in self._there(number)):
                 return self.path("fid.json", number), record
         return None
 
