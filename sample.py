@@ -108,8 +108,8 @@ def main(composed: DictConfig) -> None:
 
 
 def open_decoder(options: Options, latents: LatentSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return the function from network latents (see tread/data/latents.py) to sample.py's output: the autoencoder's
-    latents, decoded pictures, or previews."""
+    """Return the function from the network's latents (B, C, S, S) to what is saved: uint8 pictures, decoded or (with
+    decode=false) showing three latent channels; with save_latents, latents in the autoencoder's units."""
     if options.save_latents:
         return partial(from_network, latents=latents)
     how = (options.autoencoder, options.decode_precision)

@@ -46,14 +46,14 @@ def main(composed: DictConfig) -> None:
 
 
 def train(run: Run) -> bool:
-    """Run the remaining steps with logs, evaluations and checkpoints between them. Returns False if stopped early."""
+    """Take the remaining training steps, with logs, evaluations and checkpoints. Returns False if stopped early."""
     cfg, say = run.cfg, run.processes.say
     if run.step >= cfg.train.steps:
         say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
     else:
         say(describe(run))
     done = run.processes.from_main(lambda: periodic.done_before(run))
-    on = periodic.evaluate_and_draw(run, done)  # what an interruption left undone
+    on = periodic.evaluate_and_draw(run, done)  # evaluations and samples that an interruption left undone
     clock, postponed = periodic.Clock(run), False
     hidden = not run.processes.main or run.step >= cfg.train.steps
     pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
@@ -78,7 +78,7 @@ def train(run: Run) -> bool:
 
 
 def report(run: Run) -> None:
-    """Write the run's HTML report. A failure prints a warning, so that a finished run does not fail."""
+    """Write the run's HTML report. If that fails, only print a warning, so that the finished run does not fail."""
     if run.cfg.report and run.processes.main:
         try:
             run.processes.say(f"  {'report':<21} {write_report([run.folder])}")

@@ -3,6 +3,10 @@
 A GMAC is 10⁹ multiply-adds (2·10⁹ FLOPs), computed for a network's forward pass of one image; nothing is run.
 """
 
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+
 from dataclasses import replace
 
 import torch
@@ -38,7 +42,7 @@ def build(*overrides: str) -> Model:
 
 
 def cost(*overrides: str) -> tuple[int, int, int, int]:
-    """Return the numbers of tokens and parameters, and a forward pass's multiply-adds with and without routes."""
+    """Return (tokens, parameters, multiply-adds of one image's forward pass with routes, and without) of a config."""
     model = build(*overrides)
     parameters = sum(parameter.numel() for parameter in model.network.parameters())
     training, sampling = (model.network.forward_flops(routes) // 2 for routes in (model.routes, ()))

@@ -1,4 +1,4 @@
-"""Computes a study's cost before it is run: images, samples and training FLOPs."""
+"""Computes what a study will cost: images, samples and training FLOPs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ def training_flops(training: Training) -> int:
 
 
 def estimate(jobs: Sequence[Job]) -> str:
-    """Describe the cost: a line per training, and the sum."""
+    """Return a text on the cost of the jobs: a line per training, and the sum."""
     lines, whole = [], 0
     for job in jobs:
         drawn = sum(int(score.words[-1].partition("=")[2]) for score in job.scores)

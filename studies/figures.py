@@ -1,4 +1,7 @@
-"""Draws a study's figure, writes its table, and puts both into a folder beside the study's YAML."""
+"""Draws a study's figure, writes its table, and publishes both in a folder beside the study's YAML.
+
+An arm is a kind of run that a study compares with others; it has one run per seed.
+"""
 
 import json
 import math
@@ -22,7 +25,7 @@ Columns = dict[str, dict[str, str]]  # title → arm → cell
 
 
 class Figure(NamedTuple):
-    """A kind of figure: a function that draws it if there are results, and one that returns more table columns."""
+    """A kind of figure: `draw` draws it into the image file at a path, `columns` returns more columns of the table."""
 
     draw: Callable[[Study, Results, Path], None]
     columns: Callable[[Study, Results], Columns] = lambda study, results: {}
@@ -43,12 +46,12 @@ def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm: its runs' values at the last point where all have the metric}, for arms that have such a point."""
+    """Return {arm of the study: its runs' values of a metric at the last number of images where all have it}."""
     return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
 
 
 def last_means(results: Results, metric: str) -> dict[str, float]:
-    """Return {arm: mean of the values that last_values returns}."""
+    """Return {arm of the study: mean of the values that last_values returns}."""
     return {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
 
 
@@ -58,20 +61,20 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def interpolate(values: Mapping[float, float], place: float) -> float | None:
-    """Interpolate a metric {FLOPs or seconds: value} linearly in their logarithm; None outside the curve."""
+    """Interpolate a curve {FLOPs or seconds: metric} at `place`, linearly in log FLOPs or seconds; None outside it."""
     within = len(values) > 1 and min(values) <= place <= max(values)
     return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
 
 
 def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's, at the last number of images where both have it."""
+    """Return one run's metric minus another's, at the last number of images where both have it; None without one."""
     both = series([run, other], metric)
     return both[-1][1][0] - both[-1][1][1] if both else None
 
 
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
-    """Return one run's metric minus another's, at the most "flops" or "steady_seconds" that both reach; None if one has
-    no value, or seconds are of other devices. Ends within 1% of the same seconds, as of a time budget, are equal."""
+    """Return one run's metric minus another's at the most "flops" or "steady_seconds" (`axis`) that both reach; None if
+    one has no value, or if seconds are of different devices. If seconds differ by under 1%, ends are compared."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
@@ -84,14 +87,14 @@ def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names), where not None, for each pair with equal seeds (same data order and noise)."""
+    """Return by(run, other, *names) for each pair of runs with equal seeds, without pairs for which it is None."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
 
 
 def shown(values: Sequence[float], sign: bool = False) -> str:
-    """Format the mean of values and, if there are several, its standard error; `sign` adds a + to positive means."""
+    """Format the mean of values and, if there are several, its standard error; sign=True adds a + to positive means."""
     if not values:
         return "–"
     mean, error, plus = statistics.mean(values), standard_error(values), "+" if sign else ""
@@ -102,13 +105,13 @@ def shown(values: Sequence[float], sign: bool = False) -> str:
 
 
 def measured(names: Sequence[str], results: Results) -> list[str]:
-    """Return the metrics in `names` that some arm has, each once."""
+    """Return the metrics in `names` that any run has, each once."""
     return [name for name in dict.fromkeys(names) if any(series(runs, name) for runs in results.values())]
 
 
 def table(study: Study, results: Results) -> str:
-    """Return a Markdown table with a line per arm: means ± standard errors over the seeds, and paired differences. A
-    study with further ways of scoring has a table per metric; losses are of its trainings alone."""
+    """Return a Markdown table, a line per arm of the study: means ± standard errors over seeds, paired differences. A
+    study with further ways of scoring has a table per metric, in which losses are of its trainings alone."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
@@ -160,7 +163,7 @@ def networks_of(study: Study, results: Results) -> Results:
     return {arm: runs for arm, runs in results.items() if arm.rpartition(", ")[2] not in study.ways}
 
 
-EQUAL = {  # of what two runs have the same → how their difference there is found
+EQUAL = {  # what two runs have spent equally much of → function for their difference there, and its axis
     "images": (at_equal_images,),
     "FLOPs": (at_equal, "flops"),
     "seconds": (at_equal, "steady_seconds"),
@@ -168,7 +171,8 @@ EQUAL = {  # of what two runs have the same → how their difference there is fo
 
 
 def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal: Sequence[str]) -> Columns:
-    """Return a column per metric and key of EQUAL: each arm's metric less its pair's."""
+    """Return a column per metric and name in `equal` (keys of EQUAL): each arm's metric minus that of its pair, the arm
+    named in study.against."""
     columns = {}
     for metric, name in product(metrics, equal):
         by, *axis = EQUAL[name]
@@ -216,8 +220,8 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
-    """Draw the first metric over the training of each network; FID over precision, and precision over recall, at its
-    end by as many samples, with a line through the ways of scoring that differ in their scale alone."""
+    """Draw the first metric over the training of each network. Then draw the final FID against precision, and precision
+    against recall, for scores of equally many samples; a line joins scores that differ in guidance scale only."""
     networks = networks_of(study, results)
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
@@ -238,7 +242,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_ends(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric at the end of training, with a point per arm and seed."""
+    """Draw each metric at the end of training, with a point per run: arms of the study along x, a colour per seed."""
     panels = []
     for metric in measured(study.metrics, results):
         ends, points = last_values(results, metric), defaultdict(list)
@@ -251,7 +255,7 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
 
 
 def sampling_flops(results: Results) -> dict[str, float]:
-    """Return {arm: FLOPs to draw one sample}."""
+    """Return {arm of the study: FLOPs to draw one sample}."""
     return {arm: runs[0]["scores"][-1]["flops"] for arm, runs in results.items() if runs and runs[0]["scores"]}
 
 
@@ -260,7 +264,8 @@ def guidance_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric over ω (a line per network and guidance) and over sampling FLOPs (a point per arm)."""
+    """Draw each metric against the guidance scale, with a line per network and kind of guidance, and against the FLOPs
+    of sampling, with a point per arm of the study."""
     flops, panels = sampling_flops(results), []
     for metric in study.metrics:
         ends = last_values({arm: results[arm] for arm in flops}, metric)
@@ -271,7 +276,7 @@ def draw_guidance(study: Study, results: Results, path: Path) -> None:
             if re.fullmatch(r"[\d.]+", scale):
                 unguided = [(1.0, ends[network])] if network in ends else []
                 over_scale.setdefault(f"{network}, {kind}", unguided).append((float(scale), values))
-            else:  # an arm of other steps without guidance
+            else:  # an arm with another number of sampling steps, without guidance
                 kind = "no guidance"
             over_flops[f"{network}, {kind}"].append((flops[arm] / 1e9, values))
         labels = ("guidance scale ω (1: none)", "FLOPs of the networks a sample, 10^9")
@@ -310,8 +315,8 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """Draw each routed arm's gap in training loss to the dense arm against the number of blocks in its route, and each
-    arm's final metrics, but for the study's first, against its gap."""
+    """Draw how far each routed arm's training loss is above the dense arm's, against the number of blocks in its route;
+    then each final metric but the study's first, against that gap."""
     mean_gaps = {arm: statistics.mean(less) for arm, less in loss_gaps(results).items()}
     if not mean_gaps:
         return
@@ -352,7 +357,8 @@ SIMILARITIES = {"dense": "all tokens", "routed": "under its route"}  # key of si
 
 
 def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
-    """Return {(arm, "dense" (all tokens) or "routed" (under its route)): similarity matrices, one per seed}."""
+    """Return {(arm, "dense" or "routed"): matrices of similarity between block outputs, one per seed}: with all tokens
+    ("dense"), or under the arm's route ("routed")."""
     found = defaultdict(list)
     for arm, runs in results.items():
         for panel, score in product(SIMILARITIES, chain(*(run["scores"] for run in runs))):
@@ -362,7 +368,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return a table's columns: mean similarity of neighbouring blocks' outputs; that of embedding and last output."""
+    """Return table columns: mean similarity of outputs of neighbouring blocks; that of embedding and last output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -382,8 +388,8 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
 
 
 def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> list[tuple[int, list[float]]]:
-    """Return (images, [routed minus dense metric at equal FLOPs, per seed]) for each point of the routed runs,
-    except for points beyond the FLOPs of a dense run."""
+    """Return (images, [routed minus dense metric at equal FLOPs, one per seed]) for each evaluation of the routed runs
+    up to the FLOPs of the dense runs."""
     others = {run["seed"]: curve(run, metric, "flops") for run in dense}
     routed, gaps = [run for run in routed if run["seed"] in others], []
     for point, values in series(routed, metric):
@@ -394,7 +400,7 @@ def flops_gap(dense: Sequence[Made], routed: Sequence[Made], metric: str) -> lis
 
 
 def when_columns(study: Study, results: Results) -> Columns:
-    """Return a table's column: after how many images each routed arm stays ahead in evaluation loss at equal FLOPs."""
+    """Return a table column: after how many images each routed arm stays ahead in evaluation loss at equal FLOPs."""
     leads = {}
     for routed, dense in study.against.items():
         points = flops_gap(results[dense], results[routed], "eval_loss")
@@ -434,8 +440,8 @@ FIGURES = {
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML.
-    They cover the runs in the study's file and the requested `runs`; `made` is {training's key: record} (results.py,
-    `finished`). table.md names the runs that are missing."""
+    They cover the runs in the study's file and `runs`; table.md names those that are missing. `made` is {a training's
+    key: its record}, from `finished` in results.py."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):
@@ -451,7 +457,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
 
 
 def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write table.md, and figure.png if there are results. Raises OSError."""
+    """Write table.md and, if there are results, figure.png for `runs`. `made` has their records, by Training.key."""
     results, left = gather(runs, made), missing(runs, made)
     with explain_failure(folder):
         write_whole(folder / "table.md", table(study, results) + (f"\nMissing: {left}.\n" if left else ""))

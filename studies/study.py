@@ -1,7 +1,7 @@
 """Reads a study, which is one YAML file, and plans the runs of train.py and of the scoring scripts that it needs.
 
-A training is identified by a hash of its overrides and seed, a score by a hash of its step, script and overrides, so
-studies share equal runs, and a published result counts as made even without its folder.
+A training is identified by a hash of its overrides and seed, a score by a hash of its step, script and overrides. So
+studies share equal runs, and a published result counts as done even without the run's folder.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ Script = Literal["fid.py", "scripts/similarity.py"]
 
 @dataclass(frozen=True)
 class Arm:
-    """A kind of run at one scale.
+    """One of the kinds of run that a study compares, at one scale.
 
     overrides  overrides for train.py; {data} stands for the data's folder, {75%} for that fraction of the run's steps.
     images     number of images to train on, with repetition.
@@ -41,8 +41,8 @@ class Arm:
     scoring    overrides for this script; {data} as above, {75%} stands for the checkpoint nearest to that step.
     samples    number of samples per score; 0: nothing is scored.
     needs      what the data's folder must contain, in words; None: nothing.
-    seconds    time budget: training ends after so many seconds of steps, as steady_seconds counts them, or after
-               `images`; of scores during training only the first one is planned. None: no budget.
+    seconds    time budget: training ends after so many seconds of steps (without compilation) or after `images`; of
+               the scores before the last one only the first is planned. None: no budget.
     """
 
     overrides: tuple[str, ...]
@@ -63,10 +63,10 @@ class Study:
     """A study at one scale.
 
     arms       {name: arm}.
-    against    {name of an arm: name of the arm that it is compared with}.
+    against    {name of an arm: name of its pair, the arm that it is compared with}.
     figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
     ways       names of further ways of scoring; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
-    rehearsal  keys of Arm for a trial of the same commands with a tiny network, see `rehearsed`.
+    rehearsal  {field of Arm: value} for a trial of the same commands with a tiny network; {}: none. See `rehearsed`.
     """
 
     name: str
@@ -96,8 +96,8 @@ class Training:
         return self.steps * self.batch_size
 
     def is_scored_at(self, step: int, reached: int) -> bool:
-        """Return whether a score planned at `step` is made: under a time budget, the last one, and one in between only
-        if the training `reached` it."""
+        """Return whether to compute the score planned at `step`: not if a time budget ended the training before, at the
+        step `reached`, unless the score is the last one."""
         return self.seconds is None or step == self.steps or step <= reached
 
     @property
@@ -107,7 +107,7 @@ class Training:
 
     @property
     def key(self) -> str:
-        """A hash of the seed, the last override of each setting, independent of their order, and the time budget."""
+        """A hash of the seed, the time budget and the overrides (the last of each setting, in sorted order)."""
         return _hash([sorted(_last_words(self.overrides)), self.seed, *([self.seconds] if self.seconds else [])])
 
 
@@ -148,8 +148,8 @@ def names() -> list[str]:
 
 def read_study(name: str, scale: ScaleName) -> Study:
     """Read studies/<name>.yaml for one scale. Values of an arm override those in the study's section `scales`, which
-    override studies/scales.yaml, unless they say `alone: true`. Section `ways` names further ways of scoring: each arm
-    has one more arm for each. Raises ValueError for an unknown name or key, or a scale that the study does not have."""
+    override studies/scales.yaml (with `alone: true` they replace it). Each way of scoring in the section `ways` adds
+    another arm for each arm. Raises ValueError for an unknown name or key, or a scale that the study does not have."""
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
     tree, shared = (OmegaConf.to_container(OmegaConf.load(HERE / f"{file}.yaml")) for file in (name, "scales"))
@@ -176,8 +176,8 @@ def read_study(name: str, scale: ScaleName) -> Study:
 
 
 def rehearsed(study: Study) -> Study:
-    """Return a study with the arms' overrides, length, time budget and samples changed as study.rehearsal says. There
-    are as many evaluations, checkpoints and scores. Raises ValueError if the study's file says nothing."""
+    """Return the study with its arms changed as study.rehearsal says, for a short trial with as many evaluations,
+    checkpoints and scores. Raises ValueError if the study has no rehearsal."""
     if not study.rehearsal:
         raise ValueError(f"studies/{study.name}.yaml has no section rehearsal")
     arms = {}
@@ -189,12 +189,12 @@ def rehearsed(study: Study) -> Study:
 
 
 def _over(base: dict, said: dict) -> dict:
-    """Return `base` with its keys replaced by those of `said`, except that lists of overrides are joined."""
+    """Return the dict `base` updated by `said`, except that the lists "overrides" and "scoring" are joined."""
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
 def plan(study: Study, seeds: int | None = None) -> list[Planned]:
-    """Return a study's runs, seed by seed. `seeds` is the number of seeds; None: each arm's own. Raises ValueError."""
+    """Return a study's runs, seed by seed. `seeds` is the number of seeds; None: each arm's own number."""
     counts = {name: seeds or arm.seeds for name, arm in study.arms.items()}
     order = [(name, seed) for seed in range(max(counts.values())) for name in counts if seed < counts[name]]
     return [_planned(name, study.arms[name], seed) for name, seed in order]
@@ -217,7 +217,7 @@ def _planned(name: str, arm: Arm, seed: int) -> Planned:
 
 
 def _last_words(*overrides: Sequence[str]) -> list[str]:
-    """Join lists of overrides, without those that a later override of the same key replaces."""
+    """Join lists of overrides; of several overrides of one key only the last remains."""
     return list({word.partition("=")[0]: word for words in overrides for word in words}.values())
 
 
@@ -228,7 +228,7 @@ def _fractions(word: str, written: Callable[[float], str]) -> str:
 
 @cache
 def settings_of(*overrides: str) -> settings.Settings:
-    """Return the settings that train.py reads from overrides. Raises ValueError."""
+    """Return the settings that train.py reads from overrides. Raises ValueError for unknown keys or wrong values."""
     schema.check_overrides(overrides, [*settings.known_keys(), "experiment"])
     words = settings.add_unstated(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):

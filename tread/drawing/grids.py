@@ -16,7 +16,7 @@ FACTS = "tread"  # key of a PNG's text that holds the facts as JSON
 
 
 def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:
-    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, row by row; small ones are enlarged to at most 64 px."""
+    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, `columns` in a row; small ones are enlarged to up to 64 px."""
     n, channels, height, width = pictures.shape
     zoom = max(1, 64 // max(height, width))
     pictures = pictures.repeat(zoom, axis=2).repeat(zoom, axis=3)
@@ -64,7 +64,7 @@ def name_rows(grid: Image.Image, names: Sequence[str]) -> Image.Image:
 
 
 def save_png(path: Path, picture: Image.Image, facts: Mapping | None = None) -> None:
-    """Write a PNG file atomically; Image.open(path).text[FACTS] then gives `facts` as JSON."""
+    """Write a PNG file atomically. `facts`, if given, are stored as JSON: Image.open(path).text["tread"] reads them."""
     info = PngInfo()
     if facts is not None:
         info.add_text(FACTS, json.dumps(facts))

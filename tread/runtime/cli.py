@@ -31,7 +31,7 @@ def open_door(
     known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
              keys.
     literal  keys whose values Hydra must not parse: `take_literally` encodes them.
-    spell    rewrites the list of overrides for Hydra.
+    spell    function that rewrites the list of overrides for Hydra.
     """
     script = main.__wrapped__.__globals__
     config = config_file(Path(script["__file__"]))
@@ -58,7 +58,7 @@ def open_door(
 
 
 def named_plugins(words: Iterable[str], config: Path) -> list[str]:
-    """Return the plugins named on the command line, else those in the config file; [] if either can't be read."""
+    """Return the plugins that the overrides `words` name, else the config file's; [] if either can't be read."""
     typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
     with contextlib.suppress(Exception):  # a config that can't be read is refused later, with the reason
         plugins = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(typed)).get("plugins")
@@ -68,8 +68,8 @@ def named_plugins(words: Iterable[str], config: Path) -> list[str]:
 
 @contextlib.contextmanager
 def explained(stopped: str = "stopped") -> Iterator[None]:
-    """Context that turns some exceptions into an exit with one line and no traceback: ValueError, OSError, a full GPU,
-    and Ctrl-C (prints `stopped`, exit code 130). A closed output pipe, as after `| head -1`, exits silently (141)."""
+    """Context that turns ValueError, OSError, a full GPU and Ctrl-C (prints `stopped`, exit code 130) into an exit with
+    one line and no traceback. If the output pipe is closed, as after `| head -1`, it exits silently (141)."""
     try:
         yield
         sys.stdout.flush()
@@ -138,7 +138,7 @@ def answer_help(doc: str, config: Path | None = None) -> None:
             names = re.findall(r"^  - (\w+) *(?:#.*)?$", parts[-1], re.M)
             files += [path.with_name(f"{name}.yaml") for name in names if name != "_self_"]
         else:
-            parts[-1] = parts[-1].partition("\n\n# Below are ")[0]  # the keys above it, which people set
+            parts[-1] = parts[-1].partition("\n\n# Below are ")[0]  # the keys above this line are those that people set
     if config:
         parts.append(f"--help all prints all keys; they are in {config.parent}. --cfg job prints a command's values.")
     text = "\n\n".join(parts) + "\n"

@@ -1,6 +1,5 @@
 """The start of training: begins or continues a run, with every check before any long work."""
 
-import datetime
 import math
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.weights import load_weights
 from tread.data.columns import check_grid
 from tread.data.dataset import LatentDataset
-from tread.data.index import read_index
+from tread.data.index import changed_files, files_of, read_index
 from tread.data.latents import LatentSpec
 from tread.diffusion.labels import spread_classes
 from tread.encoders import autoencoder
@@ -185,10 +184,13 @@ def take_folder(run: Run, claimed: Claim) -> None:
     say, optim = run.processes.say, run.cfg.optim
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": device_name(run.processes.device), "precision": run.precision}
-    if claimed.checkpoint and (begun := [start["files"] for start in run.log.starts() if "files" in start]):
-        run.warnings += file_warnings(run.data, begun[-1])
-    else:
-        facts["files"] = files_of(run.data)
+    parts = {"files": run.data} | ({} if run.heldout is None else {"heldout_files": run.heldout})
+    for key, data in parts.items():
+        begun = [start[key] for start in run.log.starts() if key in start]
+        if claimed.checkpoint and begun and not (data is run.heldout and "dataset.heldout" in claimed.changed):
+            run.warnings += changed_files(data.folder, begun[-1], hashes_alone=data.verify == "full")
+        else:
+            facts[key] = files_of(data.folder)
     run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
     try:
         with explain_failure(run.folder):
@@ -288,33 +290,10 @@ def settings_warnings(cfg: Settings) -> list[str]:
     return warnings
 
 
-def files_of(data: LatentDataset) -> dict[str, str]:
-    """Return {file name: text} for a dataset's latents; the text states recorded sha256, size and last change."""
-    files = {}
-    for shard in read_index(data.folder)["shards"]:
-        found = (data.folder / shard["file"]).stat()
-        changed = datetime.datetime.fromtimestamp(int(found.st_mtime), datetime.timezone.utc)
-        files[shard["file"]] = f"sha256 {shard['file_sha256']}, {found.st_size} bytes of {changed}"
-    return files
-
-
-def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
-    """Return a warning if files differ from `before`, an earlier result of files_of; with verify=full, hashes alone
-    are compared."""
-    changed = differences(before, files_of(data), nothing="not there")
-    if data.verify == "full":
-        changed = {name: both for name, both in changed.items() if len({text.partition(",")[0] for text in both}) > 1}
-    for name, (then, now) in [*changed.items()][:1]:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        said = f"{data.folder / name}{more} changed since the run began: was {then}, is {now}"
-        return [f"{said}. Its latents may be others: dataset.verify=full checks the hashes"]
-    return []
-
-
 def data_warnings(run: Run) -> list[str]:
     """Return warnings: held-out data is trained on; photos decoded differently; an encoder or plugin has changed."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
-    ours, theirs = str(files_of(run.data)), files_of(run.heldout) if run.heldout else {}
+    ours, theirs = str(files_of(run.data.folder)), files_of(run.heldout.folder) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
         which = f"{len(same)} of {len(theirs)} files of latents in {dataset.heldout} are those of {dataset.path}"
         said = "the evaluation is of the training data, and says nothing about other pictures"

@@ -58,7 +58,9 @@ def describe(run: Run) -> str:
         every, size = cfg.ema.snapshot_every or cfg.every.save, 2 * len(cfg.ema.power) * parameters
         lines["disk"] += f"; {size_text(size)} of averages stored every {every:,} steps"
     warnings = [f"warning: {text}" for text in run.warnings]
-    if dense != routed and dense / routed < 1.15 and not train.ratio_schedule:
+    if schedule:
+        routed = min(routed, network.forward_flops(active_routes(cfg, schedule.last)))
+    if dense != routed and dense / routed < 1.15:
         said = f"the routes save little: a training step takes {dense / routed:.3g} times fewer FLOPs than without"
         advice = "more blocks in a route, a higher selection_ratio or a deeper network (12 blocks: 1.4) save more"
         warnings.append(f"warning: {said}; {advice}")
