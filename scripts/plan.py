@@ -78,10 +78,9 @@ def show(cfg: Settings, options: Options) -> None:
     for name in columns[0]:
         print(f"{name:<34}" + "".join(f"{each[name]:>14}" for each in columns))
     checkpoint = size_text(parameters * 4 * (2 + cfg.optim.copies + len(cfg.ema.power)))
-    sample = cfg.dataset.channels * cfg.dataset.size**2 * 2
-    print(
-        f"\ndisk: {checkpoint} a checkpoint, every {cfg.every.save:,} steps; latents {size_text(sample)} a view in fp16"
-    )
+    stored, each = ("uint8", 1) if cfg.dataset.embedded == "cifar10" else ("fp16", 2)  # bytes of a number
+    view = size_text(cfg.dataset.channels * cfg.dataset.size**2 * each)
+    print(f"\ndisk: {checkpoint} a checkpoint, every {cfg.every.save:,} steps; latents {view} a view in {stored}")
     if measured:
         print(measured)
 

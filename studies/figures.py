@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
@@ -110,7 +110,8 @@ def measured(names: Sequence[str], results: Results) -> list[str]:
 
 
 def table(study: Study, results: Results) -> str:
-    """Return a Markdown table, a line per arm of the study: means ± standard errors over seeds, paired differences."""
+    """Return a Markdown table, a line per arm of the study: means ± standard errors over seeds, paired differences. A
+    study with further ways of scoring has a table per metric, in which losses are of its trainings alone."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
@@ -122,16 +123,23 @@ def table(study: Study, results: Results) -> str:
         "images": {arm: f"{min(point['images'] for point in each):,}" for arm, each in ends.items() if each},
         "training FLOPs": {arm: f"{p['flops']:.3g}" for arm, each in ends.items() for p in each[::-1] if "flops" in p},
     }
+    cells = {}
     for metric in metrics:
         marked = taught if metric in feature_metrics() else ()
         last = last_values(results, metric).items()
-        columns[METRICS[metric].title] = {arm: shown(each) + " †" * (arm in marked) for arm, each in last}
-    first = [metric for metric in metrics if metric in compared][:1] if study.against else []
-    columns |= paired_columns(study, results, first, ("images", "FLOPs"))
-    columns |= FIGURES[study.figure].columns(study, results)
-    rows = [[*columns], *([cells.get(arm, "–") for cells in columns.values()] for arm in results)]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, "|---" * len(columns) + "|")
+        cells[metric] = {METRICS[metric].title: {arm: shown(each) + " †" * (arm in marked) for arm, each in last}}
+    last = {arm: run["scores"][-1] for arm, runs in results.items() for run in runs if run["scores"]}
+    counted = {"samples": {arm: f"{score['count']:,}" for arm, score in last.items() if "count" in score}}
+    lines = []
+    for metric in metrics if study.ways else ():
+        paired = paired_columns(study, results, [metric], tuple(EQUAL))
+        arms, more = (networks_of(study, results), {}) if METRICS[metric].of == "heldout" else (results, counted)
+        lines += _lines(columns | more | cells[metric] | paired, arms)
+    if not lines:
+        first = [metric for metric in metrics if metric in compared][:1] if study.against else []
+        columns |= {title: column for each in cells.values() for title, column in each.items()}
+        columns |= paired_columns(study, results, first, ("images", "FLOPs"))
+        lines = _lines(columns | FIGURES[study.figure].columns(study, results), results)
 
     scores = [score for runs in results.values() for run in runs for score in run["scores"]]
     counts = {score["count"] for score in scores if "count" in score}
@@ -141,7 +149,18 @@ def table(study: Study, results: Results) -> str:
         notes.append(f"{scored} are of {' or '.join(f'{count:,}' for count in sorted(counts))} samples.")
     if any("†" in line for line in lines):
         notes.append("† The Inception network of KID and FID was the teacher of these, too: see the evaluation loss.")
-    return "\n".join([*lines, "", " ".join(notes)]) + "\n"
+    return "\n".join([*lines, " ".join(notes)]) + "\n"
+
+
+def _lines(columns: Columns, arms: Iterable[str]) -> list[str]:
+    rows = [[*columns], *([cells.get(arm, "–") for cells in columns.values()] for arm in arms)]
+    head, *lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [head, "|---" * len(columns) + "|", *lines, ""]
+
+
+def networks_of(study: Study, results: Results) -> Results:
+    """Return the results without those of further ways of scoring."""
+    return {arm: runs for arm, runs in results.items() if arm.rpartition(", ")[2] not in study.ways}
 
 
 EQUAL = {  # what two runs have spent equally much of → function for their difference there, and its axis
@@ -200,14 +219,10 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
     _save(path, [panel for metric in metrics for panel in over_training(results, metric, ("images", "flops"))])
 
 
-def balance_columns(study: Study, results: Results) -> Columns:
-    return paired_columns(study, results, measured(study.metrics, results), tuple(EQUAL))
-
-
 def draw_balance(study: Study, results: Results, path: Path) -> None:
     """Draw the first metric over the training of each network. Then draw the final FID against precision, and precision
     against recall, for scores of equally many samples; a line joins scores that differ in guidance scale only."""
-    networks = {arm: runs for arm, runs in results.items() if arm.rpartition(", ")[2] not in study.ways}
+    networks = networks_of(study, results)
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
     panels = []
@@ -412,7 +427,7 @@ def draw_when(study: Study, results: Results, path: Path) -> None:
 
 
 FIGURES = {
-    "balance": Figure(draw_balance, balance_columns),
+    "balance": Figure(draw_balance),
     "curves": Figure(draw_curves),
     "ends": Figure(draw_ends),
     "guidance": Figure(draw_guidance, guidance_columns),

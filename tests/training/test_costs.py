@@ -234,6 +234,17 @@ def test_kinds_of_steps_to_come(composed):
         assert {route.selection_ratio for kind in kinds for route in kind} == ratios and len(kinds) == len(ratios) + 1
 
 
+@pytest.mark.parametrize(
+    "experiment, said",
+    [
+        ("cifar10_small", "latents 3.07 kB a view in uint8"),  # 3·32·32 bytes
+        ("imagenet256_s2", "latents 8.19 kB a view in fp16"),  # 4·32·32 of two bytes
+    ],
+)
+def test_a_plan_counts_the_bytes_that_are_stored(tmp_path, experiment, said):
+    assert said in launch_door(plan.main, "plan", tmp_path, f"experiment={experiment}", "model=dit")
+
+
 @pytest.mark.slow
 def test_a_plan_measures_this_machine(tmp_path):
     words = ["dataset=digits", "dataset.path=data", "dataset.channels=1", "dataset.size=8", "dataset.num_classes=10"]

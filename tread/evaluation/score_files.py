@@ -42,11 +42,13 @@ class ScoreFiles:
         same = isinstance(record, dict) and record.get("settings") == json.loads(json.dumps(settings))
         return record if same else None
 
-    def find(self, settings: dict, with_samples: bool = False) -> tuple[Path, dict] | None:
-        """Return (path, content) of the fid.json with equal `settings`, beside samples.npz if with_samples, or None."""
+    def find(self, settings: dict, with_samples: bool = False, **values: str) -> tuple[Path, dict] | None:
+        """Return (path, content) of the fid.json with these settings and `values` by key (and a samples.npz, if
+        with_samples), or None."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
-            if record and (not with_samples or "samples.npz" in self._there(number)):
+            same = record and all(record.get(key) == value for key, value in values.items())
+            if same and (not with_samples or "samples.npz" in self._there(number)):
                 return self.path("fid.json", number), record
         return None
 

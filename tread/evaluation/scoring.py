@@ -137,7 +137,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     skip = options.on_error == "skip"
     samples = options.samples and open_pictures(Path(options.samples), crop, processes, skip)
     against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes, skip)
-    if options.reference in SHIPPED:
+    if options.reference in SHIPPED and not Path(options.reference).exists():
         add_shipped_pictures(against, options, plans, processes)
     with processes.main_first():  # one process fetches the weights
         clip = options.clip and ClipScore(options.clip, processes.device)
@@ -362,8 +362,7 @@ def add_shipped_pictures(
         return
     missing = processes.from_main(lambda: feature_store(pictures, Path(options.cache), scorer.network).missing())
     if pictures.count == reference.count and (options.reference_features or not missing):
-        both = content_hash(f"{reference.sha256} {pictures.sha256}")
-        scorer.reference = replace(reference, pictures=pictures, sha256=both)
+        scorer.reference = replace(reference, pictures=pictures)  # its hash stays: a cache changes no score's settings
     elif options.reference_features:
         raise ValueError(f"{folder} holds {pictures.count:,} pictures, but CIFAR-10 has {reference.count:,}")
 
@@ -425,9 +424,11 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """Return and print an earlier fid.json with the same settings; None if there is none, or if samples.npz is
-        wanted but missing."""
-        before = self.files.find(self.settings, with_samples=self.plan.options.save_samples)
+        """Return and print the record of an earlier score with the same settings; None if there is none, or if
+        samples.npz or metrics of the reference's pictures (reference_features) are wanted but missing."""
+        options = self.plan.options
+        of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
+        before = self.files.find(self.settings, with_samples=options.save_samples, **of)
         if before is not None:
             tqdm.write(f"{self.plan.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
         return before and before[1]
@@ -560,6 +561,7 @@ def common_record(
         "reference": reference and reference.where,
         "reference_count": reference and reference.count,
         "reference_statistics": reference and reference.statistics_from,
+        "reference_pictures": reference and reference.pictures and reference.pictures.sha256,
         **{key: len(found.damaged) for key, found in sets.items() if found and found.damaged},
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,

@@ -8,6 +8,7 @@ A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; ht
 
 import hashlib
 import http.client
+import os
 import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
@@ -86,6 +87,7 @@ def read_files(source: Path) -> dict[str, bytes]:
     try:
         with tarfile.open(source) as archive:
             members = {PurePosixPath(member.name).name: member for member in archive if member.isfile()}
+            archive.fileobj.seek(0, os.SEEK_END)  # to the end of a gzip, where its checksum is
             in_order = sorted(wanted & {*members}, key=lambda name: members[name].offset)  # unpacked in one pass
             return {name: archive.extractfile(members[name]).read() for name in in_order}
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
