@@ -9,21 +9,17 @@ if __name__ == "__main__":
 
     guard_imports(globals())
 
-import hydra
-from omegaconf import DictConfig
-
 from tread.evaluation import scoring
 from tread.evaluation.scoring import ScoringOptions, read_options
 from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.distributed import share_work
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="fid")
-def main(composed: DictConfig) -> None:
-    with explained("stopped; start it again to go on with the parts that are missing"):
-        options = read_options(plain(composed))
-        scoring.run(options, share_work(None, options.cpu_threads))
+@door(stopped="stopped; start it again to go on with the parts that are missing")
+def main(tree: dict) -> None:
+    options = read_options(tree)
+    scoring.run(options, share_work(None, options.cpu_threads))
 
 
 if __name__ == "__main__":

@@ -37,13 +37,14 @@ class RF(Process):
     reverse     True: noise is at time 0, as in SiT's weights; the network gets time_scale·(1 − t) and predicts x − ε.
     direction   weight of a second term in the training loss, 1 − cos of the angle between predicted and true velocity
                 over the channels of a position (LightningDiT: weight 1; Yao et al. 2025, arXiv 2501.01423). In this
-                term, norms of velocities below SHORTEST count as SHORTEST.
-    shift       s in the sampler's u' = s·u / (1 + (s − 1)·u), u = 1 − t; 0.3 (LightningDiT) puts more steps near noise.
+                term, norms of velocities below SHORTEST (0.01) count as SHORTEST.
+    shift       s of the sampler: evenly spaced u = 1 − t become s·u / (1 + (s − 1)·u); 0.3 (LightningDiT) puts more
+                steps near noise.
     """
 
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
     evaluation = "eval_velocity"
-    data_std = 1.0  # of latents after dataset.normalize; nothing else depends on it
+    data_std = 1.0  # standard deviation of latents after dataset.normalize; nothing else depends on it
     conventions = ("time_scale", "reverse")
 
     time: Time = "logit_normal"
@@ -66,7 +67,7 @@ class RF(Process):
         return torch.sigmoid(normal * self.time_std + self.time_mean)
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Return the times noise_level(normal) − step, but not below 0, elementwise; `normal` is standard normal."""
+        """Return noise_level(normal) − step, times closer to the data, but at least 0; elementwise."""
         return (self.noise_level(normal) - step).clamp(min=0)
 
     def weight(self, t: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class RF(Process):
         return torch.ones_like(t)
 
     def precondition(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the network's input, the noisy x, and its time input (B,), both fp32."""
+        """Return the network's inputs in fp32: the noisy x itself, and the time input (B,) (see `time_scale`)."""
         t = per_sample(t, x)
         return x.float(), self.time_scale * (1 - t if self.reverse else t)
 
@@ -101,7 +102,7 @@ class RF(Process):
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three (B, C, S, S) fp32 tensors: the velocity's squared errors, predicted data D = x_t − t·v, and x_t.
-        The cosine term (see `direction`) of a position is added to the squared errors of all its channels."""
+        If `direction` is not 0, its cosine term at a position is added to the squared errors of all channels there."""
         noisy = self.noised(x, t, noise)
         v, target = self.velocity(network, noisy, t, y, routes), noise - x
         squared = (v - target).square()
@@ -110,7 +111,7 @@ class RF(Process):
         return squared, noisy - t.float().view(-1, 1, 1, 1) * v, noisy
 
     def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
-        """Return each sample's mean squared error (see `errors`), (B,) fp32. x is clean, noise standard normal."""
+        """Return each sample's mean of `errors`' first tensor, (B,) fp32, for clean x and standard normal noise."""
         squared = self.errors(network, x, y, t, noise, routes)[0]
         return squared.mean(dim=(1, 2, 3))
 
@@ -146,8 +147,8 @@ class RF(Process):
         steps: int = 50,
         solver: str = "euler",
     ) -> Tensor:
-        """Draw samples of classes y from standard normal noise, (B, C, S, S) float64; no token is routed. null_class is
-        the label that means no class, for classifier-free guidance D_null + scale·(D_y − D_null); None: no guidance."""
+        """Draw samples (B, C, S, S) float64 of classes y from standard normal noise, without routes. null_class is the
+        label that means no class, for classifier-free guidance D_null + scale·(D_y − D_null); None: no guidance."""
         if null_class is None and scale != 1:
             raise ValueError(f"scale is {scale}, but without null_class there is no guidance")
         weak_y = None if null_class is None else torch.full_like(y, null_class)
@@ -165,10 +166,10 @@ class RF(Process):
         solver: str = "euler",
         weak_y: Condition | None = None,
     ) -> Tensor:
-        """Draw samples of classes y by Sparse Guidance, with routes in both branches: (B, C, S, S) float64.
+        """Draw samples (B, C, S, S) float64 by Sparse Guidance (arXiv 2601.01608), D_weak + scale·(D_strong − D_weak).
 
-        strong, weak  pairs (Route, ids_keep (B, K)) of the branch, or a function from the number of each denoiser call
-                      (0, 1, …) to such pairs, which may differ from call to call.
+        strong, weak  each branch's routes, pairs (Route, ids_keep (B, K)), or a function from the number of a denoiser
+                      call (0, 1, …) to such pairs.
         scale         the guidance weight ω; 1: the strong branch alone.
         weak_y        labels of the weak branch; None: y, as in Sparse Guidance.
         """

@@ -25,7 +25,8 @@ Grid = tuple[int, int]  # rows and columns of tokens
 
 
 class Table(dict):
-    """A table by name, open to new entries, which must be objects of class `kind`; None: of any class, but no class."""
+    """A dict of named entries, to which users may add. An entry must be an instance of `kind`; with kind=None it may be
+    an instance of any class, but not itself a class. Raises TypeError for other entries."""
 
     def __init__(self, kind: type | None, entries: Mapping | tuple = ()) -> None:
         super().__init__(entries)
@@ -38,7 +39,7 @@ class Table(dict):
         super().__setitem__(name, entry)
 
 
-RULES = Table(None)  # by name, see Route.select; tread/routing/ids.py adds its rules, and you can add yours
+RULES = Table(None)  # name (Route.select) → rule; tread/routing/ids.py adds its rules, and you can add yours
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,8 @@ class Route:
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> "Route":
-        """Return this route for a network of `depth` blocks; negative indices, fp32="auto" and rejoin=None become
-        explicit. Raises ValueError for indices out of range or in the wrong order, and for fp32="next" if no block
-        follows."""
+        """Return this route for a network of `depth` blocks, with negative indices, fp32="auto" and rejoin=None made
+        explicit. Raises ValueError for indices out of range or order, and for fp32="next" if no block follows."""
         rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
         given = {"start": self.start, "end": self.end, "rejoin": rejoin}
         for name, index in given.items():
@@ -127,7 +127,7 @@ class Route:
 
     @property
     def rejoins(self) -> "Rejoin":
-        """This route's entry of REJOINS: how its skipped tokens return."""
+        """How this route's skipped tokens return: the entry of the table REJOINS that `rejoin` stands for."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
@@ -206,14 +206,14 @@ def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
 
 
 def readable(values: Tensor) -> bool:
-    """Return whether a tensor's values can be read without a GPU synchronisation or a graph break. Fake tensors have no
-    values to read."""
+    """Return whether a tensor's values can be read without a GPU synchronisation or a graph break: True for plain CPU
+    tensors outside compiled graphs, False for fake tensors."""
     return type(values) is Tensor and values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class GatherRows(torch.autograd.Function):
-    """Gathers rows (R, …) at distinct indices (S,): (S, …). As no index comes twice, the backward pass writes each
-    gradient to its row; that of Tensor.gather adds gradients up, on a GPU by atomic operations."""
+    """Gathers rows (R, …) at distinct indices (S,): (S, …). As no index comes twice, the backward pass can write each
+    gradient to its row, where Tensor.gather adds gradients up, on a GPU by atomic operations."""
 
     generate_vmap_rule = True
 
@@ -237,8 +237,8 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """Gather the kept tokens in the order of their indices: (B, N, …), (B, K) → (B, K, …). Raises ValueError if
-    check_ids refuses ids_keep."""
+    """Gather the kept tokens in the order of ids_keep: (B, N, …), (B, K) → (B, K, …). Raises ValueError if check_ids
+    refuses ids_keep."""
     given, batch = len(ids_keep), len(tokens)
     if given != batch:
         raise ValueError(f"ids of {given} samples for tokens of {batch}: each sample needs its own row (see expand)")
@@ -250,8 +250,8 @@ def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
 
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
-    """Put the kept tokens back among the saved: (B, N, …), (B, K, …), (B, K) → (B, N, …). Skipped tokens equal `saved`
-    bit for bit; gradients reach both inputs. Raises ValueError if check_ids refuses ids_keep, or shapes differ."""
+    """Return all tokens (B, N, …): `kept` (B, K, …) at the indices ids_keep (B, K), else exactly `saved` (B, N, …).
+    Gradients reach both inputs. Raises ValueError if check_ids refuses ids_keep, or if shapes do not fit."""
     check_ids(ids_keep, *saved.shape[:2])
     if kept.shape != (*ids_keep.shape, *saved.shape[2:]):
         said = f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}"
@@ -261,7 +261,7 @@ def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
 
 
 def _rows(ids_keep: Tensor, tokens: Tensor) -> Tensor:
-    """Return where the kept tokens (B, K) lie among all B·N: (B·K,). Indices out of range are an error on a GPU too."""
+    """Return the kept tokens' indices (B·K,) among all B·N tokens. Indices out of range are an error on a GPU too."""
     batch, count = tokens.shape[:2]
     return torch.arange(batch * count, device=tokens.device).view(batch, count).gather(1, ids_keep).flatten()
 
@@ -277,7 +277,7 @@ class Rejoin(NamedTuple):
     join: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-REJOINS = Table(Rejoin, {  # by the values of Route.rejoin; None also stands for block indices
+REJOINS = Table(Rejoin, {  # value of Route.rejoin → how tokens return; the entry None also serves block indices
     None: Rejoin(True, scatter_tokens),
     "stale": Rejoin(False, lambda saved, tokens, ids: scatter_tokens(saved, gather_tokens(tokens, ids), ids)),
 })  # fmt: skip
@@ -311,8 +311,8 @@ def times_written(tokens: Tensor) -> int:
 
 
 def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed). The first
-    input is the tokens; the output is returned in their type."""
+    """Call a block with autocast off and floating-point inputs in fp32 (TF32 stays allowed). The first input is the
+    tokens; the output is cast to their dtype."""
     with torch.autocast(inputs[0].device.type, enabled=False):
         return block(*(a.float() if a.is_floating_point() else a for a in inputs)).to(inputs[0].dtype)
 
@@ -332,8 +332,8 @@ class Record:
 
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-    """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep itself, or uniform draws
-    (B, N) for a rule that scores tokens: the rule then chooses by the draws and by its scores of `tokens` (B, N, D)."""
+    """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep itself or, for a rule that
+    scores tokens, uniform draws (B, N): the rule then chooses by these and its scores of `tokens` (B, N, D)."""
     if chosen.is_floating_point():
         with torch.no_grad():
             rule = RULES[route.select]
@@ -344,7 +344,7 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
 
 
 def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | None) -> None:
-    """Raise ValueError unless ids_keep (B, K) has the K that the rule's `count` returns, on which FLOPs rely."""
+    """Raise ValueError unless ids_keep (B, K) has the K that the rule's `count` returns, as FLOP counts assume."""
     says = RULES[route.select].count(route, num_tokens, grid)
     if ids_keep.shape[1:] != (says,):
         raise ValueError(

@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
@@ -28,8 +26,7 @@ from tread.diffusion.solvers import Churn, Solver
 from tread.encoders import autoencoder
 from tread.evaluation.prompts import encode_prompts, read_prompts, row_labels
 from tread.evaluation.sample_files import SampleFiles, check_name, describe_drawing, facts_of, parse_seeds
-from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.device import Precision, avoid_faults, device_name, use_cores, use_precision
 from tread.runtime.plugins import plugin_changes
 from tread.runtime.schema import Count, Positive
@@ -70,46 +67,44 @@ class Options:
             raise ValueError(f"save_latents=true writes latents and decodes none: leave it out, or {decoding}")
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="sample")
-def main(composed: DictConfig) -> None:
+@door(Options)
+def main(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with explained():
-        options = schema.read(plain(composed), Options)
-        seeds = parse_seeds(options.seeds)
-        precision = use_precision(options.precision, device)
-        use_cores(options.cpu_threads, processes=1)
-        strong = open_network(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, options.shift)
-        weak = open_weak(options.guidance, strong)
-        prompts = read_prompts(options.prompt, options.prompts)
-        rows = row_labels(strong, options.classes, prompts)
-        names, out = prompts or strong.latents.classes, options.out and Path(options.out).expanduser()
-        files = SampleFiles(out, options.overwrite, seeds, rows, names, options.save_latents, bool(prompts))
-        churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
-        batch_size = min(options.batch_size, len(files.pairs))
-        how = (options.steps, options.solver, batch_size, precision, options.guidance, churn)
-        sampler = Sampler.of(strong.process, *how)
-        outlines = [network and network.without_weights(options.guidance) for network in (strong, weak)]
-        check_ratios(sampler, *outlines)
-        files.check()
-        text, notes = encode_prompts(strong, prompts, device, options.text_encoder) if prompts else (None, ())
-        for note in (*plugin_changes(strong.found.info), *notes, *filter(None, [avoid_faults(device)])):
-            print(f"note: {note}")
-        facts = facts_of(asdict(options), sampler, strong, weak) | {"device": device_name(device)}
-        facts |= {"latents": asdict(replace(strong.latents, classes=()))} if files.latents else {}
-        model = replace(strong.load(device, options.guidance), prompts=text)
-        guide = weak and weak.load(device, options.guidance)
-        decoder = open_decoder(options, strong.latents, device)
-        labels, columns = zip(*files.pairs)
-        drawn = draw_pictures(model, decoder, columns, torch.tensor(labels), sampler, guide, check=True)
-        bar = tqdm(drawn, desc="sampling", total=-(-len(labels) // sampler.batch_size), unit="batch")
-        path, grey = files.write((part.numpy() for part in bar), facts)
-        made = describe_drawing(strong, sampler, relative_cost(sampler, *outlines))
-        print(f"{files.describe(path, grey, options.seeds)}; {made} on {device.type}")
+    seeds = parse_seeds(options.seeds)
+    precision = use_precision(options.precision, device)
+    use_cores(options.cpu_threads, processes=1)
+    strong = open_network(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, options.shift)
+    weak = open_weak(options.guidance, strong)
+    prompts = read_prompts(options.prompt, options.prompts)
+    rows = row_labels(strong, options.classes, prompts)
+    names, out = prompts or strong.latents.classes, options.out and Path(options.out).expanduser()
+    files = SampleFiles(out, options.overwrite, seeds, rows, names, options.save_latents, bool(prompts))
+    churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
+    batch_size = min(options.batch_size, len(files.pairs))
+    how = (options.steps, options.solver, batch_size, precision, options.guidance, churn)
+    sampler = Sampler.of(strong.process, *how)
+    outlines = [network and network.without_weights(options.guidance) for network in (strong, weak)]
+    check_ratios(sampler, *outlines)
+    files.check()
+    text, notes = encode_prompts(strong, prompts, device, options.text_encoder) if prompts else (None, ())
+    for note in (*plugin_changes(strong.found.info), *notes, *filter(None, [avoid_faults(device)])):
+        print(f"note: {note}")
+    facts = facts_of(asdict(options), sampler, strong, weak) | {"device": device_name(device)}
+    facts |= {"latents": asdict(replace(strong.latents, classes=()))} if files.latents else {}
+    model = replace(strong.load(device, options.guidance), prompts=text)
+    guide = weak and weak.load(device, options.guidance)
+    decoder = open_decoder(options, strong.latents, device)
+    labels, columns = zip(*files.pairs)
+    drawn = draw_pictures(model, decoder, columns, torch.tensor(labels), sampler, guide, check=True)
+    bar = tqdm(drawn, desc="sampling", total=-(-len(labels) // sampler.batch_size), unit="batch")
+    path, grey = files.write((part.numpy() for part in bar), facts)
+    made = describe_drawing(strong, sampler, relative_cost(sampler, *outlines))
+    print(f"{files.describe(path, grey, options.seeds)}; {made} on {device.type}")
 
 
 def open_decoder(options: Options, latents: LatentSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return the function from network latents (see tread/data/latents.py) to sample.py's output: the autoencoder's
-    latents, decoded pictures, or previews."""
+    """Return the function from the network's latents (B, C, S, S) to what is saved: uint8 pictures, decoded or (with
+    decode=false) showing three latent channels; with save_latents, latents in the autoencoder's units."""
     if options.save_latents:
         return partial(from_network, latents=latents)
     how = (options.autoencoder, options.decode_precision)
@@ -117,4 +112,4 @@ def open_decoder(options: Options, latents: LatentSpec, device: torch.device) ->
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(Options), literal=("prompt",))
+    open_door(main, literal=("prompt",))

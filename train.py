@@ -15,12 +15,10 @@ if __name__ == "__main__":
 import sys
 from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from tread.reports.report import write_report
-from tread.runtime.cli import open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.training import periodic, settings
 from tread.training.failures import Launch, guarded_step
 from tread.training.resume import settle
@@ -29,33 +27,33 @@ from tread.training.start import start
 from tread.training.summary import describe, describe_outcome
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="config")
-def main(composed: DictConfig) -> None:
+@door()
+def main(composed: dict) -> None:
     with Launch() as launch:
-        config, warnings = settle(plain(composed), sys.argv[1:], Path(__file__).parent / "configs")
+        config, warnings = settle(composed, sys.argv[1:], Path(__file__).parent / "configs")
         cfg, config = settings.complete(config)
         run = launch.run = start(cfg, config, launch.stop, warnings)
         launch.finished = train(run)
         run.loader.close()
         if launch.finished:
             periodic.judge_demo(run)
-            run.processes.say(describe_outcome(run))
+            run.say(describe_outcome(run))
         leave(run, launch.finished)
         if launch.finished:
             report(run)
 
 
 def train(run: Run) -> bool:
-    """Run the remaining steps with logs, evaluations and checkpoints between them. Returns False if stopped early."""
-    cfg, say = run.cfg, run.processes.say
+    """Take the remaining training steps, with logs, evaluations and checkpoints. Returns False if stopped early."""
+    cfg, say = run.cfg, run.say
     if run.step >= cfg.train.steps:
         say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
     else:
         say(describe(run))
     done = run.processes.from_main(lambda: periodic.done_before(run))
-    on = periodic.evaluate_and_draw(run, done)  # what an interruption left undone
+    on = periodic.evaluate_and_draw(run, done)  # evaluations and samples that an interruption left undone
     clock, postponed = periodic.Clock(run), False
-    hidden = not run.processes.main or run.step >= cfg.train.steps
+    hidden = not run.main or run.step >= cfg.train.steps
     pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates of the bar
     with tqdm(total=cfg.train.steps, initial=run.step, disable=hidden, unit="step", mininterval=pace) as bar:
         while on and run.step < cfg.train.steps and not run.stop.poll():
@@ -78,12 +76,12 @@ def train(run: Run) -> bool:
 
 
 def report(run: Run) -> None:
-    """Write the run's HTML report. A failure prints a warning, so that a finished run does not fail."""
+    """Write the run's HTML report. If that fails, only print a warning, so that the finished run does not fail."""
     if run.cfg.report and run.processes.main:
         try:
-            run.processes.say(f"  {'report':<21} {write_report([run.folder])}")
+            run.say(f"  {'report':<21} {write_report([run.folder])}")
         except (ImportError, OSError, ValueError) as error:
-            run.processes.say(f"warning: no report: {error}")
+            run.say(f"warning: no report: {error}")
 
 
 if __name__ == "__main__":

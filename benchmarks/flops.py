@@ -3,6 +3,10 @@
 A GMAC is 10⁹ multiply-adds (2·10⁹ FLOPs), computed for a network's forward pass of one image; nothing is run.
 """
 
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+
 from dataclasses import replace
 
 import torch
@@ -12,6 +16,7 @@ from rf import RF
 from tread.checkpoints.network import build_network, process_of
 from tread.diffusion.guidance import NO_GUIDANCE, Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler
+from tread.models.backbone import count_parameters
 from tread.training import settings
 
 SIZES = ("s2", "b2", "l2", "xl2")
@@ -38,11 +43,10 @@ def build(*overrides: str) -> Model:
 
 
 def cost(*overrides: str) -> tuple[int, int, int, int]:
-    """Return the numbers of tokens and parameters, and a forward pass's multiply-adds with and without routes."""
+    """Return (tokens, parameters, multiply-adds of one image's forward pass with routes, and without) of a config."""
     model = build(*overrides)
-    parameters = sum(parameter.numel() for parameter in model.network.parameters())
     training, sampling = (model.network.forward_flops(routes) // 2 for routes in (model.routes, ()))
-    return model.network.num_tokens, parameters, training, sampling
+    return model.network.num_tokens, count_parameters(model.network), training, sampling
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py [part=steps] [options]
+"""Measures where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py part=steps [options]
 
 Seven parts measure what keeps a step from the speed that its FLOPs would allow. A part begins no measurement after its
 minutes are over. Each number is printed beside its prediction and written at once to a file that later parts add to. A
@@ -12,6 +12,10 @@ measurement that fails, or lacks memory or a package, is recorded with its reaso
 python benchmarks/gpu_check.py --cpu
 python benchmarks/gpu_check.py part=steps sizes=[XL,S]
 """
+
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
 
 import contextlib
 import copy
@@ -37,6 +41,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import gather_tokens
+from tread.models.backbone import count_parameters
 from tread.models.cost_constants import SIZES
 from tread.runtime.device import autocast, device_name, set_tf32, wait_for
 from tread.runtime.files import check_file
@@ -46,11 +51,11 @@ from tread.training.run import Run
 from tread.training.settings import Settings
 from tread.training.step import active_routes
 
-PREDICTED_STEPS = {  # size → images/s of dense and routed steps (fp32: off), and their ratio, at batch 256
+PREDICTED_STEPS = {  # size → images/s of dense and routed steps (Route.fp32 "off"), and their ratio, at batch 256
     "H200": {"S": (5800, 8000, 1.37), "B": (2400, 3350, 1.40), "L": (815, 1345, 1.65), "XL": (570, 980, 1.71)},
     "H100": {"S": (5100, 7000, 1.37), "B": (2100, 2950, 1.40), "L": (730, 1180, 1.65), "XL": (515, 875, 1.71)},
 }
-OTHERS = {  # other networks at B's size → their predicted step over DiT's
+OTHERS = {  # other networks at B's size → predicted time of their step divided by DiT's
     "lightning": 1.1,
     "dit_text": 1.3,
     "maskdit": 0.95,
@@ -73,6 +78,9 @@ KERNELS = (  # kind of a GPU's kernel, and what its name contains; the first mat
 )
 
 
+Called = tuple[nn.Module, tuple[Tensor, ...]]  # a network and its inputs
+
+
 @dataclass(frozen=True)
 class Options:
     part: Literal["machine", "host", "steps", "variants", "peers", "kinds", "sampling"] | None = None
@@ -83,7 +91,7 @@ class Options:
 
 @dataclass
 class Check:
-    """The measurements of one part of the check; none begins after the part has run for `minutes`.
+    """Takes and records the measurements of one `part` of this script; none begins after its `minutes` are over.
 
     path    the JSON file, rewritten after each measurement; None: measurements are only printed.
     result  the content of that file, with the measurements of all parts: keyed by part, then by name.
@@ -96,7 +104,7 @@ class Check:
     began: float = field(default_factory=time.perf_counter)
 
     def add(self, name: str, measured: float, unit: str, predicted: float | None = None, **more: object) -> None:
-        """Record a number, and print it beside its prediction."""
+        """Record a number, with further facts `more` for the JSON, and print it beside its prediction, if any."""
         predicted = None if CPU else predicted
         expected = "" if predicted is None else f"  (predicted {predicted:,.4g})"
         print(f"  {name:<52} {measured:>12,.4g} {unit}{expected}", flush=True)
@@ -119,7 +127,7 @@ class Check:
             torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time calls in turns and return their measurements, keyed by name; failed calls are recorded and left out."""
+        """Time each of `calls` {name: function} once per round; failed ones are recorded and left out of the result."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
@@ -154,7 +162,7 @@ def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
 def machine(check: Check, options: Options) -> None:
     """Measure the device's limits: the speed of copies, of each size's matrix products, and of each attention backend.
 
-    The limits decide which backend to use for which shape, and how much fusing the memory-bound end of a step can gain.
+    The limits show which backend suits which shape, and how much a step could gain by fusing memory-bound operations.
     """
     times, batch = (1, 2) if CPU else (20, 256)
 
@@ -215,7 +223,7 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
 
 
 def words_of(size: str, *more: str) -> list[str]:
-    """Return train.py's overrides for a DiT size with its route, and `more`; on a CPU, for a tiny DiT of 3 blocks."""
+    """Return train.py's overrides for a DiT size such as "XL" with its route, and `more`; on a CPU, for a tiny DiT."""
     tiny = ["model.hidden_size=32", "model.num_heads=2", "model.depth=3", "dataset.size=8", "train.batch_size=2"]
     tiny += ["model.routes=[{start: 1, end: 1}]"]
     words = [f"experiment=imagenet256_{size.lower()}2", "model=tread"]
@@ -279,7 +287,7 @@ def steps(check: Check, options: Options) -> None:
                     check.add(f"{size}, {name}: {kind}", 1e3 * seconds / 2, "ms a step")
 
     for size in options.sizes or ("XL", "S", "B", "L"):
-        for micro in (None, 128, 64):  # the largest that the memory holds
+        for micro in (None, 128, 64):  # takes the largest micro-batch that fits into memory
             before = {*check.rows}
             check.attempt(size, partial(steps_of, size, micro))
             new = [row for name, row in check.rows.items() if name not in before or name.startswith(size)]
@@ -299,7 +307,7 @@ def kernel_kind(name: str) -> str:
 
 
 def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
-    """Return the seconds that `work` spends in each kind of kernel (see KERNELS) and, on a GPU, in none ("idle")."""
+    """Return {kind of kernel: seconds that `work` spends in it}; kinds are those of KERNELS and, on a GPU, "idle"."""
     cuda = DEVICE.type == "cuda"
     wait_for(DEVICE)
     began = time.perf_counter()
@@ -314,7 +322,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Call gather_and_average, then time steps under other settings of torch, with the usual ones first and last."""
+    """Time gathering and averaging, then steps under other settings of torch, with the usual ones first and last."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -328,20 +336,15 @@ def variants(check: Check, options: Options) -> None:
     }
 
     def under(size: str, name: str) -> None:
-        torch._dynamo.reset()  # a compiled block keeps the settings of its first call
+        torch._dynamo.reset()  # else compiled blocks would keep the settings under which they were compiled
         with settings[name](), opened(*words_of(size)) as run:
             for kind, turn in check.turns(calls_of(kinds_of(run)), options.pairs).items():
                 check.add(f"{size}, {kind}, {name}", 1e3 * turn.median / BLOCK, "ms", held_gb=turn.held / 1e9)
 
     for size in options.sizes or ("XL", "S"):
         check.attempt(f"{size}, gather and average", partial(gather_and_average, check, size, options.pairs))
-        for name in ("as it is",) if CPU else settings:  # nothing is compiled on a CPU, where that takes longest
+        for name in ("as it is",) if CPU else settings:  # steps are not compiled on a CPU
             check.attempt(f"{size}, {name}", partial(under, size, name))
-
-
-def gather_by_elements(tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """Do what gather_tokens does, by Tensor.gather: one index per number, and atomic additions in the backward pass."""
-    return tokens.gather(1, ids_keep[..., None].expand(-1, -1, tokens.shape[2]))
 
 
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
@@ -352,10 +355,11 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
     with opened(*words_of(size, "train.compile=false")) as run:
         zero = torch.zeros((), device=DEVICE)
-        flat = torch.zeros(sum(parameter.numel() for parameter in run.network.parameters()), device=DEVICE)
+        flat = torch.zeros(count_parameters(run.network), device=DEVICE)
         other = flat.clone()
         calls = {
-            "gather by elements": lambda: gather_by_elements(x, ids).sum().backward(),
+            # one index per number, and atomic additions in the backward pass
+            "gather by elements": lambda: x.gather(1, ids[..., None].expand(-1, -1, x.shape[2])).sum().backward(),
             "gather by rows, as it is": lambda: gather_tokens(x, ids).sum().backward(),
             "average as it is": lambda: run.ema.update(run.network, 1e-4, zero),
             "average in one pass": lambda: flat.lerp_(other, 0.5),
@@ -368,7 +372,8 @@ def peers(check: Check, options: Options) -> None:
     """Time our dense steps beside plain training loops of diffusers' DiT and of our network, eager and compiled."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
-        """Return a function that does BLOCK steps as in public scripts: autocast, AdamW, an EMA loop, loss.item()."""
+        """Return a function that trains `parameters`, the module that network(x, t, y) calls, for BLOCK steps as public
+        scripts do: autocast, AdamW, an EMA loop, loss.item()."""
         optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-4, foreach=True)
         average, labels = copy.deepcopy(parameters), torch.randint(1000, (len(latents),), device=DEVICE)
 
@@ -445,11 +450,11 @@ def kinds(check: Check, options: Options) -> None:
 def sampling(check: Check, options: Options) -> None:
     """Time the network, the decoder and DINOv2-B in fp32, TF32 and bf16, and compare their outputs with fp32's.
 
-    Speeds are in pictures/s. A largest difference is divided by the largest fp32 output. Weights are random.
+    Speeds are in pictures/s; the largest difference is given relative to the largest fp32 output. Weights are random.
     """
     batch = 2 if CPU else 64
 
-    def network() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def network() -> Called:
         with opened(*words_of("XL", "train.compile=false")) as run:
             side, model = run.cfg.dataset.size, run.network.eval()
         for parameter in model.parameters():
@@ -457,7 +462,7 @@ def sampling(check: Check, options: Options) -> None:
         t = torch.rand(batch, device=DEVICE)
         return model, (torch.randn(batch, 4, side, side, device=DEVICE), t, torch.arange(batch, device=DEVICE))
 
-    def decoder() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def decoder() -> Called:
         from diffusers import AutoencoderKL
 
         widths = (32, 32) if CPU else (128, 256, 512, 512)  # Stable Diffusion's
@@ -465,7 +470,7 @@ def sampling(check: Check, options: Options) -> None:
         model = AutoencoderKL(3, 3, down, up, widths, layers_per_block=2, latent_channels=4)
         return model.decoder, (torch.randn(batch, 4, *[8 if CPU else 32] * 2, device=DEVICE),)
 
-    def dinov2() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def dinov2() -> Called:
         from transformers import Dinov2Config, Dinov2Model
 
         small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} if CPU else {}
@@ -473,7 +478,7 @@ def sampling(check: Check, options: Options) -> None:
         model = Dinov2Model(Dinov2Config(patch_size=14, image_size=224, **small))
         return model, (torch.randn(batch, 3, side, side, device=DEVICE),)
 
-    def speeds(name: str, made: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]) -> None:
+    def speeds(name: str, made: Callable[[], Called]) -> None:
         model, inputs = made()
         model, outputs = model.to(DEVICE).eval(), {}
 
@@ -493,7 +498,7 @@ def sampling(check: Check, options: Options) -> None:
         check.attempt(name, partial(speeds, name, made))
 
 
-PARTS = {  # in the order of what they decide → minutes
+PARTS = {  # function of a part → minutes after which it begins no further measurement
     machine: 1,
     host: 1.5,
     steps: 8,

@@ -11,6 +11,10 @@ Needs requirements-test.txt. Files are in the page cache; of the slow tar and .n
 median of the rounds, and its ratio to memcpy and to the faster of webdataset's two.
 """
 
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable
@@ -62,7 +66,7 @@ def write(folder: Path) -> None:
 
 
 def ours(folder: Path, placement: str) -> Callable[[], None]:
-    """Return a function that reads an epoch to the device with our loader; `placement` is LatentDataset's."""
+    """Return a function that reads an epoch to the device with our loader; `placement`: "mmap", "ram" or "device"."""
     data = LatentDataset(folder / "ours", placement=placement, device=DEVICE)
     loader, steps = Loader(data, 0, BATCH, [slice(0, BATCH)], DEVICE), itertools.count()
 

@@ -15,6 +15,10 @@ python benchmarks/step_time.py experiment=imagenet256_lightning_b2 model=tread_l
 python benchmarks/step_time.py experiment=imagenet256_s2 model=tread beside=maskdit,sprint train.batch_size=16
 """
 
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -32,6 +36,7 @@ from tread.data.columns import TextSpec
 from tread.data.section_writer import TextWriter
 from tread.encoders.language import BEGIN, UNKNOWN
 from tread.models.architectures import ARCHITECTURES, NetworkOptions
+from tread.models.backbone import count_parameters
 from tread.models.conditions import Text
 from tread.runtime.device import peak_flops
 from tread.runtime.signals import Stop
@@ -42,7 +47,7 @@ from tread.training.start import start
 
 BLOCK = 5 if DEVICE.type == "cuda" else 1  # steps in a turn
 STAGED = 5  # steps that are timed by stage
-Kinds = dict[str, tuple[Run, settings.Settings]]  # by name
+Kinds = dict[str, tuple[Run, settings.Settings]]  # name of a kind of step → a run, and the settings of its steps
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,8 @@ def open_run(folder: Path, overrides: Sequence[str]) -> Run:
 
 
 def random_text(folder: Path, count: int, words: bool) -> None:
-    """Write a random caption for each sample of a dataset: 4 to 77 standard normal tokens as wide as CLIP ViT-L's. With
-    words=True, it is 2 to 13 word numbers padded to 16, the format of the emoji's captions."""
+    """Write a random caption for each of a dataset's `count` samples: 4 to 77 standard normal tokens as wide as CLIP
+    ViT-L's; with words=True, 2 to 13 word numbers padded to 16, as in the emoji dataset."""
     spec = TextSpec("random", None, 77, 768, 768)
     if words:
         spec = TextSpec("words", None, 16, None, None, (BEGIN, UNKNOWN, *map(str, range(2, 2000))))
@@ -112,8 +117,8 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return the kinds of steps to time: dense, routed (no block in fp32) and, in bf16 except for MaskDiT, routed with
-    each route's last block in fp32. Raises ValueError for a model without routes."""
+    """Return {name: (run, settings)} of the kinds of steps to time: dense, routed (no block in fp32) and, in bf16 but
+    not for MaskDiT, routed with each route's last block in fp32. Raises ValueError for a model without routes."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")
@@ -134,8 +139,8 @@ def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
 
 
 def measure(kinds: Kinds, pairs: int) -> dict:
-    """Time the kinds of steps in turns, `pairs` times each. Returns, for JSON, the numbers of the printed table (under
-    "kinds") and the circumstances. Ratios are the first kind's time over another's; left out if the first failed."""
+    """Time the kinds of steps in turns, `pairs` times each. Returns, for JSON, the device, versions and sizes, and in
+    "kinds" {name: numbers of the printed table}. A "ratio" is the first kind's time over another's, if both worked."""
     failed: dict[str, str] = {}
     turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
     (first, (run, dense)), *_ = kinds.items()
@@ -153,7 +158,7 @@ def measure(kinds: Kinds, pairs: int) -> dict:
         row["stages"] = stages(*kinds[name])
     return {
         "name": run.cfg.name,
-        "parameters": sum(parameter.numel() for parameter in run.network.parameters()),
+        "parameters": count_parameters(run.network),
         "batch": batch,
         "micro_batch": run.micro_batches[0].stop - run.micro_batches[0].start,
         "memory": run.memory,
@@ -186,7 +191,7 @@ def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
 
 
 def interval(ordered: Sequence[float]) -> list[float]:
-    """Return a 95% confidence interval of the median of sorted values, from order statistics."""
+    """Return [low, high], a 95% confidence interval of the median of sorted values, from order statistics."""
     low = max(0, int(len(ordered) / 2 - 0.98 * len(ordered) ** 0.5))
     return [ordered[low], ordered[-1 - low]]
 
@@ -202,7 +207,7 @@ def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
     """Return {stage: its fraction of a step}; steps take longer than usual, as each stage waits for the device."""
     spent: dict[str, float] = {}
     with ExitStack() as patches:
-        patches.enter_context(patch.object(run, "graphs", None))  # which would replay all stages at once
+        patches.enter_context(patch.object(run, "graphs", None))  # a CUDA graph would replay all stages at once
         for stage, owner, name in (
             ("data wait", run.loader, "batches"),
             ("forward", step, "loss"),

@@ -1,6 +1,5 @@
-"""Tools of the benchmarks: options, random data, calls timed in turns, peak memory, and the facts of a measurement."""
+"""Tools of the benchmarks: options, random data, calls timed in turns, peak memory, and the machine's description."""
 
-import datetime
 import json
 import os
 import platform
@@ -23,28 +22,29 @@ from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.runtime import schema
 from tread.runtime.cli import answer_help, explained
+from tread.runtime.compiling import first_line
 from tread.runtime.device import device_name, wait_for
 from tread.runtime.files import check_file
-from tread.runtime.versions import git_revision
+from tread.runtime.versions import git_revision, now
 from tread.training import settings
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU = "--cpu" in sys.argv  # whatever GPUs there are
+CPU = "--cpu" in sys.argv  # use no GPU, even if there is one
 if CPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for them
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
-    """Return a benchmark's own options, an instance of the dataclass `kind`, and the command line's other words. With
-    `others` these may be train.py's overrides. Raises ValueError for an unknown key or a word without a value."""
+    """Return a benchmark's own options, an instance of the dataclass `kind`, and the other words of the command line,
+    which with others=True may be overrides of train.py. Raises ValueError for unknown keys or words without a value."""
     names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in (*own, "--cpu")]
     if unknown := [word for word in rest if "=" not in word and not word.startswith("~")]:
         raise ValueError(f"{unknown[0]!r} is no option; --help has them")
     schema.check_overrides(rest, [*names, *([*settings.known_keys(), "experiment"] if others else [])])
-    for word in [word for word in own if word.startswith(("out=", "figure="))]:
+    for word in [word for word in own if word.startswith("out=")]:
         check_file(word.partition("=")[2])
     return schema.read(OmegaConf.to_container(OmegaConf.from_dotlist(own)), kind), rest
 
@@ -63,7 +63,7 @@ def begin(main: Callable[[], None]) -> None:
 
 
 def composed(name: str, overrides: Sequence[str]) -> dict:
-    """Compose a config of this checkout's configs/ with overrides, as nested dicts."""
+    """Compose configs/<name>.yaml of this checkout with overrides, and return it as nested dicts."""
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
         return OmegaConf.to_container(compose(name, overrides=settings.add_unstated(overrides)), resolve=True)
 
@@ -82,7 +82,7 @@ def random_dataset(folder: Path, shape: tuple[int, int, int], classes: int, coun
 
 
 class Turns(NamedTuple):
-    """The costs of a function that was called again and again, in turns with others.
+    """The measured costs of a function that was called repeatedly, in turns with other functions.
 
     first    seconds of its first call, with compilation.
     held     peak bytes of tensors during a call, less those held before it.
@@ -98,18 +98,18 @@ class Turns(NamedTuple):
         return statistics.median(self.seconds)
 
     def over(self, other: "Turns") -> list[float]:
-        """Return the ratios of this call's seconds to another's, turn by turn, sorted."""
+        """Return the sorted ratios of this function's seconds to another's, one per turn."""
         return sorted(own / others for own, others in zip(self.seconds, other.seconds))
 
 
 def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
-    """Time calls in turns, in reverse order every second round, and return each one's costs, keyed by name. A call that
-    fails raises ValueError or, if `failed` is given, adds its error there under its name, and the others go on."""
+    """Time each of `calls` {name: function} once per round, in reverse order every second round. Returns {name: Turns}.
+    A call that fails raises ValueError or, if `failed` is given, adds {name: error} to it, and the others go on."""
     costs = {name: [] for name in calls}
     for turn in range(-2, rounds):
-        measure = most_allocated if turn == -1 else seconds  # not at first: that allocates lasting gradients
+        measure = most_allocated if turn == -1 else seconds  # the first call also allocates gradients that are kept
         for name in [*costs][:: -1 if turn % 2 else 1]:
             try:
                 costs[name].append(measure(calls[name]))
@@ -149,8 +149,7 @@ def most_allocated(work: Callable[[], object]) -> int:
 def why_failed(error: Exception) -> str:
     """Describe an error briefly: "out of memory" from CUDA, torch or numpy, else its type and first line."""
     lacking = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return "out of memory" if lacking else f"{type(error).__name__}: {first}"[:120]
+    return "out of memory" if lacking else first_line(error)[:120]
 
 
 def circumstances() -> dict[str, str]:
@@ -161,7 +160,7 @@ def circumstances() -> dict[str, str]:
         "machine": platform.platform(),
         "command": command(),
         "commit": git_revision(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "time": now(),
     }
 
 

@@ -16,13 +16,11 @@ import json
 import shutil
 from dataclasses import dataclass
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.exporting import Dtype, Paths, as_dtype, public_names, record, stored_dtype
-from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.files import check_place, explain_failure, sha256, size_text, whole_folder
 from tread.runtime.tensor_files import Weights, save_tensors
 
@@ -40,11 +38,9 @@ class Options:
     public: bool = False
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="export_checkpoint")
-def main(composed: DictConfig) -> None:
-    with explained():
-        options = schema.read(plain(composed), Options)
-        print(account(export(options), options))
+@door(Options)
+def main(options: Options) -> None:
+    print(account(export(options), options))
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
@@ -95,4 +91,4 @@ def account(exported: checkpoint.Checkpoint, options: Options) -> str:
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(Options))
+    open_door(main)

@@ -19,9 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import hydra
 import numpy as np
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
@@ -31,17 +29,17 @@ from tread.evaluation import scoring
 from tread.evaluation.metric_table import METRICS, feature_metrics, scored_names
 from tread.evaluation.scoring import ScoringOptions, ScoringPlan, plan_scoring, read_options, settle_reference
 from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
 
-STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # default ratios
+STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # default fractions of skipped tokens
 
 
 class Point(NamedTuple):
-    """A setting of the sweep: each branch's fraction of skipped tokens, the guidance weight ω (`scale`), and the
-    interval of noise levels with guidance (None: all)."""
+    """A setting of the sweep: the fraction of tokens that the strong and the weak branch skip, the guidance weight ω
+    (`scale`), and the interval of noise levels with guidance (None: all)."""
 
     strong: float
     weak: float
@@ -64,28 +62,21 @@ class Sweep:
     baseline: bool
     metric: str | None
 
-    def __post_init__(self) -> None:
-        for name in Point._fields:
-            if getattr(self, name) == ():
-                raise ValueError(f"sweep.{name} is empty")
-
     def points(self, routed: bool) -> list[Point]:
-        """Return all combinations of the sweep's values, each once. If the guidance uses no routes (`routed` is False),
-        the branches' fractions of skipped tokens are 0."""
+        """Return all combinations of the sweep's values, each once. Unless the guidance uses routes (`routed`), the
+        fractions of skipped tokens are 0."""
         strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="guidance_sweep")
-def main(composed: DictConfig) -> None:
-    with explained("stopped; start it again to go on with the settings that are missing"):
-        tree = plain(composed)
-        for name in Point._fields:
-            if any(word.lstrip("+").startswith(f"guidance.{name}=") for word in sys.argv[1:]):
-                raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] in its place")
-        sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
-        options = read_options(tree)
-        run(sweep, options, share_work(None, options.cpu_threads))
+@door(stopped="stopped; start it again to go on with the settings that are missing")
+def main(tree: dict) -> None:
+    for name in Point._fields:
+        if any(word.lstrip("+").startswith(f"guidance.{name}=") for word in sys.argv[1:]):
+            raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] in its place")
+    sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
+    options = read_options(tree)
+    run(sweep, options, share_work(None, options.cpu_threads))
 
 
 def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
@@ -97,7 +88,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
     free = options.guidance.force or options.guidance.checkpoint is not None
     chosen = {point: setting(options, point) for point in grid if free or point.strong <= point.weak}
     if not chosen:
-        raise ValueError("sweep.strong is above sweep.weak everywhere; guidance.force=true runs it all the same")
+        raise ValueError("a list is empty, or strong is above sweep.weak everywhere, which guidance.force=true runs")
     source, precision = checkpoint.find(paths[0]), use_precision(options.precision, processes.device)
     metric = choose_metric(sweep, options, [plan_scoring(scored, source, precision) for scored in chosen.values()])
     with processes.main_first():
@@ -134,7 +125,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """Return the metric to draw: sweep.metric, or the first available one. Raises ValueError if it is not available."""
+    """Return the metric's key to draw: sweep.metric, or the first available. ValueError if it is not available."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
@@ -158,7 +149,7 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
 
 
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
-    """Write the table and the figures, and print the best setting. records[None] is the score without guidance."""
+    """Write the table and the figures, and print the best setting. `records`: scores by setting (None: no guidance)."""
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
@@ -180,8 +171,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Return a panel per metric against ω: a line for each combination of the branches' fractions of skipped tokens and
-    an interval, and a flat line for no guidance."""
+    """Return a panel per metric against ω: a line for each combination of fractions of skipped tokens and an interval,
+    and a flat line for `baseline`, the score without guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

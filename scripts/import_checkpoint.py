@@ -16,8 +16,7 @@ if __name__ == "__main__":
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
@@ -26,7 +25,7 @@ from tread.data.latents import LatentSpec
 from tread.encoders.autoencoder import UNKNOWN
 from tread.preparing.imports import AUTOENCODER, SCALE, read_statistics
 from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.files import explain_failure, write_whole
 from tread.runtime.tensor_files import read_state_dicts
 from tread.runtime.versions import versions
@@ -45,13 +44,11 @@ class Options:
     statistics: str | None
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="import_checkpoint")
-def main(composed: DictConfig) -> None:
-    with explained():
-        tree = plain(composed)
-        asked = {key: tree.pop(key) for key in schema.known_keys(Options)}
-        cfg, config = settings.complete(tree)
-        print(import_file(schema.read(asked, Options), cfg, config))
+@door()
+def main(tree: dict) -> None:
+    asked = {key: tree.pop(key) for key in schema.known_keys(Options)}
+    cfg, config = settings.complete(tree)
+    print(import_file(schema.read(asked, Options), cfg, config))
 
 
 def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
@@ -90,8 +87,8 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
 
 
 def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
-    """Return the spec of the latents that the network was trained on. Raises ValueError if
-    the file options.statistics does not fit the latents, or is given although dataset.normalize is false."""
+    """Return the spec of the latents that the network was trained on. Raises ValueError if the file options.statistics
+    does not fit the latents, or is given although dataset.normalize is false."""
     autoencoder, scale = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
     scale = scale if options.scale is None else options.scale
     latents = LatentSpec(
@@ -110,8 +107,8 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
-    """Return the weights to import, keyed "model" or "ema". If the file does not say which they are, they count
-    as "ema", unless take=model."""
+    """Return the weights to import, {"model" or "ema": weights}. If the file does not say which they are, they count as
+    "ema", unless take=model."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")

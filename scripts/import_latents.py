@@ -7,30 +7,25 @@ tread/preparing/imports.py.
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-import hydra
 import numpy as np
-from omegaconf import DictConfig
 
 from tread.data.dataset import LatentDataset
-from tread.data.store import pieces_of
+from tread.data.store import pieces_of, spread_indices
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.preparing import encode_photos
 from tread.preparing.imports import STATISTICS, ForeignSamples, ImportOptions, open_foreign, write_text
-from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.distributed import Processes, share_work
-from tread.runtime.files import size_text
+from tread.runtime.files import content_hash, size_text
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="import_latents")
-def main(composed: DictConfig) -> None:
-    with explained("stopped; start it again to go on with the shards that are missing"):
-        import_all(schema.read(plain(composed), ImportOptions), share_work("cpu"))
+@door(ImportOptions, "stopped; start it again to go on with the shards that are missing")
+def main(options: ImportOptions) -> None:
+    import_all(options, share_work("cpu"))
 
 
 def import_all(options: ImportOptions, processes: Processes) -> None:
@@ -38,12 +33,12 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
     latents, samples = open_foreign(options)
     labels, text, by = samples.labels, samples.text, samples.statistics
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
-    plan["labels_sha256"] = hashlib.sha256(labels.tobytes()).hexdigest()
+    plan["labels_sha256"] = content_hash(labels.tobytes())
     factors, normalize = {"mean": latents.scale, "std": abs(latents.scale)}, {}
     if by is not None:
         normalize["normalize_by"] = {key: [factor * value for value in by[key]] for key, factor in factors.items()}
     if text is not None:
-        plan["captions"] = hashlib.sha256(text.counts.tobytes()).hexdigest()
+        plan["captions"] = content_hash(text.counts.tobytes())
         plan["captions_of"] = options.captions and str(Path(options.captions).resolve())
     ranges = pieces_of(range(len(labels)), options.shard_size)
     writer = DatasetWriter(Path(options.out), latents, plan | normalize, ranges=ranges)
@@ -90,7 +85,7 @@ def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSample
     made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"
     if options.decode:
-        chosen = encode_photos.spread_indices(len(data), options.decode)
+        chosen = spread_indices(len(data), options.decode)
         try:
             after = encode_photos.decode_samples(data, chosen, "cpu")
             save_grid(data.folder / "report.png", after, columns=4)
@@ -120,4 +115,4 @@ def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSample
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(ImportOptions))
+    open_door(main)

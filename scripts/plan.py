@@ -15,23 +15,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from routing_module import Route
 from tread.checkpoints.network import build_network
+from tread.models.backbone import count_parameters
 from tread.models.cost_constants import DEVICES, PREDICTED, Constants, measured_constants
 from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.device import device_name, memory_of, use_precision
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count, Positive
 from tread.training import settings
 from tread.training.costs import (
     blank_aligner,
-    count_parameters,
     largest_micro_batch,
     live_bytes,
     measured_seconds,
@@ -55,15 +53,13 @@ class Options:
     price: Positive | None
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="plan")
-def main(composed: DictConfig) -> None:
-    with explained():
-        tree = plain(composed)
-        options = schema.read({key: tree.pop(key) for key in KEYS}, Options)
-        cfg = settings.read(tree)
-        if None in (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes) or cfg.model.takes_text:
-            cfg, _ = settings.complete(tree)  # which reads the dataset
-        show(cfg, options)
+@door()
+def main(tree: dict) -> None:
+    options = schema.read({key: tree.pop(key) for key in KEYS}, Options)
+    cfg = settings.read(tree)
+    if None in (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes) or cfg.model.takes_text:
+        cfg, _ = settings.complete(tree)  # reads the dataset
+    show(cfg, options)
 
 
 def show(cfg: Settings, options: Options) -> None:
@@ -82,16 +78,15 @@ def show(cfg: Settings, options: Options) -> None:
     for name in columns[0]:
         print(f"{name:<34}" + "".join(f"{each[name]:>14}" for each in columns))
     checkpoint = size_text(parameters * 4 * (2 + cfg.optim.copies + len(cfg.ema.power)))
-    sample = cfg.dataset.channels * cfg.dataset.size**2 * 2
-    print(
-        f"\ndisk: {checkpoint} a checkpoint, every {cfg.every.save:,} steps; latents {size_text(sample)} a view in fp16"
-    )
+    stored, each = ("uint8", 1) if cfg.dataset.embedded == "cifar10" else ("fp16", 2)  # bytes of a number
+    view = size_text(cfg.dataset.channels * cfg.dataset.size**2 * each)
+    print(f"\ndisk: {checkpoint} a checkpoint, every {cfg.every.save:,} steps; latents {view} a view in {stored}")
     if measured:
         print(measured)
 
 
 def constants_of(device: str) -> tuple[Constants, str]:
-    """Return the constants of a device's predicted times, and a line that names the measured ones and their file."""
+    """Return a device's constants for predicted times, and a line to print that names the measured ones ("": none)."""
     file = max(RESULTS.glob(f"gpu_*{device}*.json"), default=None)
     constants = measured_constants(json.loads(file.read_text()), DEVICES[device]) if file else PREDICTED
     names = [name for name, value in constants._asdict().items() if value != getattr(PREDICTED, name)]
@@ -101,7 +96,7 @@ def constants_of(device: str) -> tuple[Constants, str]:
 def column(
     cfg: Settings, network: nn.Module, routes: tuple[Route, ...], images: int, options: Options, constants: Constants
 ) -> dict:
-    """Return the plan's lines, name → text, for training under `routes` with `images` per device in each step."""
+    """Return {name: text}, the plan's lines for training under `routes` with `images` per device in each step."""
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     this, steps = options.device == "this", cfg.train.steps
     precision = use_precision(cfg.train.precision, here) if this else "bf16"

@@ -7,24 +7,18 @@ shards. All options: configs/prepare_features.yaml; encoders: tread/encoders/vis
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
-import hydra
-from omegaconf import DictConfig
-
 from tread.preparing.encode_features import FeatureOptions, prepare_features
-from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain, spell_folder
+from tread.runtime.cli import door, open_door, spell_folder
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import share_work
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="prepare_features")
-def main(composed: DictConfig) -> None:
-    with explained("stopped; start it again to go on with the shards that are missing"):
-        options = schema.read(plain(composed), FeatureOptions)
-        processes = share_work(options.device)
-        use_precision("fp32", processes.device)
-        prepare_features(options, processes)
+@door(FeatureOptions, "stopped; start it again to go on with the shards that are missing")
+def main(options: FeatureOptions) -> None:
+    processes = share_work(options.device)
+    use_precision("fp32", processes.device)
+    prepare_features(options, processes)
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(FeatureOptions), spell=spell_folder)
+    open_door(main, spell=spell_folder)

@@ -13,20 +13,16 @@ if __name__ == "__main__":
 
 from dataclasses import dataclass
 
-import hydra
-from omegaconf import DictConfig
-
 from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.posthoc_ema import Width
 from tread.diffusion.guidance import NO_GUIDANCE
-from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.runtime.cli import door, open_door
 from tread.runtime.files import check_place, explain_failure, whole_folder
 
 POOR_FIT = 0.05  # relative L2 distance of profiles
 COARSE = 0.002  # relative rounding error of a parameter, about that of bf16
-OF_THE_MOMENT = ("format", "version", "step", "files", "tally")  # other keys of info.json are the run's
+OF_THE_MOMENT = ("format", "version", "step", "files", "tally")  # keys of info.json that are not copied from the run
 
 
 @dataclass(frozen=True)
@@ -39,11 +35,10 @@ class Options:
     out: str | None
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="reconstruct_ema")
-def main(composed: DictConfig) -> None:
-    with explained("stopped; nothing was written"):
-        folder = write_average(schema.read(plain(composed), Options))
-        print(f"{folder}: python sample.py checkpoint={folder}")
+@door(Options, "stopped; nothing was written")
+def main(options: Options) -> None:
+    folder = write_average(options)
+    print(f"{folder}: python sample.py checkpoint={folder}")
 
 
 def write_average(options: Options) -> Path:
@@ -84,4 +79,4 @@ def write_average(options: Options) -> Path:
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(Options))
+    open_door(main)

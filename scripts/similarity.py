@@ -13,9 +13,7 @@ if __name__ == "__main__":
 import json
 from dataclasses import asdict, dataclass, replace
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,16 +22,9 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.weights import KINDS
 from tread.drawing.charts import save_heat_maps
-from tread.evaluation.similarity import (
-    adjacent,
-    describe_routes,
-    noised_states,
-    open_latents,
-    settle_routes,
-    similarity,
-)
-from tread.runtime import schema
-from tread.runtime.cli import explained, open_door, plain
+from tread.evaluation.similarity import adjacent, noised_states, open_latents, settle_routes, similarity
+from tread.routing.ids import describe_route
+from tread.runtime.cli import door, open_door
 from tread.runtime.device import device_name, use_cores, use_precision
 from tread.runtime.files import check_place, explain_failure, write_whole
 from tread.runtime.schema import Count, CountOrZero
@@ -57,13 +48,8 @@ class Options:
     out: str | None
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="similarity")
-def main(composed: DictConfig) -> None:
-    with explained("stopped; nothing was written"):
-        run(schema.read(plain(composed), Options))
-
-
-def run(options: Options) -> None:
+@door(Options, "stopped; nothing was written")
+def main(options: Options) -> None:
     """Compare the blocks' outputs, and write similarity.json and similarity.png. Raises ValueError or OSError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_precision("fp32", device)
@@ -74,7 +60,8 @@ def run(options: Options) -> None:
     folder = Path(options.out).expanduser() if options.out else saved.found.folder
     check_place(folder, 0)
     model = saved.load(device)
-    words = describe_routes(routes, model.network)
+    tokens, grid = model.network.num_tokens, model.network.grid
+    words = ", ".join(describe_route(route, tokens, grid) for route in routes)
     levels = saved.process.evaluation_levels(options.noise_levels)
     weights = f"{KINDS[saved.weights]} weights of step {saved.found.step:,}, {saved.cfg.model.depth} blocks"
     print(f"  checkpoint  {saved.found.folder}: {weights}")
@@ -123,4 +110,4 @@ def as_json(matrix: Tensor) -> list[list[float | None]]:
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(Options))
+    open_door(main)

@@ -12,7 +12,7 @@ make_venv() {
     exit 1
   fi
   local options=()
-  if "$python" -c 'import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:2])); sys.exit(not (2, 6) <= v < (2, 14) or sys.prefix != sys.base_prefix)' 2>/dev/null; then
+  if "$python" -c 'import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:2])); sys.exit(not (2, 6) <= v < (2, 16) or sys.prefix != sys.base_prefix)' 2>/dev/null; then
     options=(--system-site-packages)
   fi
   "$python" -m venv "${options[@]+"${options[@]}"}" .venv

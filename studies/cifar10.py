@@ -1,6 +1,6 @@
-"""Packs CIFAR-10's pictures for a machine that takes small inputs: python studies/cifar10.py pack|unpack FROM TO
+"""Packs CIFAR-10's files into smaller ones, without loss: python studies/cifar10.py pack|unpack FROM TO
 
-pack     writes each .bin file of folder FROM (cifar-10-batches-bin) to TO as a lossless WebP and labels: 100 MB for 184
+pack     writes each .bin file of folder FROM (cifar-10-batches-bin) to TO as a WebP and labels: 100 MB instead of 184
 unpack   writes the .bin files again, from a packed folder FROM to TO, which dataset.archive= then takes
 """
 
@@ -46,14 +46,14 @@ def unpack(source: Path, target: Path) -> None:
 
 
 def random_inception(path: Path) -> None:
-    """Write weights of an Inception of 16 times fewer channels, as chance has them: for trials without a download."""
+    """Write random weights of an Inception network with 16 times fewer channels, for trials without a download."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]), whole_file(path) as partial:
         torch.manual_seed(0)
         network = Inception(with_classes=False, narrow=16)
         for parameter in network.parameters():
             if parameter.ndim == 4:
-                torch.nn.init.kaiming_normal_(parameter)  # the usual draw lets features vanish
+                torch.nn.init.kaiming_normal_(parameter)  # with torch's default initialisation features vanish
         save_file(network.state_dict(), partial)
 
 

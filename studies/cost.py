@@ -1,4 +1,4 @@
-"""Says a study's cost before it is run: images, samples and training FLOPs."""
+"""Computes what a study will cost: images, samples and training FLOPs."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from studies.study import training_flops
 
 
 def estimate(jobs: Sequence[Job]) -> str:
-    """Describe the cost: a line per training, and the sum."""
+    """Return a text on the cost of the jobs: a line per training, and the sum."""
     lines, whole = [], 0
     for job in jobs:
         drawn = sum(int(score.words[-1].partition("=")[2]) for score in job.scores)

@@ -1,18 +1,21 @@
-"""Draws a study's figure, writes its table, and puts both into a folder beside the study's YAML."""
+"""Draws a study's figure, writes its table, and publishes both in a folder beside the study's YAML.
+
+An arm is a kind of run that a study compares with others; it has one run per seed.
+"""
 
 import json
 import math
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from studies.paired import EQUAL, along, curve, differences, estimate, last_difference, paired, series
+from studies.paired import EQUAL, Estimate, along, curve, differences, estimate, last_difference, paired, series
 from studies.results import Made, Results, finished, gather, missing
 from studies.study import HERE, Planned, Study, plan, read_study
 from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
@@ -23,24 +26,24 @@ Columns = dict[str, dict[str, str]]  # title → arm → cell
 
 
 class Figure(NamedTuple):
-    """A kind of figure: a function that draws it if there are results, and one that returns more table columns."""
+    """A kind of figure: `draw` draws it into the image file at a path, `columns` returns more columns of the table."""
 
     draw: Callable[[Study, Results, Path], None]
     columns: Callable[[Study, Results], Columns] = lambda study, results: {}
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm: its runs' values at the last point where all have the metric}, for arms that have such a point."""
+    """Return {arm of the study: its runs' values of a metric at the last number of images where all have it}."""
     return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
 
 
 def last_means(results: Results, metric: str) -> dict[str, float]:
-    """Return {arm: mean of the values that last_values returns}."""
+    """Return {arm of the study: mean of the values that last_values returns}."""
     return {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
 
 
 def measured(names: Sequence[str], results: Results) -> list[str]:
-    """Return the metrics in `names` that some arm has, each once."""
+    """Return the metrics in `names` that any run has, each once."""
     return [name for name in dict.fromkeys(names) if any(series(runs, name) for runs in results.values())]
 
 
@@ -60,19 +63,30 @@ def table(study: Study, results: Results) -> str:
         "training FLOPs": {arm: f"{p['flops']:.3g}" for arm, each in ends.items() for p in each[::-1] if "flops" in p},
         "seconds alone": seconds_alone(results),
     }
+    cells = {}
     for metric in metrics:
         marked = taught if metric in feature_metrics() else ()
         last = last_values(results, metric).items()
-        columns[METRICS[metric].title] = {arm: f"{estimate(each)}" + " †" * (arm in marked) for arm, each in last}
-    columns |= FIGURES[study.figure].columns(study, results)
-    rows = [[*columns], *([cells.get(arm, "–") for cells in columns.values()] for arm in results)]
-    lines = [*grid(rows), *grid(pair_rows(study, results, [name for name in metrics if name in compared]))]
+        cells[metric] = {METRICS[metric].title: {arm: f"{estimate(e)}" + " †" * (arm in marked) for arm, e in last}}
+    last = {arm: run["scores"][-1] for arm, runs in results.items() for run in runs if run["scores"]}
+    counted = {"samples": {arm: f"{score['count']:,}" for arm, score in last.items() if "count" in score}}
+    lines = []
+    for metric in metrics if study.figure == "balance" else ():
+        pairs = paired_columns(study, results, [metric], tuple(EQUAL))
+        arms, more = (networks_of(study, results), {}) if METRICS[metric].of == "heldout" else (results, counted)
+        lines += grid(columns | more | cells[metric] | pairs, arms)
+    differing = lines[:]
+    if not lines:
+        columns |= {title: column for each in cells.values() for title, column in each.items()}
+        lines = grid(columns | FIGURES[study.figure].columns(study, results), results)
+        differing = grid(*pair_columns(study, results, [name for name in metrics if name in compared]))
+        lines += differing
     lines += outcome(study, results)
 
     scores = [score for runs in results.values() for run in runs for score in run["scores"]]
     counts = {score["count"] for score in scores if "count" in score}
     notes = ["± is the standard deviation over the seeds; – is not measured."]
-    if len(lines) > len(rows) + 2:
+    if differing:
         notes.append("Differences are paired by seed: mean (standard error) [95% interval, Student's t].")
     if not columns["seconds alone"]:
         notes.append("No seconds: no run is on record as alone on its device.")
@@ -84,10 +98,16 @@ def table(study: Study, results: Results) -> str:
     return "\n".join([*lines, " ".join(notes)]) + "\n"
 
 
-def grid(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, of which the first row is the head, and an empty one; [] without rows."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:], ""] if rows[1:] else []
+def networks_of(study: Study, results: Results) -> Results:
+    """Return the results without those of further ways of scoring."""
+    return {arm: runs for arm, runs in results.items() if arm.rpartition(", ")[2] not in study.ways}
+
+
+def grid(columns: Columns, names: Iterable[str]) -> list[str]:
+    """Return the lines of a Markdown table with a row per name, and an empty one; [] without names."""
+    rows = [[*columns], *([cells.get(name, "–") for cells in columns.values()] for name in names)]
+    head, *lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [head, "|---" * len(columns) + "|", *lines, ""] if lines else []
 
 
 def seconds_alone(results: Results) -> dict[str, str]:
@@ -102,20 +122,22 @@ def seconds_alone(results: Results) -> dict[str, str]:
     return cells
 
 
-def pair_rows(study: Study, results: Results, metrics: Sequence[str]) -> list[list[str]]:
-    """Return a table's head, and a row per pair with a difference: each metric at equal images, FLOPs and seconds."""
-    columns, cells = list(product(metrics, EQUAL)), {}
-    for arm, other in study.pairs if study.figure != "balance" else ():  # whose columns have them
-        pair = results.get(arm, ()), results.get(other, ())
-        found = {(metric, name): paired(*pair, metric, name) for metric, name in columns}
-        if any(found.values()):
-            cells[pair_name(arm, other)] = {"seeds": f"{max(e.seeds for e in found.values() if e)}"} | found
-    kept = [column for column in columns if any(each[column] for each in cells.values())]
-    head = ["pair", "seeds", *(f"{METRICS[metric].title}, equal {name}" for metric, name in kept)]
-    rows = []
-    for pair, each in cells.items():
-        rows.append([pair, each["seeds"], *(each[column].signed() if each[column] else "–" for column in kept)])
-    return [head, *rows]
+def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tuple[Columns, list[str]]:
+    """Return the columns of a table of paired differences, each metric at equal images, FLOPs and seconds, and its row
+    names: the pairs that have a difference."""
+    cells: dict[tuple[str, str], dict[str, Estimate]] = {}
+    for (metric, name), (arm, other) in product(product(metrics, EQUAL), study.pairs):
+        if less := paired(results.get(arm, ()), results.get(other, ()), metric, name):
+            cells.setdefault((metric, name), {})[pair_name(arm, other)] = less
+    names = [
+        name for name in (pair_name(*pair) for pair in study.pairs) if any(name in each for each in cells.values())
+    ]
+    most = {name: max(each[name].seeds for each in cells.values() if name in each) for name in names}
+    columns = {"pair": {name: name for name in names}, "seeds": {name: f"{most[name]}" for name in names}}
+    for (metric, equal), each in cells.items():
+        title = f"{METRICS[metric].title}, equal {equal}"
+        columns[title] = {name: less.signed() for name, less in each.items()}
+    return columns, names
 
 
 def outcome(study: Study, results: Results) -> list[str]:
@@ -139,7 +161,8 @@ def outcome(study: Study, results: Results) -> list[str]:
 
 
 def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal: Sequence[str]) -> Columns:
-    """Return a column per metric and key of EQUAL: each arm's metric less its pair's."""
+    """Return a column per metric and name in `equal` (keys of EQUAL): each arm's metric minus that of its pair, the arm
+    named in study.against."""
     columns = {}
     for metric, name in product(metrics, equal):
         pairs = {arm: (runs, results.get(study.against.get(arm), ())) for arm, runs in results.items()}
@@ -254,14 +277,10 @@ def draw_differences(study: Study, results: Results, path: Path) -> None:
     )
 
 
-def balance_columns(study: Study, results: Results) -> Columns:
-    return paired_columns(study, results, measured(study.metrics, results), tuple(EQUAL))
-
-
 def draw_balance(study: Study, results: Results, path: Path) -> None:
-    """Draw the first metric over the training of each network; FID over precision, and precision over recall, at its
-    end by as many samples, with a line through the ways of scoring that differ in their scale alone."""
-    networks = {arm: runs for arm, runs in results.items() if arm.rpartition(", ")[2] not in study.ways}
+    """Draw the first metric over the training of each network. Then draw the final FID against precision, and precision
+    against recall, for scores of equally many samples; a line joins scores that differ in guidance scale only."""
+    networks = networks_of(study, results)
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
     panels = []
@@ -353,7 +372,7 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
 
 
 def sampling_flops(results: Results) -> dict[str, float]:
-    """Return {arm: FLOPs to draw one sample}."""
+    """Return {arm of the study: FLOPs to draw one sample}."""
     return {arm: runs[0]["scores"][-1]["flops"] for arm, runs in results.items() if runs and runs[0]["scores"]}
 
 
@@ -458,7 +477,8 @@ SIMILARITIES = {"dense": "all tokens", "routed": "under its route"}  # key of si
 
 
 def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
-    """Return {(arm, "dense" (all tokens) or "routed" (under its route)): similarity matrices, one per seed}."""
+    """Return {(arm, "dense" or "routed"): matrices of similarity between block outputs, one per seed}: with all tokens
+    ("dense"), or under the arm's route ("routed")."""
     found = defaultdict(list)
     for arm, runs in results.items():
         for panel, score in product(SIMILARITIES, chain(*(run["scores"] for run in runs))):
@@ -468,7 +488,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return a table's columns: mean similarity of neighbouring blocks' outputs; that of embedding and last output."""
+    """Return table columns: mean similarity of outputs of neighbouring blocks; that of embedding and last output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -492,7 +512,7 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
 
 
 FIGURES = {
-    "balance": Figure(draw_balance, balance_columns),
+    "balance": Figure(draw_balance),
     "curves": Figure(draw_curves),
     "differences": Figure(draw_differences),
     "ends": Figure(draw_ends),
@@ -523,7 +543,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
 
 
 def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write table.md, and figure.png if there are results. Raises OSError."""
+    """Write table.md and, if there are results, figure.png for `runs`. `made` has their records, by Training.key."""
     results, left = gather(runs, made), missing(runs, made)
     left = "; ".join(filter(None, [left, *(f"{arm} (after its trials)" for arm in study.arms if arm not in results)]))
     with explain_failure(folder):

@@ -21,9 +21,9 @@ from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.signals import INTERRUPTED
 from tread.training.run_folder import RunLog
 
-# keys of a training's records that are kept, and keys of a score's record that are dropped
+# KEPT: keys of metrics.jsonl that result.json keeps; LEFT_OUT: keys of a score's JSON that it drops
 KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")
-PAUSE = 0.5  # seconds between looks at a run with a time budget
+PAUSE = 0.5  # seconds between two checks of a run with a time budget
 Part = Literal["both", "train", "score"]
 LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data", "prompts")
 
@@ -39,12 +39,12 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """The overrides for train.py and the scripts that score; the placeholders {data} and {step N} are left in."""
+        """The overrides for train.py and the scoring scripts, with their placeholders {data} and {step N}."""
         return [*self.training.overrides, *(word for score in self.scores for word in score.words)]
 
     @property
     def trained(self) -> bool:
-        """Whether train.py has finished all steps, or was stopped after the time budget, which saves its last step."""
+        """Whether train.py has finished all steps, or was stopped by the time budget (it then saves its last step)."""
         state = RunLog(self.folder / "train").read_status().get("state")
         return state == "finished" or (state == "interrupted" and self.over_time())
 
@@ -85,8 +85,8 @@ class Job:
         return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
 
     def write_result(self, at_once: int | None = None) -> None:
-        """Write result.json from what exists: points over training, and all scores by their keys. `at_once` is the
-        number of runs that shared the machine with this training; None: nothing was trained now. Raises OSError."""
+        """Write result.json from what exists: records over training, and all scores, keyed by Score.key. `at_once` is
+        the number of runs that shared the machine with this training; None: nothing was trained now."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
         for start in log.starts()[-1:]:
@@ -111,7 +111,8 @@ class Job:
 
 
 def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
-    """Return {step: seconds of training up to it}, without the first step of each start, which compiles."""
+    """Return {step: seconds of training up to it} from metrics.jsonl's `records`, without the first step after each
+    start, which compiles."""
     found, first = {}, 0.0
     for record in records:
         first += record.get("first_step_seconds", 0.0)
@@ -134,8 +135,8 @@ def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None], part: Part = "both") -> list[str]:
-    """Run the jobs, or their trainings or scores alone, `at_once` at a time with equal shares of the cores, and return
-    a line for each failed one. `after` is called in this thread whenever a job has ended."""
+    """Run the jobs (or only their part "train" or "score"), `at_once` at a time with equal shares of the cores. Return
+    an error line for each failed job. `after` is called in this thread whenever a job has ended."""
     cores, problems, children = max(1, (os.cpu_count() or 1) // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, at_once, cores, children, part) for job in jobs]
@@ -151,7 +152,8 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 
 
 def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children", part: Part = "both") -> str | None:
-    """Train, score and write a job's result, except for what exists or is no `part`; return the error, if any."""
+    """Do what is missing of a job's training and scores (or of one `part`), and write its result. Return an error line,
+    or None."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
     lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock
@@ -162,7 +164,7 @@ def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children
         if not job.trained:
             begun, starts = True, len(history.starts())
 
-            def over() -> bool:  # by this start's records: an earlier one may have been killed after its time
+            def over() -> bool:  # only once this start is recorded: an earlier one may have used up the time
                 return len(history.starts()) > starts and job.over_time()
 
             children.run(job.training_command(data), cores, log, lock, over if job.training.seconds else None)
@@ -194,9 +196,9 @@ class Children:
     def run(
         self, command: Sequence[str], cores: int, log: Path, lock: Lock, over: Callable[[], bool] | None = None
     ) -> None:
-        """Run a Python command with its output appended to a log, and raise ValueError with the reason if it fails. The
-        command's process holds `lock` for as long as it lives, even if the study is killed. Once over() is true the
-        process is asked to save and end."""
+        """Run a Python command, with its output appended to `log`. Its process holds `lock` while it lives, even if the
+        study is killed. Once over() is true (None: never), the process is asked to save and end. Raises ValueError if
+        the command fails."""
         with log.open("ab") as file:
             began = file.seek(0, os.SEEK_END)
             child = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Finds results of a study's runs by their keys (see study.py), in a folder of results or published beside it."""
+"""Finds results of a study's runs by their keys (see study.py), in a folder of results and among published ones."""
 
 import json
 from collections import defaultdict
@@ -14,13 +14,12 @@ from tread.evaluation.metric_table import METRICS
 
 
 class Made(TypedDict):
-    """Results so far of an arm with one seed: points over training (with images, FLOPs and metrics), and scores; the
-    device, and how many runs shared it, decide whether its seconds compare with another's (None: not known)."""
+    """The results so far of one run: an arm (a kind of run) with one seed."""
 
     seed: int
-    points: list[dict]
-    scores: list[dict]
-    timed_on: tuple | None
+    points: list[dict]  # over training, each with images, FLOPs and metrics
+    scores: list[dict]  # JSON of the scoring scripts
+    timed_on: tuple | None  # device, and number of runs that shared it; None: unknown, so seconds can't be compared
 
 
 Results = Mapping[str, list[Made]]  # arm → its runs
@@ -49,7 +48,7 @@ def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
-    """List in words the arms and seeds that are not complete; "" if there are none."""
+    """Return a text that lists the arms of the study, with seeds, whose runs are not complete; "" if all are."""
     left = defaultdict(list)
     for run in runs:
         if not is_made(run, made):
@@ -58,7 +57,7 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return each arm's results: its complete runs or, if it has none, the run that has recorded the most points."""
+    """Return {arm of the study: its complete runs or, if it has none, the run that has recorded the most points}."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     for arm, each in results.items():
         begun = [run for run in runs if run.arm == arm and run.training.key in made]
@@ -79,7 +78,7 @@ def _made(run: Planned, record: dict) -> Made:
         step = score["step"]
         point = {"step": step, "images": step * run.training.batch_size}
         for axis, counted in known.items():
-            if counted[1:]:  # where a time budget ended, behind the last record: in proportion to steps
+            if counted[1:]:  # after the last record, where a time budget ended: extrapolated in proportion to steps
                 beyond = max(1.0, step / counted[-1][0])
                 point[axis] = round(beyond * float(np.interp(step, *zip(*counted))), 3)
         point |= points.get(step, {})

@@ -6,9 +6,9 @@
     dry=true       only print what would be run: images, FLOPs, samples
     publish=true   copy results.json, figure.png and table.md to studies/<name>/ as each run ends (scale=small), or to
                    studies/<name>_gpu/ (scale=gpu)
-    arms=[dense]   these arms alone, with all their ways of scoring
-    part=train     only train; part=score: then only score, with jobs=2 two networks at once
-    rehearse=true  the whole of it with a tiny network and short, where the study's file says how (cifar10)
+    arms=[dense]   only these arms (the kinds of run that the study compares), with all their ways of scoring
+    part=train     only train; part=score: only score what is trained
+    rehearse=true  a short trial of everything with a tiny network, where the study's file says how (cifar10)
     data=data      the folder of imagenette/ (scale=small) or imagenet256/ (paper)
     results=results/studies   the folder of the runs
 
@@ -77,8 +77,7 @@ def main() -> None:
 
 
 def run(options: Options) -> None:
-    """Run a study, draw its figure and write its table; see `publish`. Raises ValueError or OSError for wrong options
-    before any run."""
+    """Run a study, draw its figure and write its table. Wrong options raise ValueError or OSError before any run."""
     study = read_study(options.study, options.scale)
     study = rehearsed(study) if options.rehearse else study
     data, results = Path(options.data), Path(options.results)

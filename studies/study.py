@@ -1,7 +1,7 @@
 """Reads a study, which is one YAML file, and plans the runs of train.py and of the scoring scripts that it needs.
 
-A training is identified by a hash of its overrides and seed, a score by a hash of its step, script and overrides, so
-studies share equal runs, and a published result counts as made even without its folder.
+A training is identified by a hash of its overrides and seed, a score by a hash of its step, script and overrides. So
+studies share equal runs, and a published result counts as done even without the run's folder.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from tread.checkpoints.network import build_network
 from tread.evaluation.metric_table import METRICS
 from tread.models.architectures import TextSettings
 from tread.runtime import schema
-from tread.runtime.schema import Count, CountOrZero
+from tread.runtime.schema import Count, CountOrZero, Positive
 from tread.training import costs, settings
 
 HERE = Path(__file__).resolve().parent
@@ -34,7 +34,7 @@ CLIP_L = TextSettings("clip-l", tokens=77, width=768, pooled=768)
 
 @dataclass(frozen=True)
 class Arm:
-    """A kind of run at one scale.
+    """One of the kinds of run that a study compares, at one scale.
 
     overrides  overrides for train.py; {data} stands for the data's folder, {75%} for that fraction of the run's steps.
     images     number of images to train on, with repetition.
@@ -47,8 +47,8 @@ class Arm:
     scoring    overrides for this script; {data} as above, {75%} stands for the checkpoint nearest to that step.
     samples    number of samples per score; 0: nothing is scored.
     needs      what the data's folder must contain, in words; None: nothing.
-    seconds    time budget: training ends after so many seconds of steps, as steady_seconds counts them, or after
-               `images`; of scores during training only the first one is planned. None: no budget.
+    seconds    time budget: training ends after so many seconds of steps (without compilation) or after `images`; of
+               the scores before the last one only the first is planned. None: no budget.
     """
 
     overrides: tuple[str, ...]
@@ -62,7 +62,7 @@ class Arm:
     samples: CountOrZero
     needs: str | None
     seconds: Count | None = None
-    flops: Count | None = None
+    flops: Positive | None = None
     first_seed: CountOrZero = 0
 
 
@@ -79,7 +79,7 @@ class Study:
                the best last value of the first metric, by seeds that no trial has.
     rule       what decides the study, fixed before it runs: `arm` against `rivals` in `metrics` (see `outcome`).
     ways       names of further ways of scoring; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
-    rehearsal  keys of Arm for a trial of the same commands with a tiny network, see `rehearsed`.
+    rehearsal  {field of Arm: value} for a trial of the same commands with a tiny network; {}: none. See `rehearsed`.
     """
 
     name: str
@@ -123,8 +123,8 @@ class Training:
         return self.steps * self.batch_size
 
     def is_scored_at(self, step: int, reached: int) -> bool:
-        """Return whether a score planned at `step` is made: under a time budget, the last one, and one in between only
-        if the training `reached` it."""
+        """Return whether to compute the score planned at `step`: not if a time budget ended the training before, at the
+        step `reached`, unless the score is the last one."""
         return self.seconds is None or step == self.steps or step <= reached
 
     @property
@@ -134,7 +134,7 @@ class Training:
 
     @property
     def key(self) -> str:
-        """A hash of the seed, the last override of each setting, independent of their order, and the time budget."""
+        """A hash of the seed, the time budget and the overrides (the last of each setting, in sorted order)."""
         return _hash([sorted(_last_words(self.overrides)), self.seed, *([self.seconds] if self.seconds else [])])
 
 
@@ -220,8 +220,8 @@ def _named(arms: Iterable[str], ways: Iterable[str]) -> set[str]:
 
 
 def rehearsed(study: Study) -> Study:
-    """Return a study with the arms' overrides, length, time budget and samples changed as study.rehearsal says. There
-    are as many evaluations, checkpoints and scores. Raises ValueError if the study's file says nothing."""
+    """Return the study with its arms changed as study.rehearsal says, for a short trial with as many evaluations,
+    checkpoints and scores. Raises ValueError if the study has no rehearsal."""
     if not study.rehearsal:
         raise ValueError(f"studies/{study.name}.yaml has no section rehearsal")
     arms = {}
@@ -233,7 +233,7 @@ def rehearsed(study: Study) -> Study:
 
 
 def _over(base: dict, said: dict) -> dict:
-    """Return `base` with its keys replaced by those of `said`, except that lists of overrides are joined."""
+    """Return the dict `base` updated by `said`, except that the lists "overrides" and "scoring" are joined."""
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
@@ -274,7 +274,7 @@ def _planned(name: str, arm: Arm, seed: int) -> Planned:
     batch = settings_of(*plain).train.batch_size
     last, evaluate, save = (round(count / batch) for count in (arm.images, arm.evaluate, arm.save))
     if arm.flops:
-        last = max(1, arm.flops // training_flops(Training(plain, 0, 1, batch)))
+        last = max(1, int(arm.flops) // training_flops(Training(plain, 0, 1, batch)))
     words = [_fractions(word, lambda fraction: str(round(last * fraction))) for word in arm.overrides]
     words += [f"train.steps={last}", f"every.evaluate={evaluate}", f"every.save={save}", f"every.sample={last}"]
     training = Training((*words, "eval.demo_samples=0"), seed, last, batch, arm.seconds)
@@ -301,7 +301,7 @@ def training_flops(training: Training) -> int:
 
 
 def _last_words(*overrides: Sequence[str]) -> list[str]:
-    """Join lists of overrides, without those that a later override of the same key replaces."""
+    """Join lists of overrides; of several overrides of one key only the last remains."""
     return list({word.partition("=")[0]: word for words in overrides for word in words}.values())
 
 
@@ -312,7 +312,7 @@ def _fractions(word: str, written: Callable[[float], str]) -> str:
 
 @cache
 def settings_of(*overrides: str) -> settings.Settings:
-    """Return the settings that train.py reads from overrides. Raises ValueError."""
+    """Return the settings that train.py reads from overrides. Raises ValueError for unknown keys or wrong values."""
     schema.check_overrides(overrides, [*settings.known_keys(), "experiment"])
     words = settings.add_unstated(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):

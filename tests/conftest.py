@@ -11,15 +11,17 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(cores)]})
 
+import gc
+
+gc.disable()  # until all is collected: what is imported stays, and a third of the imports' time is walks over it
 import contextlib
 import csv
-import gc
 import io
 import json
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,7 @@ from forked import run_python
 from hydra import compose, initialize_config_dir
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import DefaultsList
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
@@ -47,7 +50,7 @@ from tread.encoders.inception import Inception, sizes_of
 from tread.evaluation import image_sets, reference
 from tread.preparing import encode_photos
 from tread.preparing.images import Crop
-from tread.runtime import schema
+from tread.runtime import schema, versions
 from tread.runtime.cli import take_literally
 from tread.runtime.distributed import share_work
 from tread.training import periodic, settings
@@ -87,6 +90,21 @@ def compose_once(choose: Callable, merge: Callable) -> tuple[Callable, Callable]
     return create_defaults_list, compose_config
 
 
+def read_once(load: Callable) -> Callable:
+    """Each of our files of settings is read once, not at each choice that it is a part of."""
+    read: dict[str, bytes] = {}
+
+    def load_config(self, config_path: str):
+        if [source.path for source in self.sources if source.scheme() == "file"] != [str(ROOT / "configs")]:
+            return load(self, config_path)
+        if config_path not in read:
+            read[config_path] = pickle.dumps(load(self, config_path))
+        return pickle.loads(read[config_path])
+
+    return load_config
+
+
+ConfigRepository.load_config = read_once(ConfigRepository.load_config)
 config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list = compose_once(
     config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
 )
@@ -108,6 +126,8 @@ def draw_once(save: Callable) -> Callable:
     return save_curve
 
 
+versions.git_revision = cache(versions.git_revision)  # of one commit in one process
+os.fsync = lambda descriptor: None  # for power cuts, not kills; what is synced before what: test_checkpoint.py
 periodic.save_curve = draw_once(periodic.save_curve)  # of the runs in this process; the curves: drawing/test_charts.py
 
 
@@ -118,6 +138,7 @@ def pytest_runtest_setup(item):
 
 def pytest_collection_finish():
     """What was imported and collected stays to the end: spare each garbage collection the walk over it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

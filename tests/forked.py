@@ -17,9 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
-SLOW_TO_IMPORT = ["matplotlib.figure", "sklearn.neighbors", "sklearn.datasets"]
-SLOW_TO_IMPORT += ["diffusers.models.autoencoders.autoencoder_kl", "diffusers.models.autoencoders.autoencoder_tiny"]
-FORKS.set_forkserver_preload(["train", "sample", "fid", *SLOW_TO_IMPORT])
+FORKS.set_forkserver_preload(["imported"])
 
 
 def _become(command: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:

@@ -20,8 +20,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in zip(NAMES, FILES)}
 KNOWS = {  # library → who may import it; a package means all of its files
     "accelerate": {"tread/runtime/distributed.py"},
     "wandb": {"tread/training/tracking.py"},
-    "hydra": {"doors"},
-    "omegaconf": {"doors", "tread/runtime/cli.py", "tread/training/start.py", "tread/training/resume.py"},
+    "hydra": {"tread/runtime/cli.py"},
+    "omegaconf": {"tread/runtime/cli.py", "tread/training/start.py", "tread/training/resume.py"},
     "tensorboard": {"tread/training/tracking.py"},
     "plotly": {"tread/reports/page.py"},
     "diffusers": {"tread/encoders/autoencoder.py"},

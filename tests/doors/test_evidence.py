@@ -75,8 +75,7 @@ def test_each_exact_number_of_a_page_is_in_the_results(page):
     text = re.sub(
         r"```.*?```|^\| (DiT|RWKV|Mamba|hybrid) \|.*$|<img.*?>", "", (ROOT / page).read_text(), flags=re.S | re.M
     )
-    others = {".753", ".832", ".597", ".519"}  # of the ablations at XL/2 and of CIFAR-10's literature
-    text = text.partition("## CIFAR-10")[0]
+    others = {".753", ".832", ".597", ".519"}  # of the ablations at XL/2
     known = [float(each) for name in published() for each in numbers(tables(name)) if "." in each]
     for name in ("once", "floor"):
         known += [float(each) for each in numbers((ROOT / "studies" / f"{name}.json").read_text()) if "." in each]
@@ -105,4 +104,4 @@ def test_no_verdict_rests_on_fewer_than_three_seeds():
     for row in first:
         assert not re.search(r"\b(one|two) seeds?", row[3]) or "no verdict" in row[3], row
         assert "[" not in re.sub(r"\[[^\]]*\]\([^)]*\)", "", row[1]) or "three seeds" in row[3], row
-    assert len(text.partition("## CIFAR-10")[0].split()) <= 2_800
+    assert len(text.split()) <= 3_000

@@ -350,6 +350,35 @@ def test_seconds_leave_out_first_steps_and_decide_when_a_budget_is_used_up(tmp_p
     assert whole.scoring_command(end, tmp_path)[1] == f"checkpoint='{tmp_path}/train/step_{end.step:07d}'"
 
 
+def test_a_training_killed_after_its_time_goes_on_from_its_checkpoint_and_is_made_once(tmp_path, monkeypatch):
+    """The records are those above. The kill came before the save, so that step 20 is the checkpoint: train.py drops the
+    last record and goes on, and is asked to save when its own records reach the time, not at those it found."""
+    records = [{"step": 10, "seconds": 20.0, "first_step_seconds": 15.0}, {"step": 20, "seconds": 30.0}]
+    behind = {"step": 30, "seconds": 41.0, "first_step_seconds": 4.0}
+    one, folder, asked = study.plan(study.read_study("cifar10", "gpu"))[0], tmp_path / "train", []
+    timed = jobs.Job(replace(one.training, seconds=22), one.scores, tmp_path)
+    folder.mkdir()
+
+    def write(state: str, starts: int, *logged: dict) -> None:
+        (folder / "run.json").write_text(json.dumps([{"config": {}, "device": "cpu"}] * starts))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in logged))
+        (folder / "status.json").write_text(json.dumps({"state": state}))
+
+    def go_on(self, command, cores, log, lock, over):
+        asked.append(over())
+        for state, *logged in (("running", *records), ("interrupted", *records, behind)):
+            write(state, 2, *logged)
+            asked.append(over())
+
+    monkeypatch.setattr(jobs.Children, "run", go_on)
+    write("running", 1, *records, behind)
+    assert timed.over_time() and not timed.trained
+    for _ in range(2):  # the second finds nothing to do
+        assert jobs.make_one(timed, tmp_path, 1, 1, jobs.Children(), "train") is None
+        assert asked == [False, False, True] and timed.trained
+    assert json.loads((tmp_path / "result.json").read_text())["trained"]
+
+
 def test_a_child_is_asked_once_to_save_when_its_time_is_over(tmp_path):
     saves = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit({code})))"
     children, lock = jobs.Children(), jobs.Lock(tmp_path / ".lock", None)
@@ -373,7 +402,13 @@ def timed_result(one: Planned, losses: dict[float, float], device: str = "A", at
     scores = {}
     for score in one.scores:
         scale = next((float(w.partition("=")[2]) for w in score.words if w.startswith("guidance.scale")), 1.0)
-        scores[score.key] = {"step": len(points), "fid": 10 / scale, "precision": scale / 4, "recall": 0.5 / scale}
+        scores[score.key] = {
+            "step": len(points),
+            "count": 300,
+            "fid": 10 / scale,
+            "precision": scale / 4,
+            "recall": 0.5 / scale,
+        }
     record = {"key": one.training.key, "seed": 0, "trained": True, "points": points, "device": device}
     return record | {"at_once": [*at_once], "scores": scores}
 
@@ -409,8 +444,13 @@ def test_the_balance_joins_the_scales_of_a_network(tmp_path, monkeypatch):
     assert lines["naive"] == ((0.25, 0.3125, 0.375, 0.5), (10.0, 8.0, pytest.approx(20 / 3), 5.0))
     assert lines["naive, in an interval"] == ((0.5,), (5.0,)) and len(lines) == 10
     assert drawn[4].lines[0].y == (0.25, 0.3125, 0.375, 0.5) and drawn[4].lines[0].x[0] == 0.5
-    table = (tmp_path / "table.md").read_text()
-    assert "FID against its pair, at equal seconds" in table and "recall against its pair, at equal images" in table
+    losses, *others, _ = (tmp_path / "table.md").read_text().split("\n\n")  # a table for each metric
+    assert losses.count("\n| ") == 5 and "evaluation loss against its pair, at equal FLOPs" in losses
+    assert [part.count("\n| ") for part in others] == [
+        25
+    ] * 3 and "| naive, cfg 2 | 1 | 2 | 8e+09 | – | 300 | 5 |" in others[0]
+    assert "| FID | FID against its pair, at equal images |" in others[0] and "recall against its pair" in others[2]
+    assert "evaluation loss" not in "".join(others) and max(part.count("---") for part in (losses, *others)) == 10
 
 
 def test_packed_pictures_come_out_as_they_were(tmp_path):

@@ -68,7 +68,21 @@ def test_scores_by_shipped_statistics_are_those_against_the_pictures(place):
     made = scored("reference=cifar10", "reference_features=true", "cache=empty")
     for metric in ("precision", "recall", "kid"):
         assert cached[metric] == made[metric] == whole[metric]
-    assert not made["unavailable"] and made["settings"] == cached["settings"] != shipped["settings"]
+    assert not made["unavailable"] and made["settings"] == cached["settings"] == shipped["settings"]
+    assert made["reference_pictures"] == cached["reference_pictures"] != shipped["reference_pictures"] is None
+
+
+def test_a_cache_makes_no_other_score_of_a_network(place, composed):
+    """A score without the pictures' features is that of a cache that has them, until they are asked for."""
+    save_checkpoint(place / "results/b", composed, cifar10.MEANING, embedded="cifar10", path="data/cifar10")
+    drawn = ("checkpoint=results/b", "num_samples=4", "steps=2", "batch_size=4", "reference=cifar10")
+    asked, folder, found = "reference_features=true", place / "results/b/step_0000003", []
+    for options in (["cache=none"], [], [asked], ["cache=none"], [asked]):
+        score(place, *drawn, *options)
+        found.append(read_json(folder / "fid.json"))  # with the time of its making
+    assert found[0] == found[1] and found[2] == found[3] == found[4] and not (folder / "fid-1.json").exists()
+    assert found[0]["fid"] == found[2]["fid"] and [*found[0]["unavailable"]] == ["precision", "recall", "kid"]
+    assert found[2]["reference_pictures"] and not {*found[2]["unavailable"]} & {"precision", "kid"}
 
 
 def test_a_network_is_scored_against_its_own_test_pictures(place, composed):

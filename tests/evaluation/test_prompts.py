@@ -165,11 +165,11 @@ def test_long_names_are_wrapped_where_rows_have_room():
 
 def test_what_the_network_does_not_see_is_said(folder):
     said = launch(folder, "prompt=a blue apple, purple " + "word " * 40, "out=long.png", "overwrite=true")
-    assert "has words that no caption of the training had, which are all alike to it: blue, purple, word\n" in said
-    assert "has 45 tokens, of which the network sees the first 8" in said
+    assert "1 texts have words that are not in the vocabulary, which are all alike: blue, purple, word\n" in said
+    assert "1 of 1 texts are cut off after 8 tokens; the longest has 45" in said
     assert 'rows are prompt "a blue apple, purple word' in said and "word " * 12 not in said
     said = launch(folder, "checkpoint=results/bert", "prompt=" + "word " * 40, "out=long.png", "overwrite=true")
-    assert "has 42 tokens, of which the network sees the first 8" in said and "no caption" not in said
+    assert "after 8 tokens; the longest has 42" in said and "vocabulary" not in said
 
 
 def test_what_can_not_be_is_refused(folder):

@@ -88,8 +88,12 @@ def test_damage_is_named_and_nothing_is_written(tmp_path, files, said):
 def test_sources_that_are_none_a_full_disk_and_files_of_unofficial_length(tmp_path, monkeypatch):
     whole, data = write_archive(tmp_path / "a.tar.gz"), tmp_path / "data"
     (tmp_path / "cut.tar.gz").write_bytes(whole.read_bytes()[:-5000])
+    altered = bytearray(whole.read_bytes())
+    altered[-8] ^= 1  # of the checksum, as a bit elsewhere that still unpacks
+    (tmp_path / "altered.tar.gz").write_bytes(altered)
     (tmp_path / "page.html").write_text("not found")
     cases = [("cut.tar.gz", ValueError, "truncated, damaged"), ("page.html", ValueError, "or no tar")]
+    cases += [("altered.tar.gz", ValueError, "altered.tar.gz is truncated, damaged or no tar: CRC check failed")]
     for name, error, said in [
         *cases,
         ("none", FileNotFoundError, "none is not there: dataset.archive names cifar-10-b"),

@@ -77,13 +77,13 @@ def test_text_is_what_the_encoder_makes_of_each_caption(place, here, kind):
 @pytest.mark.parametrize("kind", ["words", "t5"])
 def test_what_is_held_out_is_encoded_alike(place, here, kind):
     name = kind if kind == "words" else str(place / kind)
-    refused(here, f"has no text of {name}: python scripts/prepare_text.py dataset=", f"encoder={name}", dataset="held")
+    refused(here, f"has no text of encoder {name}: python scripts/prepare_text.py", f"encoder={name}", dataset="held")
     printed = prepare(here, f"encoder={name}")
     train, held = (LatentDataset(here / part, "full", text=name) for part in ("train", "held"))
     assert train.text_spec == held.text_spec and train.text_spec.tokens == 8
-    assert "cut off   1 of 3 captions, which are longer than 8 tokens; the longest has 501" in printed
+    assert "1 of 3 texts are cut off after 8 tokens; the longest has 501" in printed
     if kind == "words":
-        assert "unknown   1 words in 1 captions are not in the vocabulary: blue" in printed
+        assert "1 texts have words that are not in the vocabulary, which are all alike: blue" in printed
         shutil.rmtree(here / "held")
         shutil.copytree(place / "held", here / "held")
         before = train.text_spec

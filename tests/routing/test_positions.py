@@ -175,13 +175,13 @@ def test_blocks_of_run_blocks_are_checked_by_a_function():
 
 @pytest.mark.parametrize("own", [2, 3, None])
 def test_the_block_whose_settings_differ_most_from_the_first_of_its_class_is_checked_too(own):
-    """By a switch deep inside it, among blocks that all differ by their number."""
+    """By a switch deep inside it, among blocks that all differ by their number, which alone is no reason."""
     model = Network(Block)
     model.blocks = nn.ModuleList(Switched(number, number == own) for number in range(5))
     refused = pytest.raises(ValueError, match=rf"block {own} \(Switched\)") if own else nullcontext()
     with refused:
         check_positions(model.blocks, tokens())
-    assert sum(bool(block.calls) for block in model.blocks) == 2
+    assert sum(bool(block.calls) for block in model.blocks) == (2 if own else 1)
     with refused, attach_routes(model.blocks, Route(1, 4)).on(torch.rand(3, TOKENS)):
         model(tokens())
 

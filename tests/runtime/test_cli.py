@@ -14,7 +14,8 @@ from tread.runtime.cli import explained
 from tread.runtime.files import explain_failure
 
 DOORS = [ROOT / name for name in ("train.py", "sample.py", "fid.py")]
-PARTS = ("wheel.py", "checkout.py")  # of setup, and of the other scripts
+PARTS = ("wheel.py", "checkout.py", "timing.py")  # of setup, and of the others
+OTHERS = [*sorted((ROOT / "benchmarks").glob("*.py")), ROOT / "studies/run.py", ROOT / "studies/cifar10.py"]
 DOORS += [path for path in sorted((ROOT / "scripts").glob("*.py")) if path.name not in PARTS]
 
 
@@ -98,13 +99,14 @@ def test_scripts_guard_their_imports_and_what_they_do():
                 )
         assert "open_door(main" in text or "with explained(" in text, path
     for path in (ROOT / "benchmarks").glob("*.py"):
-        assert path.name == "timing.py" or '__main__":\n    begin(main)\n' in path.read_text(), path
+        assert path.name in PARTS or '__main__":\n    begin(main)\n' in path.read_text(), path
 
 
 def test_without_the_packages_every_entry_point_says_what_to_install(tmp_path):
     """Real interpreters that look into no site-packages; started at once, since each only imports."""
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for door in [subprocess.Popen([sys.executable, "-S", path], stderr=-1, text=True, env=bare) for path in DOORS]:
+    paths = [*DOORS, *(path for path in OTHERS if path.name not in PARTS)]
+    for door in [subprocess.Popen([sys.executable, "-S", path], stderr=-1, text=True, env=bare) for path in paths]:
         said = door.communicate(timeout=60)[1]
         assert door.returncode == 1 and said.count("\n") == 1, said
         assert re.match(r"the package \w+ is not installed .*pip install -r .*requirements.txt$", said), said

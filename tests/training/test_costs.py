@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tread.checkpoints.network import build_network
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost
+from tread.models.backbone import count_parameters
 from tread.models.cost_constants import (
     DEVICES,
     PREDICTED,
@@ -25,7 +26,6 @@ from tread.models.cost_constants import (
 from tread.training import settings
 from tread.training.costs import (
     StepMemory,
-    count_parameters,
     kinds_to_come,
     largest_micro_batch,
     live_bytes,
@@ -232,6 +232,17 @@ def test_kinds_of_steps_to_come(composed):
     for begun, ratios in ((0, {0.75, 0.25}), (70, {0.25})):
         kinds = kinds_to_come(cfg, range(begun, 100))
         assert {route.selection_ratio for kind in kinds for route in kind} == ratios and len(kinds) == len(ratios) + 1
+
+
+@pytest.mark.parametrize(
+    "experiment, said",
+    [
+        ("cifar10_small", "latents 3.07 kB a view in uint8"),  # 3·32·32 bytes
+        ("imagenet256_s2", "latents 8.19 kB a view in fp16"),  # 4·32·32 of two bytes
+    ],
+)
+def test_a_plan_counts_the_bytes_that_are_stored(tmp_path, experiment, said):
+    assert said in launch_door(plan.main, "plan", tmp_path, f"experiment={experiment}", "model=dit")
 
 
 @pytest.mark.slow

@@ -144,6 +144,8 @@ def test_held_out_samples_that_are_not_finite_are_named_and_cost_no_step(tmp_pat
         (("model.depth=8",), None),
         (("model.depth=8", "model.routes.0.selection_ratio=0.25"), "1.11"),
         (("model.routes.0.rejoin=stale",), None),  # which is to save nothing
+        (("train.ratio_schedule={start: 0, end: 0.5, last: 4}",), "1.09"),  # the most that it comes to
+        (("model.depth=8", "train.ratio_schedule={start: 0.25, end: 0.5, last: 4}"), None),
     ],
 )
 def test_routes_that_save_little_are_doubted(tmp_path, options, saved):

@@ -126,7 +126,8 @@ def test_what_is_refused_says_what_is_there_and_touches_nothing(begun, typed, sh
 
 
 def test_latents_that_changed_under_a_run_are_named(begun):
-    """Touched; overwritten by as many bytes, with the old and with a new hash in the index; and by an older record."""
+    """Touched; overwritten by as many bytes, with the old and with a new hash in the index; and by an older record.
+    Also the held-out latents, unless others are named."""
     shard, record = begun / "data/digits/train/shard-00000.npy", begun / RUN / "run.json"
     steps, index = iter(range(4, 100)), shard.with_name("index.json")
 
@@ -135,8 +136,13 @@ def test_latents_that_changed_under_a_run_are_named(begun):
         return [line for line in found if "shard-00000.npy changed since the run began" in line]
 
     assert said() == []
-    os.utime(shard, (0, 0))
+    heldout = begun / "data/digits/heldout/shard-00000.npy"
+    os.utime(heldout, (0, 0))
     [line] = said()
+    assert f"{heldout.parent.name}/{heldout.name} changed" in line and said("dataset.heldout=null") == []
+    os.utime(heldout, (int(shard.stat().st_mtime),) * 2)
+    os.utime(shard, (0, 0))
+    [line] = said("dataset.heldout=null")
     assert f"is sha256 {sha256(shard)}, {shard.stat().st_size} bytes of 1970-01-01 00:00:00+00:00. Its latents" in line
     assert any(line.endswith(text) for text in troubles_of(find_run(begun / RUN)))
     assert said("dataset.verify=full") == []

@@ -56,7 +56,7 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
 
 
 def snapshot(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Copy the tensors for `save` to the CPU, from a GPU to page-locked memory, and wait until the copies are whole."""
+    """Copy the tensors of {part: {name: tensor}} to the CPU, page-locked if from a GPU, and wait for the copies."""
     copies = {}
     for name, part in parts.items():
         copies[name] = {key: _room_on_the_host(value).copy_(value, non_blocking=True) for key, value in part.items()}
@@ -66,18 +66,18 @@ def snapshot(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, T
 
 
 def _room_on_the_host(value: Tensor) -> Tensor:
-    """Return memory of the CPU for a copy of `value`, page-locked if `value` is on a GPU and the system allows it."""
+    """Return empty CPU memory for a copy of `value`, page-locked if `value` is on a GPU and the system allows it."""
     with contextlib.suppress(RuntimeError):
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
     return torch.empty(value.shape, dtype=value.dtype)
 
 
 def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove a run's checkpoints except the newest keep_last and those at multiples of keep_every steps. Checkpoints
-    later than `latest` stay, as a run that went back to an earlier step will replace them."""
+    """Remove a run's checkpoints except the newest keep_last and those at multiples of keep_every steps (None: no
+    multiples). Checkpoints later than `latest` stay: a run that went back to an earlier step will replace them."""
     for folder in _folders(run)[:-keep_last]:
         if not (keep_every and _step(folder) % keep_every == 0):
-            gone = folder.with_name(f".{folder.name}.old")  # so that no half-removed checkpoint has its name
+            gone = folder.with_name(f".{folder.name}.old")  # renamed first: a removal may be interrupted
             shutil.rmtree(gone, ignore_errors=True)
             folder.rename(gone)
             shutil.rmtree(gone)
@@ -106,7 +106,7 @@ class Checkpoint:
         return [file.removesuffix(".safetensors") for file in self.info["files"]]
 
     def sha256(self, name: str) -> str:
-        """Return the hash that info.json states for part `name`. Raises ValueError if there is no such part."""
+        """Return the hash that info.json states for a part ("model", "ema", …). ValueError if it has no such part."""
         if name not in self.parts:
             other = {"ema": "model", "model": "ema"}.get(name)
             raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
@@ -133,7 +133,7 @@ class Checkpoint:
         return path
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Load a part's tensors on the CPU. Raises ValueError if it is damaged."""
+        """Load a part's tensors by name on the CPU. Raises ValueError if it is damaged."""
         return load_file(self.verify(name))
 
 
@@ -176,7 +176,7 @@ def find(path: Path) -> Checkpoint:
 
 
 def containing(path: Path) -> Checkpoint | None:
-    """Return the checkpoint whose info.json lists `path`, or None. Raises ValueError if that info.json is damaged."""
+    """Return the checkpoint that has the file `path`, or None. Raises ValueError if its info.json is damaged."""
     folder = path.resolve().parent
     if not (folder / "info.json").is_file() or _parsed(folder).get("format") != "checkpoint":
         return None
@@ -194,7 +194,7 @@ def _parsed(folder: Path) -> dict:
 
 
 def _is_complete(info: dict) -> bool:
-    """Return whether an info.json has all that its readers rely on."""
+    """Return whether a parsed info.json has all entries that its readers need."""
     sections = [info.get("files"), info.get("config"), info.get("latents", {})]
     if type(info.get("step")) is not int or not all(isinstance(section, dict) for section in sections):
         return False
@@ -202,7 +202,7 @@ def _is_complete(info: dict) -> bool:
 
 
 def _before(folder: Path) -> Path | None:
-    """Return the newest checkpoint beside `folder` that is earlier and whose files have the recorded sizes, or None."""
+    """Return the newest checkpoint earlier than `folder` whose files have the recorded sizes, or None."""
     number = folder.resolve().name.removeprefix("step_")
     for other in reversed(_folders(folder.resolve().parent)):
         if not number.isdecimal() or _step(other) < int(number):
@@ -215,8 +215,8 @@ def _before(folder: Path) -> Path | None:
 
 
 def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return a run's newest undamaged checkpoint, and what is wrong with newer ones; (None, []) if it has none. Starts
-    at `latest` and goes back to earlier steps, reading all files.
+    """Return a run's newest undamaged checkpoint, and messages on what is wrong with newer ones; (None, []) if it has
+    none. Starts at `latest` and goes back to earlier steps, reading all files.
 
     Raises ValueError if all checkpoints are damaged, or if one was written by another version of this code.
     """
@@ -247,7 +247,7 @@ def _step(folder: Path) -> int:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return a run's checkpoint folders, damaged ones too, sorted by step; none is later than `latest`, if set."""
+    """Return a run's checkpoint folders by step, damaged ones too, up to that of the link `latest`, if it exists."""
     folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
     return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)
@@ -260,7 +260,7 @@ def newest(run: Path) -> Path | None:
 
 
 def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a run's parameters by name, in the optimizer's order: the network's, then any projector's."""
+    """Yield a run's parameters by name, in the optimizer's order: the network's, then the alignment projector's."""
     yield from network.named_parameters()
     if projector is not None:
         yield from projector.named_parameters(prefix="projector")
@@ -277,7 +277,7 @@ def optimizer_tensors(
     """
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
-    built = getattr(optimizer, "built", itertools.repeat(optimizer.defaults))  # the groups as Optim.build made them
+    built = getattr(optimizer, "built", itertools.repeat(optimizer.defaults))  # param_groups as Optim.build made them
     for number, (group, before) in enumerate(zip(optimizer.param_groups, built)):
         others = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
         changed = {key: v for key, v in others.items() if torch.is_tensor(v) or v != before.get(key)}
@@ -298,8 +298,8 @@ def optimizer_tensors(
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Convert entry `key` of the optimizer's state of parameter `name` to JSON. Containers become lists [kind, …], and
-    tensors lists [kind, key in `tensors`, whether they are on another device than `device`]."""
+    """Convert `value`, entry `key` of parameter `name` in an optimizer's state, to JSON. Containers become [kind, …];
+    tensors, collected in `tensors`, become ["tensor", key there, whether they are on another device than `device`]."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]
@@ -312,7 +312,7 @@ def _pack(value: object, key: str, name: str, device: torch.device, tensors: dic
 
 
 def _unpack(value: object, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Rebuild a value from `_pack`; tensors from the parameters' device go to `device`, others stay on the CPU."""
+    """Rebuild a value from `_pack`; tensors of the parameters' device go to `device`, others stay on the CPU."""
     if not isinstance(value, list):
         return value
     kind, *items = value
@@ -350,8 +350,8 @@ class Trained:
     network: nn.Module
     averaged: nn.Module
     optimizer: torch.optim.Optimizer
-    powers: Mapping[float, nn.Module]  # averages by power functions, by width; without them, no part `powers`
-    projector: nn.Module | None = None  # of alignment; without it, no part `projector`
+    powers: Mapping[float, nn.Module]  # width → power-function EMA; {}: no part `powers`
+    projector: nn.Module | None = None  # alignment's; None: no part `projector`
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -365,7 +365,7 @@ class Trained:
         return {f"{width}/{name}": p for width, power in self.powers.items() for name, p in power.named_parameters()}
 
     def parts(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the tensors to save: for each part of the checkpoint its tensors by name."""
+        """Return the tensors to save, {part: {name: tensor}}."""
         parts = {name: module.state_dict() for name, module in self.modules.items()}
         parts["optimizer"] = optimizer_tensors(self.optimizer, self.network, self.projector)
         return parts | ({"powers": self.power_tensors} if self.powers else {})

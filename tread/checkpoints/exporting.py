@@ -16,12 +16,12 @@ TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def stored_dtype(info: Mapping) -> Dtype:
-    """Return the type of a checkpoint's weights; training writes fp32 and does not record it."""
+    """Return the dtype of a checkpoint's weights from its parsed info.json, "fp32" if it states none."""
     return info.get("dtype", "fp32")
 
 
 def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
-    """Round floating-point tensors to a type. Raises ValueError if numbers are not finite in that type."""
+    """Round floating-point tensors to a dtype. Raises ValueError if numbers are not finite in that dtype."""
     rounded = {n: value.to(TYPES[dtype]) if value.is_floating_point() else value for n, value in tensors.items()}
     if lost := [name for name, value in rounded.items() if not value.isfinite().all()]:
         limit = f"{torch.finfo(TYPES[dtype]).max:,.0f}"
@@ -62,12 +62,12 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
         latents["autoencoder"] = autoencoder
     if paths == "short":
         content = shortened(content)
-        latents["autoencoder"] = shortened(latents.get("autoencoder"))  # no other entry is a path
+        latents["autoencoder"] = shortened(latents.get("autoencoder"))  # the only entry that may be a path
     return {key: latents if key == "latents" else value for key, value in content.items()}
 
 
 def shortened(value: object) -> object:
-    """Return a tree of JSON with only the last two names of each absolute path."""
+    """Return a tree of JSON values with only the last two names of each absolute path in it."""
     if isinstance(value, Mapping):
         return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):

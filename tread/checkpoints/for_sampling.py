@@ -21,7 +21,7 @@ class SavedNetwork:
     found: checkpoint.Checkpoint
     weights: str  # "ema" or "model"
     cfg: Network
-    label_drop: float  # train.label_drop; above 0, the network knows the null class
+    label_drop: float  # train.label_drop; above 0: trained without a class, too
     path_drop: float | None  # train.path_drop; above 0: trained without its sparse part too; None: it has no such part
 
     @property
@@ -39,7 +39,7 @@ class SavedNetwork:
 
     @property
     def text(self) -> dict[str, object] | None:
-        """The settings of the text encoder, keyed text.<name>; None if the network is class-conditional."""
+        """The settings of the text encoder, {"text.<name>": value}; None if the network is class-conditional."""
         return self.cfg.text.decisive if self.cfg.model.takes_text else None
 
     @property
@@ -48,7 +48,7 @@ class SavedNetwork:
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
         """Return the routes that the network was trained with. If it had none, but the guidance needs a route and is
-        used all the same (guidance.force), return the architecture's usual route."""
+        forced (guidance.force), return the architecture's usual route."""
         model = self.cfg.model
         forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
@@ -59,8 +59,8 @@ class SavedNetwork:
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
-        """Build the network in eval mode, with the residual stream of its training, and load its weights; `guidance`
-        decides its routes, see `routes`."""
+        """Build the network in eval mode, with residual connections in the precision of its training, and load its
+        weights; `guidance` decides its routes, see `routes`."""
         network = build_network(self.cfg)
         network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))
@@ -72,8 +72,8 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
 
     `shift` replaces the recorded rf.shift in sampling; None keeps it.
 
-    Raises ValueError or FileNotFoundError, also if the file's size differs from the recorded one, or if no
-    sampler here can use what the network predicts.
+    Raises ValueError or FileNotFoundError, also if the file's size differs from the recorded one, or if the samplers
+    can't use what the network predicts.
     """
     if (predicts := source.info.get("predicts", "objective")) != "objective":
         told = f"{source.folder} predicts {predicts} on timesteps 0..999, which no sampler here takes"
@@ -101,8 +101,8 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
 
 
 def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
-    """Open the weak network of a guidance and check that its predictions can be combined with the strong one's. Returns
-    None if guidance.checkpoint is None: the strong network is both. Raises ValueError or FileNotFoundError."""
+    """Open a guidance's weak network and check that its predictions can be combined with the strong one's. Returns None
+    if guidance.checkpoint is None: the strong network is both. Raises ValueError or FileNotFoundError."""
     weak = None
     if guidance.checkpoint is not None:
         given = f"guidance.checkpoint={guidance.checkpoint}"
@@ -125,8 +125,8 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
 
 
 def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwork | None = None) -> None:
-    """Raise ValueError unless the networks were trained for the branches of a guidance; if weak is None, `strong` runs
-    both. Whether a network has a sparse part to leave out (SPRINT's) is checked by check_ratios instead."""
+    """Raise ValueError unless the networks were trained for the branches of a guidance, such as one without a class;
+    weak=None: `strong` runs both branches. Whether a network has SPRINT's sparse part is checked by check_ratios."""
     row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} asks a network"
     for name, network in (("strong", strong), ("weak", other)):
         if any(ends_of(getattr(guidance, name))) and not network.cfg.model.routes and not guidance.force:
@@ -143,5 +143,5 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
 
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:
-    """Return the properties, keyed by name, that two networks must share for their predictions to be combined."""
+    """Return the properties, by name, that two networks must share for their predictions to be combined."""
     return {"objective": saved.cfg.objective, "text": saved.text, **saved.latents.to_network_scale}

@@ -39,7 +39,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Network:
-    """The part of a run's settings that its network depends on."""
+    """The settings of a run on which its network depends."""
 
     model: AnyOptions
     dataset: Dataset
@@ -51,8 +51,8 @@ class Network:
 
 
 def read_network(config: dict, folder: Path | None = None) -> Network:
-    """Read the network's settings from a checkpoint's config, with its plugins if `check_plugin` finds them.
-    Raises ValueError for unknown or mistyped settings, and for a plugin that is missing."""
+    """Read the network's settings from a checkpoint's config. With the checkpoint's `folder`, its plugins are checked
+    by check_plugin. Raises ValueError for unknown or mistyped settings, and for a plugin that is missing."""
     stated = {item.name: config[item.name] for item in fields(Network) if item.name in config}
     if folder and "plugins" in stated:
         check("plugins", stated["plugins"], tuple[str, ...])

@@ -1,7 +1,7 @@
 """Averages of the weights of any width, made after training from stored averages.
 
-A run stores its power-function EMAs, of one or two widths, at regular steps. At any of these steps, the average of
-another width is nearly a weighted sum of them (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2, Appendix C).
+A run stores its power-function EMAs, of one or two widths, at regular steps. At these steps the average of another
+width is nearly a weighted sum of stored ones (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2, App. C).
 
 results/<run>/ema_snapshots/step_0001000.safetensors
     keyed "<sigma_rel>/<parameter>"; fp16, or fp32 for a tensor with values that fp16 does not reach
@@ -41,7 +41,7 @@ def exponent(sigma_rel: float) -> float:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The averages stored at a step of training: their widths, ascending, and the parameters' shapes by name."""
+    """The averages stored at a step of training: their widths σ_rel, ascending, and the parameters' shapes by name."""
 
     step: int
     sigma_rel: tuple[float, ...]
@@ -61,7 +61,7 @@ def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
     with explain_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:
-            save_tensors(partial, tensors, {"snapshot": json.dumps({**FORMAT, "step": step})})  # one key: equal bytes
+            save_tensors(partial, tensors, {"snapshot": json.dumps({**FORMAT, "step": step})})  # one key: same bytes
         sync(path.parent)
     return path
 
@@ -76,7 +76,7 @@ def _compact(value: Tensor, name: str) -> Tensor:
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Remove the snapshots of steps after `step`, which a run that continues at `step` will make again."""
+    """Remove the snapshots of steps after `step`, which a run that continues at `step` will store again."""
     for path in (run / "ema_snapshots").glob("step_*.safetensors"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
@@ -171,8 +171,8 @@ def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return the relative RMS error of a reconstructed parameter that is due to storing averages in fp16. It is large
-    for a sigma_rel far below the stored widths."""
+    """Return the relative RMS error that fp16 storage of averages, `stored` as (step, sigma_rel), causes in a
+    reconstructed parameter. It is large for a sigma_rel far below the stored widths."""
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 

@@ -35,11 +35,11 @@ def fit(
 
     expected  the network's state dict.
     where     the file of the weights, for messages.
-    ours      the network's settings by dotted name, to check those that shapes do not show.
+    ours      the network's settings by dotted name, to check those that shapes do not show; None: unchecked.
     recorded  the settings recorded with the weights, by dotted name; None: there is no record.
 
-    Positions and rotary tables are constants: the network's own are used if the file has none, and ones that differ
-    are refused. Raises ValueError if names, shapes or recorded settings do not match; it suggests settings that would.
+    Positions and rotary tables are constants: the network's own are used if the file has none, and ones that differ are
+    refused. Raises ValueError if names, shapes or recorded settings do not match; it suggests settings that would.
     """
     ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
     tables = {name: state[name] for name in TABLES if name in state}
@@ -77,7 +77,7 @@ def fit(
     theirs |= unlike
     kind, plain = _kind_of(theirs), _usual(theirs)
     if fitting := {key: value for key, value in theirs.items() if ours.get(key, plain.get(key)) != value}:
-        if "model.architecture" in fitting and (kind.masks or kind.has_path):  # its config file sets the route
+        if "model.architecture" in fitting and (kind.masks or kind.has_path):  # model=… sets the route, too
             fitting = {"model": fitting.pop("model.architecture"), **fitting}
         settings = " ".join(f"{key}={written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")
@@ -107,7 +107,7 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return the settings that tensors' names and shapes reveal; only rotary tables reveal num_heads and positions."""
+    """Return {dotted setting: value} that names and shapes reveal; only rotary tables reveal num_heads, positions."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -120,7 +120,7 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
         model["learn_sigma"] = rows[0] == 2 * patch_size**2 * channels
     dataset = {"channels": channels}
     if rows := shapes.get("y_embedder.embedding_table.weight"):
-        dataset = {"num_classes": rows[0] - 1, **dataset}  # one is the null class
+        dataset = {"num_classes": rows[0] - 1, **dataset}  # one row is the null class
     if len(tokens := shapes.get("pos_embed", ())) == 3:
         dataset["size"] = math.isqrt(tokens[1]) * patch_size
     sections = {"model": model, "dataset": dataset}
@@ -132,14 +132,14 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return {"model.<name>": value}: those defaults and constants of an architecture, which `settings` name, that
-    change what its weights compute."""
+    """Return {"model.<name>": value} for those defaults and constants of the architecture in `settings` that change
+    what its weights compute."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
 
 def describe(settings: Mapping[str, int | float | bool]) -> str:
-    """Return settings in words, "hidden_size 384, depth 12, …", leaving out those that have their default value."""
+    """Return settings as text, "hidden_size 384, depth 12, …", leaving out those that have their default value."""
     plain = _usual(settings)
     told = {key: value for key, value in settings.items() if key not in plain or plain[key] != value}
     return ", ".join(f"{key.partition('.')[2]} {written(value)}" for key, value in told.items())
@@ -157,10 +157,10 @@ class StoredWeights:
     where: str  # the file
     kind: str | None  # "ema" or "model"; None where the file does not say
     state: Mapping[str, Tensor]
-    source: checkpoint.Checkpoint | None = None  # the checkpoint that the file is a part of; None for files of others
+    source: checkpoint.Checkpoint | None = None  # the checkpoint with this file, if any
 
     def describe(self) -> str:
-        """Return in words the weights' kind, file and step, as far as these are known."""
+        """Return a text with the weights' kind, file and step, as far as these are known."""
         kind = KINDS.get(self.kind, "averaged or raw, which is not recorded,")
         if self.source is None:
             return f"{kind} of {self.where}, at a step that is not recorded"
@@ -170,7 +170,7 @@ class StoredWeights:
 
     def recorded(self) -> dict[str, object] | None:
         """Return the recorded settings of model and text, keyed by dotted name; None if there is no record. Options
-        that did not exist yet when the record was made have their defaults."""
+        added after the record was made have their defaults."""
         if self.source is None:
             return None
         config = self.source.info.get("config", {})
@@ -218,7 +218,7 @@ class StoredWeights:
         return lines
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
-        """Return what decides the weights' meaning besides the network's options: name → (recorded, present value)."""
+        """Return what decides the weights' meaning besides the network's options: {name: (recorded, present value)}."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
@@ -277,5 +277,5 @@ def _conventions(cfg: Network) -> dict[str, object]:
 
 
 def _numbered(classes: tuple[str, ...]) -> bool:
-    """Return whether the class names are just "0", "1", …, as after an import from a source without class names."""
+    """Return whether the class names are just "0", "1", …, as for imported latents without class names."""
     return classes == tuple(map(str, range(len(classes))))

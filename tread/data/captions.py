@@ -4,20 +4,19 @@
 ["red apple"]
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tread.data.index import check_sha256, named_file
-from tread.runtime.files import explain_failure, write_json, write_whole
+from tread.runtime.files import content_hash, explain_failure, write_json, write_whole
 
 FILE = "captions.jsonl"
 
 
 def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = False) -> None:
-    """Write captions.jsonl into a dataset's folder and name it in index.json. Raises ValueError if captions are
-    missing, too many or blank, or if the dataset has other captions already; then nothing is changed.
+    """Write captions.jsonl into a dataset's folder and name it in index.json. Raises ValueError, with nothing changed,
+    if captions are missing, too many or blank, or if the dataset has other captions already.
 
     folder    a finished dataset, or the folder `data` of a DatasetWriter after `assemble`.
     captions  for each sample, in order, a sequence of at least one caption, none of them blank.
@@ -30,17 +29,17 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
     for number, of_sample in enumerate(captions):
         check_captions(of_sample, f"sample {number:,} of {folder}")
     text = "".join(json.dumps(of_sample, ensure_ascii=False) + "\n" for of_sample in captions)
-    entry, before = {"file": FILE, "sha256": hashlib.sha256(text.encode()).hexdigest()}, index.pop("captions", None)
+    entry, before = {"file": FILE, "sha256": content_hash(text)}, index.pop("captions", None)
     if before not in (None, entry) and not again:
         raise ValueError(f"{folder} has other captions already: again=true replaces them")
-    write_json(path, index)  # names no captions while their file changes
+    write_json(path, index)  # without captions while their file changes
     with explain_failure(folder / FILE):
         write_whole(folder / FILE, text)
     write_json(path, {**index, "captions": entry})
 
 
 def check_captions(captions: object, whose: str) -> None:
-    """Raise ValueError, with `whose` in the message, unless `captions` is a list of one or more texts, none blank."""
+    """Raise ValueError unless `captions` is a list of one or more texts, none blank; `whose` names the sample."""
     if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
     if not captions or not all(caption.strip() for caption in captions):
@@ -63,7 +62,7 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
 
 
 def parse_captions(file: Path) -> Iterable[list[str]]:
-    """Yield each sample's captions from a .jsonl or .txt file. Raises OSError, or ValueError that names the line."""
+    """Yield each sample's captions, one line of a .jsonl or .txt file. Raises OSError; ValueError names a bad line."""
     if file.suffix not in (".jsonl", ".txt"):
         raise ValueError(
             f"{file} must be a .jsonl file, a line of JSON for each sample, or a .txt file, a caption a line"

@@ -20,7 +20,6 @@ index.json has a section text[<encoder>] for each encoder, see TextSpec. section
 """
 
 import bisect
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -33,7 +32,9 @@ from torch import Tensor
 
 from tread.data.index import damaged
 from tread.data.shards import ShardRows, open_arrays
+from tread.data.store import spread_indices
 from tread.models.conditions import Text
+from tread.runtime.files import content_hash
 from tread.runtime.schema import Count, read
 
 LOOKED_AT = 32  # rows that are checked when a dataset is opened
@@ -49,14 +50,13 @@ def check_rows(
 ) -> None:
     """Raise ValueError for the first row with numbers that are not finite or not in the vocabulary, and name the row.
 
-    arrays, entries  each shard's rows, and the dict in index.json that names the shard's file.
+    arrays, entries  each file's rows, and its dict in index.json, whose key "file" names it.
     full             look at all rows; else at LOOKED_AT of them, evenly spaced.
     make             the command that replaces the files, for the message.
-    vocabulary       if the arrays hold word numbers: the words, in the order of these numbers.
+    vocabulary       for word numbers: the words, in the order of these numbers; None: the rows hold floats.
     """
     firsts = np.cumsum([0, *map(len, arrays)]).tolist()
-    count = firsts[-1] if full else min(LOOKED_AT, firsts[-1])
-    for row in np.linspace(0, firsts[-1] - 1, count).round().astype(int).tolist():
+    for row in spread_indices(firsts[-1], firsts[-1] if full else LOOKED_AT).tolist():
         shard = bisect.bisect_right(firsts, row) - 1
         at = row - firsts[shard]
         numbers = arrays[shard][at]
@@ -70,13 +70,13 @@ def check_rows(
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """The encoder and shape of stored features: the section "features" of index.json without its shards.
+    """The encoder and shape of stored features: the section "features" of index.json without the list of its files.
 
     encoder      name, as tread/encoders/vision.py records it.
     fingerprint  hash of the encoder's weights, or of its source; None if unknown.
     grid         tokens along a side; there are grid² of them.
     width        number of channels z of each token.
-    of           what latents_hash returned for the dataset from which the features were computed.
+    of           latents_hash of the dataset from which the features were computed.
     """
 
     encoder: str
@@ -89,7 +89,7 @@ class FeatureSpec:
 def latents_hash(index: dict) -> str:
     """Return a hex sha256 of a dataset's latents and labels, computed from the hashes in its parsed index.json."""
     content = [[shard[key] for key in ("count", "file_sha256", "labels_sha256")] for shard in index["shards"]]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return content_hash(json.dumps(content))
 
 
 def check_grid(grid: int, side: int, whose: str) -> None:
@@ -109,10 +109,10 @@ def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
 
 
 def open_features(folder: Path, index: dict, encoder: str, full: bool) -> tuple[FeatureSpec, ShardRows]:
-    """Open a dataset's features, after checking that this encoder made them from these latents, and that they are
-    finite. `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked.
+    """Open a dataset's features, after checking that `encoder` made them from its latents, and that they are finite.
+    `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked.
 
-    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
+    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json.
     """
     section = index.get("features")
     make = f"python scripts/prepare_features.py dataset={folder} encoder={encoder}"
@@ -168,7 +168,7 @@ class TextSpec:
 
     @property
     def dtype(self) -> str:
-        """NumPy's name of the stored tokens' type."""
+        """NumPy's name of the stored tokens' dtype."""
         return "int32" if self.width is None else "float16"
 
     @property
@@ -178,9 +178,9 @@ class TextSpec:
 
     @property
     def stem(self) -> str:
-        """The start of the files' names: "text-" and the encoder's name, plus a hash if that name had to be changed."""
+        """The start of the files' names: "text-" and the encoder's name, shortened with a hash if not fit for one."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
-        digest = hashlib.sha256(self.encoder.encode()).hexdigest()[:6]
+        digest = content_hash(self.encoder)[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"
 
     @property
@@ -189,7 +189,7 @@ class TextSpec:
         return int(np.prod(self.token_shape)) * np.dtype(self.dtype).itemsize + 2 * (self.pooled or 0) + 4
 
     def describe(self) -> str:
-        """Describe the text encoder, the shape of its output and its fingerprint in a few words."""
+        """Return a short text on the encoder, the shape of its output and its fingerprint."""
         what = f"{self.tokens} tokens of {self.width}"
         if self.width is None:
             what = f"{self.tokens} word numbers below {len(self.vocabulary):,}"
@@ -201,7 +201,7 @@ class EncodedText:
 
     counts   (samples,) captions per sample: sample i has the captions numbered firsts[i] to firsts[i] + counts[i] − 1.
     lengths  (captions,) number of tokens of each caption, without padding.
-    rows     stores with a row per caption: rows[0] its tokens; rows[1] its pooled output, if the encoder has one.
+    rows     ShardRows with a row per caption: rows[0] its tokens; rows[1] its pooled output, if the encoder has one.
     null     the encoded empty caption, B = 1.
     """
 
@@ -218,7 +218,7 @@ class EncodedText:
         return self.firsts[indices] + np.minimum((np.asarray(uniform) * counts).astype(np.int64), counts - 1)
 
     def read(self, numbers: np.ndarray, pin: bool = False) -> Text:
-        """Return captions, given their numbers: tokens (B, T, C) float16 or (B, T) int64, on the rows' device."""
+        """Return captions, given their numbers (B,): tokens (B, T, C) float16 or (B, T) int64, on the rows' device."""
         numbers, count = np.asarray(numbers, dtype=np.int64), len(self._lengths)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
             raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {count:,}")
@@ -226,7 +226,7 @@ class EncodedText:
         return as_text(self.spec, tokens, self._lengths[torch.from_numpy(numbers)], *pooled)
 
     def expect(self, numbers: np.ndarray) -> None:
-        """Make the operating system prefetch all that `read` will need for these captions."""
+        """Ask the operating system to load what `read` will need for the captions with these numbers."""
         for rows in self.rows:
             rows.expect(numbers)
 
@@ -238,8 +238,8 @@ def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | No
 
 
 def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
-    """Return the TextSpec of captions encoded by `encoder` from a parsed index.json, None if it names none. Raises
-    ValueError if what it states is damaged."""
+    """Return the TextSpec of captions encoded by `encoder` from a parsed index.json; None if it has none. Raises
+    ValueError if the entry is damaged."""
     section = index.get("text", {}).get(text_encoder_name(encoder))
     if section is None:
         return None
@@ -254,7 +254,7 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     present latents and captions. `full` checks all numbers and hashes; otherwise headers, sizes, all lengths, and some
     captions are checked.
 
-    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
+    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json.
     """
     sections = index.get("text", {})
     make = f"python scripts/prepare_text.py dataset={folder} encoder={encoder}"

@@ -1,4 +1,4 @@
-"""Reads datasets of latents: folders that are checked when they are opened and read at the speed of memory.
+"""Reads datasets of latents: folders that are checked when they are opened, and then read as fast as memory allows.
 
     index.json               what the numbers mean, and the files with their hashes
     shard-00000.npy          (n, views, channels, S, S) float16, float32 or, of pixels, uint8, read by memory map
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tread.data.captions import read_captions
-from tread.data.columns import FeatureSpec, TextSpec, open_features, open_pictures, open_text
+from tread.data.columns import open_features, open_pictures, open_text
 from tread.data.index import damaged, read_index
 from tread.data.latents import LatentSpec, holds_pixels, stored_pictures
 from tread.data.shards import Placement, ShardRows, open_latents, place
@@ -50,15 +50,14 @@ class Batch(NamedTuple):
         return self.labels if self.text is None else self.text
 
     def rows(self, rows: slice) -> "Batch":
-        """Return the samples in a slice of the batch."""
+        """Return the samples in a slice of the batch, as a Batch."""
         return Batch(*(None if part is None else conditions.rows(part, rows) for part in self))
 
 
 Verify = Literal["open", "full"]
-Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-@functools.lru_cache(maxsize=2)  # two: batches are prepared ahead, across the end of an epoch
+@functools.lru_cache(maxsize=2)  # two epochs: batches are read ahead, into the next epoch
 def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     """Return the order of an epoch's samples, a permutation of 0..count−1 that follows from (seed, epoch)."""
     return torch.randperm(count, generator=generator(seed, epoch, "order")).numpy()
@@ -66,16 +65,16 @@ def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 @dataclass
 class LatentDataset:
-    """A dataset whose samples are read by (seed, step) or by index. Raises FileNotFoundError or ValueError that
-    says which file does not fit, and why.
+    """A dataset whose samples are read by (seed, step) or by index. Raises FileNotFoundError or ValueError that names
+    the damaged or unfitting file.
 
     verify     "open" checks headers and sizes of all files, and the labels' hashes; "full" hashes the latents too.
     placement  "mmap": memory-mapped, so that the operating system keeps in memory what it can; "ram": copied to this
                process's memory; "device": copied to the memory of `device`. Text is placed like the latents; features
                and pictures are always memory-mapped.
-    features   read the features of this encoder too; `feature_spec` describes them.
+    features   the name of an encoder whose stored features are read too; `feature_spec` describes them.
     pictures   read pictures too: stored ones, or the latents if they are pixels; `picture_size` is their side.
-    text       read the captions too, as this text encoder encoded them; `text_spec` describes them.
+    text       the name of a text encoder whose encoded captions are read too; `text_spec` describes them.
     flip       `batch` mirrors each sample with probability ½; for datasets of pixels with a single stored view only.
     """
 
@@ -88,25 +87,20 @@ class LatentDataset:
     text: str | None = None
     flip: bool = False
     latents: LatentSpec = field(init=False)
-    feature_spec: FeatureSpec | None = field(init=False, default=None)
-    text_spec: TextSpec | None = field(init=False, default=None)
-    picture_size: int | None = field(init=False, default=None)
     labels: np.ndarray = field(init=False, repr=False)
-    statistics: Statistics | None = field(init=False)  # mean, std of each channel
-    normal: Statistics | None = field(init=False)  # mean, std that `normalize` uses
-    attribution: str | None = field(init=False)  # attribution that the data's licence requires, from index.json
+    feature_spec = text_spec = picture_size = None
 
     def __post_init__(self) -> None:
         check("verify", self.verify, Verify)
         check("placement", self.placement, Placement)
         self.folder = Path(self.folder)
         index, path = read_index(self.folder), self.folder / "index.json"
-        self.attribution = index.get("attribution")
+        self.attribution = index.get("attribution")  # which the data's licence requires
         try:
             self.latents = LatentSpec.from_json(index)
-            known = "channel_mean" in index
+            known = "channel_mean" in index  # mean and std of each channel
             self.statistics = (tuple(index["channel_mean"]), tuple(index["channel_std"])) if known else None
-            given = index.get("normalize_by")  # by an import's source
+            given = index.get("normalize_by")  # by the source of imported latents
             self.normal = (tuple(given["mean"]), tuple(given["std"])) if given else self.statistics
         except (ValueError, KeyError, TypeError) as error:
             raise damaged(path, error) from error
@@ -150,17 +144,17 @@ class LatentDataset:
 
     @property
     def views(self) -> int:
-        """The number of views of a sample that can be read: those stored, or 2 if one is mirrored as it is read."""
+        """The number of a sample's views (plain, mirrored): those stored, or 2 if one is mirrored while reading."""
         return 2 if self.flip else self.latents.views
 
     def locate(self, index: int) -> tuple[Path, int]:
-        """Return the shard's file that holds a sample, and the sample's row in it."""
+        """Return the file that holds the sample with this index, and its row in that file."""
         return self._latents.locate(index)
 
     def normalize(self, std: float) -> None:
         """Scale each channel of the network latents to mean 0 and standard deviation `std`, by index.json's
-        `normalize_by` (given by an import), else by measured statistics. Raises ValueError if there are no
-        statistics, or a channel is constant."""
+        `normalize_by` (of imported latents), else by measured statistics. Raises ValueError if there are no statistics,
+        or a channel is constant."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(
                 f"{self.folder} can't be normalised: its index.json has no channel_mean and channel_std above 0. "
@@ -170,7 +164,7 @@ class LatentDataset:
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of whole batches in an epoch. Samples left over, different in each epoch, are skipped."""
+        """Return the number of whole batches in an epoch; the samples left over, others each time, are skipped."""
         if len(self) < batch_size:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size
@@ -184,8 +178,8 @@ class LatentDataset:
     def _chosen(
         self, seed: int, step: int, batch_size: int, rows: slice
     ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray | None]:
-        """Return for `rows` of a step's global batch: sample indices, view numbers (0 plain, 1
-        mirrored; the int 0 if there are no mirrored ones), and caption numbers (None without text)."""
+        """Return, for `rows` of a step's global batch: sample indices, view numbers (0 plain, 1 mirrored; the int 0 if
+        there are no mirrored ones), and caption numbers (None without text)."""
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
         indices = _epoch_order(seed, epoch, len(self))[number * batch_size : (number + 1) * batch_size][rows]
         views, captions = 0, None
@@ -198,7 +192,7 @@ class LatentDataset:
         return indices, views, captions
 
     def expect(self, seed: int, step: int, batch_size: int, rows: slice = slice(None)) -> None:
-        """Make the operating system prefetch all that `batch` will read from memory-mapped files."""
+        """Ask the operating system to load what `batch` with these arguments will read."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
         for part in (self._latents, self._features, self._pictures):
             if part is not None:
@@ -211,7 +205,7 @@ class LatentDataset:
     ) -> Batch:
         """Return samples by index, in the given order. Raises IndexError for an index or view that does not exist.
 
-        views     the stored view of each sample, or one for all.
+        views     the view of each sample, or one for all: 0 plain, 1 mirrored.
         pin       use page-locked memory.
         captions  a caption number per sample, counted over the dataset; None: each sample's first caption.
 
@@ -233,7 +227,7 @@ class LatentDataset:
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text)
 
     def text_of(self, captions: np.ndarray) -> Text:
-        """Return the encoded captions with the given numbers; the dataset must have been opened with text."""
+        """Return the encoded captions with these numbers, counted over the dataset, which must be open with text."""
         return self._text.read(captions)
 
     def null_text(self) -> Text:

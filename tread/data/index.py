@@ -1,5 +1,6 @@
 """Reads a dataset's index.json, and checks the files and labels that it describes."""
 
+import datetime
 import json
 import os
 from pathlib import Path
@@ -47,11 +48,36 @@ def prepared_heldout(folder: Path) -> Path | None:
 
 
 def named_file(folder: Path, name: object) -> Path:
-    """Return a file that index.json names. Raises FileNotFoundError, or ValueError if the name has a folder in it."""
+    """Return the path of a file named by index.json. Raises FileNotFoundError; ValueError for a name with a folder."""
     file = folder / plain_name(name, folder / "index.json")
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")
     return file
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Return {file name: text} for a dataset's latents; the text states recorded sha256, size and last change."""
+    files = {}
+    for shard in read_index(folder)["shards"]:
+        found = (folder / shard["file"]).stat()
+        changed = datetime.datetime.fromtimestamp(int(found.st_mtime), datetime.timezone.utc)
+        files[shard["file"]] = f"sha256 {shard['file_sha256']}, {found.st_size} bytes of {changed}"
+    return files
+
+
+def changed_files(folder: Path, before: dict[str, str], hashes_alone: bool) -> list[str]:
+    """Return a warning, in a list, if a dataset's files differ from `before`, an earlier result of files_of. With
+    `hashes_alone`, other sizes and times are no difference."""
+    now, changed = files_of(folder), {}
+    for name in before | now:
+        both = [files.get(name, "not there") for files in (before, now)]
+        if len({text.partition(",")[0] if hashes_alone else text for text in both}) > 1:
+            changed[name] = both
+    for name, (then, now) in [*changed.items()][:1]:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        said = f"{folder / name}{more} changed since the run began: was {then}, is {now}"
+        return [f"{said}. Its latents may be others: dataset.verify=full checks the hashes"]
+    return []
 
 
 def damaged(path: Path, error: Exception) -> ValueError:

@@ -30,7 +30,7 @@ class LatentSpec:
     shape                         (C, S, S) of the latents of one view; moments are stored with 2C channels.
     classes                       class names; a label is an index into them.
     autoencoder                   the model that encodes and decodes latents: a hub id, folder or file, or "pixels".
-    content, spread, views        what is stored, see dataset.py.
+    content, spread, views        "latents" or "moments", form of the spread, views per sample: see dataset.py.
     scale, shift, scale_applied   x = (z − shift)·scale; whether this was applied before storing.
     fingerprint                   hash of the autoencoder's weights; None if unknown.
     channel_shift, channel_scale  the network then gets (x − channel_shift)·channel_scale per channel; (): it gets x.
@@ -73,13 +73,13 @@ class LatentSpec:
 
     @property
     def to_network_scale(self) -> dict:
-        """{name: value} of the fields that must be equal for two networks to see the same latents."""
+        """The fields, {name: value}, that must be equal for two networks to see the same latents."""
         names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_json(cls, tree: dict) -> "LatentSpec":
-        """Build a spec from a parsed index.json or `latents` of an info.json. Raises KeyError for a missing key."""
+        """Build a spec from a parsed index.json, or "latents" of a parsed info.json. KeyError if a key is missing."""
         # missing in the first files of version 1
         later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
@@ -113,8 +113,8 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
 
 
 def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
-    """Return mean and standard deviation of the latents (z − shift)·scale, (…, C, S, S) fp32 each. The
-    latter is None if latents are stored, not moments. No other function applies shift and scale to stored numbers."""
+    """Return mean and standard deviation of the latents (z − shift)·scale, each (…, C, S, S) fp32; the latter is None
+    if latents are stored, not moments. No other function applies shift and scale to stored numbers."""
     scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":
         z = stored.float() / 127.5 - 1 if stored.dtype == torch.uint8 else stored.float()

@@ -22,7 +22,7 @@ class Loader:
 
     seed           decides the order of the data.
     micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
-    steps          reading ahead stops before this step; None: never.
+    steps          the number of training steps, at which reading ahead ends; None: it does not end.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
     """
 
@@ -44,13 +44,13 @@ class Loader:
         self.ahead = (0 if self.device.type == "cpu" else 4) if ahead is None else ahead
         self.waited = 0.0  # seconds that `batches` has waited for samples; the caller may reset it
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        # else each thread would begin on GPU 0, and open a context there
+        # a new thread's current device is GPU 0
         start = {"initializer": torch.cuda.set_device, "initargs": (self._stream.device,)} if self._stream else {}
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="loader", **start)
         self._coming: dict[int, Future] = {}
 
     def batches(self, step: int) -> list[Batch]:
-        """Return the micro-batches of a step on the device, in the order of the constructor's micro_batches."""
+        """Return the batches of a step on the device, one for each of the constructor's micro_batches."""
         began = time.perf_counter()
         if self.ahead:
             for coming in range(step, min(step + 1 + self.ahead, self.steps)):
@@ -65,7 +65,7 @@ class Loader:
             current.wait_event(copied)
             for tensor in (*batch, *(batch.text or ())):
                 if isinstance(tensor, Tensor):
-                    tensor.record_stream(current)  # its memory may be reused only after this step
+                    tensor.record_stream(current)  # so that its memory is not reused before this step ends
         return [batch.rows(piece) for piece in self.pieces]
 
     def _read(self, step: int) -> tuple[Batch, torch.cuda.Event | None]:
@@ -78,7 +78,7 @@ class Loader:
                 part = part.pin_memory()
             return part.to(self.device, non_blocking=to_gpu)
 
-        with torch.cuda.stream(self._stream) if to_gpu else nullcontext():  # with the gather, which may be on the GPU
+        with torch.cuda.stream(self._stream) if to_gpu else nullcontext():  # `batch` may gather on the GPU, too
             batch = self.data.batch(self.seed, step, self.batch_size, self.rows, to_gpu)
             moved = Batch(*(each(move, part) if isinstance(part, (Tensor, Text)) else part for part in batch))
             return moved, self._stream and self._stream.record_event()

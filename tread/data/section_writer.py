@@ -1,4 +1,4 @@
-"""Writes encoded text or features beside a dataset's latents, as a section of its index.json.
+"""Writes encoded text or features beside a dataset's latents, as a section (a dict) of its index.json.
 
     <dataset>/.<stem>.unfinished/    unfinished shards, see store.py
 
@@ -23,17 +23,17 @@ from tread.models.conditions import Text, join
 from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure, plain_name, sync, write_json
 
-SHARD = 1 << 28  # bytes of a shard of text, about
+SHARD = 1 << 28  # approximate bytes of a shard of text
 Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → for each the part that SectionWriter.write takes
 
 
 class SectionWriter(ShardStore, ABC):
-    """Writes one section of index.json in shards.
+    """Writes the files of one section of index.json in shards.
 
     folder     a finished dataset, or the folder `data` of a DatasetWriter after `assemble`.
-    place      the keys in index.json that lead to the section.
+    place      the keys in index.json that lead to the section: ("text", encoder) or ("features",).
     stem       the first part of the files' names.
-    facts      the section without its shards, as JSON: a section with other facts is a different one.
+    facts      the section's entries besides its shards, as JSON: a section with other facts is a different one.
     ranges     the rows of each shard.
     row_bytes  bytes of a row, to check the free space.
     """
@@ -48,27 +48,27 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def open(self, index: dict, full: bool) -> object:
-        """Open the files of this writer's section in `index`, a parsed index.json; `full` compares their hashes too.
-        Raises ValueError or OSError if they are damaged."""
+        """Open this section's files as listed in `index`, a parsed index.json, to check them; `full` compares their
+        hashes too. Raises ValueError or OSError if they are damaged."""
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the part of index.json's section that lists the shards, {key: value}. `entries` describes them, with
-        a dict per shard (row count, files and their sha256)."""
+        """Return the section's entries that list the shards. `entries` has a dict per shard: {"count": rows, kind: file
+        name, kind_sha256: hash}."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
-        """Write shard `number`, whose rows come in parts."""
+        """Write shard `number`, whose rows come in parts (Text or arrays, by the subclass)."""
 
     def _around(self, index: dict) -> tuple[dict, str]:
-        """Return the dict within the parsed `index` to which this writer's section belongs, and its key there."""
+        """Return the dict in `index`, a parsed index.json, that holds this section, and the section's key in it."""
         for key in self._place[:-1]:
             index = index.setdefault(key, {})
         return index, self._place[-1]
 
     def is_finished(self, again: bool = False) -> bool:
         """Return whether index.json has this writer's section already. Raises ValueError or OSError if the section is
-        damaged or has other facts; with `again`, returns False for such a section."""
+        damaged or was made otherwise (other `facts`); with `again`, returns False for such a section."""
         index = read_index(self.folder)
         around, key = self._around(index)
         if (section := around.get(key)) is None:
@@ -83,7 +83,7 @@ class SectionWriter(ShardStore, ABC):
             if not again:
                 raise
             return False
-        self.remove()  # left by a process that was killed just then
+        self.remove()  # left by a process that was killed in `publish`
         return True
 
     def make(
@@ -91,7 +91,7 @@ class SectionWriter(ShardStore, ABC):
     ) -> bool:
         """Make the section's missing shards together with other processes, then `publish` it. Returns True; False, with
         nothing made, if index.json has the same section already. Raises ValueError or OSError if the existing section
-        is different or damaged, FileExistsError if another launch is making it.
+        is different or damaged, FileExistsError if another process is making it.
 
         again   replace a different or damaged section, and discard unfinished work that has another plan.json.
         lines   lines of text that describe the work, printed before it starts.
@@ -126,18 +126,18 @@ class SectionWriter(ShardStore, ABC):
             self.write(number, parts(shard))
 
     def publish(self) -> None:
-        """Move all shards beside the latents and name them in index.json. Raises OSError if some are missing."""
+        """Move all shards beside the latents and list them in index.json. Raises OSError if some are missing."""
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path, index = self.folder / "index.json", read_index(self.folder)
         around, key = self._around(index)
         with explain_failure(path):
             if before := around.pop(key, None):
-                write_json(path, index)  # names no section while its files change
+                write_json(path, index)  # without the section while its files change
                 for name in section_files(before):
                     (self.folder / plain_name(name, path)).unlink(missing_ok=True)
             for name in section_files(section):
-                if (self.data / name).exists():  # else a killed process had moved it
+                if (self.data / name).exists():  # otherwise moved before an interruption
                     (self.data / name).rename(self.folder / name)
             sync(self.folder)
             around[key] = section
@@ -155,7 +155,7 @@ class TextWriter(SectionWriter):
     """Writes a dataset's captions, encoded by one encoder. The last shard is the empty caption, one row.
 
     counts      (samples,) number of captions of each sample, at least 1.
-    shard_size  captions in a shard, the unit of resuming; None: as many as fit into 256 MB.
+    shard_size  captions in a shard; interrupted work repeats unfinished ones. None: as many as fit into 256 MB.
     """
 
     def __init__(self, folder: Path, spec: TextSpec, counts: Sequence[int], shard_size: int | None = None) -> None:
@@ -178,7 +178,7 @@ class TextWriter(SectionWriter):
         return {**self.save("counts", 0, self.counts), "shards": entries[:-1], "null": entries[-1]}
 
     def write(self, number: int, parts: Iterable[Text]) -> None:
-        """Write a shard from its text in parts. Raises ValueError unless that fits `spec` and is finite in float16."""
+        """Write a shard from parts of its text. ValueError unless it fits `spec` and is finite in float16."""
         spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
         text = reduce(join, parts)
         mask = text.mask.cpu().numpy()

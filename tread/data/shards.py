@@ -22,7 +22,7 @@ PLACEMENTS = get_args(Placement)
 
 @dataclass(frozen=True)
 class Stream:
-    """An array whose parts, along its first axis, are made while it is written, so that memory holds one at a time."""
+    """An array to write whose parts, along its first axis, are made meanwhile, so that memory holds one at a time."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -113,7 +113,7 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
 
 class ShardRows:
     """Shards (n, views, …) as one matrix with a row for each view of each sample; memory-mapped or, after `place`, in a
-    device's memory. A view that is not stored is the mirror image of a stored one."""
+    device's memory. View 1, if not stored, is view 0 mirrored."""
 
     def __init__(self, arrays: Sequence[np.memmap]) -> None:
         self._arrays, counts = list(arrays), list(map(len, arrays))
@@ -148,7 +148,7 @@ class ShardRows:
         self._index(firsts)
 
     def locate(self, index: int) -> tuple[Path, int]:
-        """Return the file that holds a sample, and the sample's row in it."""
+        """Return the file that holds the sample with this index, and its row in that file."""
         shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return Path(self._arrays[shard].filename), int(index - self._firsts[shard])
 
@@ -167,8 +167,8 @@ class ShardRows:
         return batch
 
     def expect(self, indices: np.ndarray, views: np.ndarray | int = 0) -> None:
-        """Make the operating system prefetch all rows that `read` will need, unless `place` has copied them. Without
-        this, `read` would wait for the disk page by page."""
+        """Ask the operating system to load all rows that `read` will need, unless `place` has copied them. Otherwise
+        `read` would wait for the disk page by page."""
         if not self._in_place:
             return
         size = self._arrays[0][0, 0].nbytes
@@ -181,7 +181,7 @@ class ShardRows:
 
 
 def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device | str, folder: Path) -> None:
-    """Read a dataset's rows into the memory that `placement` names (the device's or the CPU's); "mmap" leaves them on
+    """Copy a dataset's rows into memory: placement "ram" is the CPU's, "device" that of `device`; "mmap" leaves them on
     disk. Raises ValueError, which names `folder`, if memory is short."""
     if placement == "mmap":
         return

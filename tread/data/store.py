@@ -1,4 +1,4 @@
-"""Shards that processes make in any order, kept on disk until all of them are done.
+"""Shards (files of many rows) that processes make in any order, kept on disk until all of them are done.
 
     <work>/plan.json          what determines the shards' content
     <work>/data/              their arrays, such as shard-00003.npy
@@ -21,12 +21,17 @@ from tread.data.shards import Stream, write_array
 from tread.runtime.distributed import Processes
 from tread.runtime.files import check_place, explain_failure, sha256, sync, whole_file, write_json, write_whole
 
-FORMAT = 2  # version of the work folder; work of another version counts as work by another plan
+FORMAT = 2  # version of the work folder; another version counts as another plan
 
 
 def pieces_of(rows: range | np.ndarray, size: int) -> list[range | np.ndarray]:
-    """Cut rows into pieces of one size, such as shards or batches; the last one may be smaller."""
+    """Cut rows into pieces of `size` rows, such as shards or batches; the last one may be smaller."""
     return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+def spread_indices(count: int, most: int) -> np.ndarray:
+    """Return at most `most` indices, evenly spread over 0..count−1, with both ends."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(int)
 
 
 class ShardStore:
@@ -34,7 +39,7 @@ class ShardStore:
 
     work       the folder.
     plan       everything that determines the shards' content, as JSON.
-    ranges     the rows of each shard.
+    ranges     the rows of each shard: a range or an array of row numbers.
     names      file name for each kind of array, with {} for the shard's number; other kinds have <kind>-{}.npy.
     row_bytes  bytes of a row's arrays, to check the free space.
     """
@@ -60,8 +65,7 @@ class ShardStore:
         except (OSError, ValueError):
             before = {}
         same = before == {**fresh, **(begun or {})}
-        older = before and before.get("format") != FORMAT
-        if not (same or again) and (older or any(self.notes())):
+        if not (same or again) and any(self.notes()):
             raise ValueError(
                 f"{self.work} holds unfinished work of another kind: continue it as it was begun, or start anew "
                 f"(again=true, or remove the folder)\n{differences(before, fresh)}"
@@ -69,14 +73,14 @@ class ShardStore:
         with explain_failure(self.work):
             self.work.mkdir(parents=True, exist_ok=True)
             if not same:
-                shutil.rmtree(self.done, ignore_errors=True)  # first: without it no shard counts
+                shutil.rmtree(self.done, ignore_errors=True)  # first, as shards without a note count as missing
                 for entry in self.work.iterdir():
                     if entry.name != "lock":
                         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             for folder in (self.data, self.done):
                 folder.mkdir(exist_ok=True)
             for partial in self.work.rglob(".*.partial"):
-                partial.unlink()  # of a process that was killed
+                partial.unlink()  # left by a process that was killed
             if not same:
                 write_json(path, fresh)
 
@@ -88,18 +92,18 @@ class ShardStore:
         return json.loads(self._note(number).read_text())
 
     def notes(self, forgotten: bool = False) -> Iterator[dict]:
-        """Yield the notes of all finished shards, in order; with `forgotten` also the notes that `forget` set aside."""
+        """Yield `note` of all finished shards, in order; with `forgotten` also the notes that `forget` set aside."""
         files = self.done.glob("[0-9]*.json*" if forgotten else "[0-9]*.json")
         for file in sorted(files, key=lambda file: int(file.name.split(".")[0])):
             yield json.loads(file.read_text())
 
     def rows(self, numbers: Iterable[int]) -> int:
-        """Return the number of rows in these shards."""
+        """Return how many rows the shards with these numbers have."""
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """Return the numbers of the shards to be made. With `verify`, these include finished shards whose files have
-        changed since: all files are hashed, with a progress bar in the main process."""
+        """Return the numbers of the shards still to be made. If `verify`, the processes to show a progress bar with, is
+        given, all files are hashed, and shards with changed files count as missing."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
@@ -116,7 +120,7 @@ class ShardStore:
             return False
 
     def check_complete(self, verify: Processes | None = None) -> None:
-        """Raise OSError if shards are still missing after every process has made its part; `verify` as in `missing`."""
+        """Raise OSError if shards are missing after every process has made its part; `verify` as in `missing`."""
         if missing := self.missing(verify):
             raise OSError(f"shards {missing} of {self.work} are missing: all processes must share this folder")
 
@@ -130,7 +134,7 @@ class ShardStore:
         check_place(self.work, int(1.01 * rows * self.row_bytes) + further)
 
     def save(self, kind: str, number: int, array: np.ndarray | Stream) -> dict[str, str]:
-        """Write the file of one array of a shard. Returns its name and hash, as the shard's note states them."""
+        """Write one array of a shard to a file. Returns {kind: file name, kind_sha256: hash}, for the shard's note."""
         path = self.data / self._names.get(kind, f"{kind}-{{}}.npy").format(f"{number:05d}")
         with explain_failure(path), whole_file(path) as partial, partial.open("wb") as file:
             write_array(file, array)
@@ -144,11 +148,11 @@ class ShardStore:
         for kind, array in arrays.items() if entry["count"] else ():
             entry |= self.save(kind, number, array)
         with explain_failure(self.done):
-            sync(self.data)  # the files' names are on the disk before the shard is said to be done
+            sync(self.data)  # the files must be on disk before the note is
             write_whole(self._note(number), json.dumps({"entry": entry, **facts}) + "\n")
 
     def forget(self, which: Callable[[dict], bool]) -> None:
-        """Mark as missing the shards whose notes `which` selects; the notes themselves are kept as .json.old."""
+        """Mark as missing the shards for which which(note) is true; the notes themselves are kept as .json.old."""
         for file in self.done.glob("[0-9]*.json"):
             if which(json.loads(file.read_text())):
                 file.replace(file.with_suffix(".json.old"))
@@ -182,6 +186,10 @@ class ShardStore:
             if entry["count"]:
                 yield np.load(self.data / entry[kind], mmap_mode="r", allow_pickle=False)
 
+    def whole(self, kind: str) -> np.ndarray:
+        """Return the arrays of one kind as one."""
+        return np.concatenate(list(self.arrays(kind)))
+
     def first(self, kind: str, count: int) -> np.ndarray:
         """Return the first rows of one kind of array, at most `count`, reading no more shards than these need."""
         shards = math.ceil(count / len(self.ranges[0]))
@@ -193,6 +201,6 @@ class ShardStore:
 
 
 def differences(there: Mapping, here: Mapping) -> str:
-    """Describe how two plans differ, with a line for each key whose values differ."""
+    """Return a text with a line for each key whose values differ in two plans."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return "\n".join(f"  {key}: {str(there.get(key))[:80]} there, {str(here.get(key))[:80]} here" for key in keys)

@@ -20,7 +20,7 @@ from tread.data.latents import LatentSpec, mean_and_std
 from tread.data.store import ShardStore, differences
 from tread.runtime.files import Lock, sync, write_json
 
-EARLIER = {"orientation": "stored", "alpha": "drop"}  # for old plans, which do not say how photos were read
+EARLIER = {"orientation": "stored", "alpha": "drop"}  # how photos were read if an old plan does not say
 
 
 class DatasetWriter(ShardStore):
@@ -56,18 +56,18 @@ class DatasetWriter(ShardStore):
         self._report_plan = self.plan | json.loads(json.dumps(besides or {}))
 
     def is_finished(self) -> bool:
-        """Return whether the dataset exists and was made by the same plan; if so, remove leftovers of the work."""
+        """Return whether the dataset exists and was made by the same plan; if so, remove unfinished work."""
         made = self._made()
         finished = bool(made) and EARLIER | made.get("plan", {}) == self._report_plan
-        if finished:  # leftovers of a process that was killed just then
+        if finished:  # a process may have been killed in `publish`
             self.remove()
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Lock the work and begin it by ShardStore.begin. Raises FileExistsError if the dataset or a writer exists."""
+        """Lock the work folder and call ShardStore.begin. Raises FileExistsError if the dataset or a writer exists."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
-        self.check_free()  # again: nobody else can make it from now on
+        self.check_free()  # once more: another process may have made it before the lock
         try:
             super().begin(again, begun)
         except ValueError:
@@ -76,7 +76,7 @@ class DatasetWriter(ShardStore):
         self._lock = lock
 
     def check_free(self) -> None:
-        """Raise FileExistsError if the folder exists, and tell how its dataset's plan differs from this one."""
+        """Raise FileExistsError if the folder exists; the message says how its dataset's plan differs from this one."""
         if self.folder.exists():
             made = self._made()
             left_out = len(made.get("left_out", ()))
@@ -85,7 +85,7 @@ class DatasetWriter(ShardStore):
             raise FileExistsError(f"{self.folder} exists already{skipped}; remove it or choose another folder{differ}")
 
     def _made(self) -> dict:
-        """Return the content of report.json in the dataset's folder, or {} if there is none."""
+        """Return report.json of the dataset's folder as a dict; {} if there is none."""
         report = self.folder / "report.json"
         return json.loads(report.read_text()) if report.is_file() else {}
 
@@ -93,7 +93,7 @@ class DatasetWriter(ShardStore):
         self, number: int, stored: np.ndarray, labels: np.ndarray, pictures: np.ndarray | None = None, **facts: object
     ) -> None:
         """Write a shard: stored (n, *latents.stored_shape), labels (n,), pictures (n, 3, H, W) uint8; n may be 0.
-        `facts` are kept in its note.
+        `facts` are kept in its JSON file in the work folder's done/.
 
         Raises ValueError if the shard does not match `latents`, OSError if the disk is full; the shard is missing then.
         """
@@ -143,7 +143,7 @@ class DatasetWriter(ShardStore):
         write_json(self.data / "index.json", index)
 
     def publish(self, report: dict | None = None) -> None:
-        """Rename `data` to the dataset's folder, with `report` and the plan in report.json; remove the work folder."""
+        """Rename `data` to the dataset's folder, with `report`, if any, in report.json; remove the work folder."""
         if report is not None:
             write_json(self.data / "report.json", report | {"plan": self._report_plan})
         sync(self.data)
@@ -195,8 +195,8 @@ def write_dataset(
 
 
 def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[float, list[float], list[float]]:
-    """Return count, sums and sums of squares of each channel of stored (n, views, C or 2C, S, S), on the network's
-    scale before normalisation. Moments stand for the samples drawn from them: E[x²] = mean² + std²."""
+    """Return (count, sums, sums of squares) of the numbers in each channel of stored (n, views, C or 2C, S, S), on the
+    network's scale before normalisation. Moments stand for samples drawn from them: E[x²] = mean² + std²."""
     channels = latents.shape[0]
     total, squares = np.zeros(channels), np.zeros(channels)
     for part in torch.from_numpy(stored).split(256):

@@ -61,7 +61,7 @@ class EDM(Process):
         return x.float() / self._norm(sigma), sigma.log() / 4
 
     def combine(self, F: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-        """Return D = c_skip·x + c_out·F in fp32 (Eq. 7, Table 1), with the first C channels of F."""
+        """Return the predicted data D = c_skip·x + c_out·F in fp32 (Eq. 7), with the first C channels of output F."""
         sigma = per_sample(sigma, x)
         norm = self._norm(sigma)
         c_skip, c_out = self.sigma_data**2 / norm**2, sigma.view(-1, 1, 1, 1) * self.sigma_data / norm
@@ -75,7 +75,7 @@ class EDM(Process):
         return self.combine(network(*self.precondition(x, sigma), y, routes=routes), x, sigma)
 
     def noised(self, x: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
-        """Return x + σ·noise."""
+        """Return the noisy input x + σ·noise."""
         return x + sigma.float().view(-1, 1, 1, 1) * noise
 
     def errors(

@@ -37,14 +37,13 @@ Shape = Literal["cosine", "linear"]
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties of a kind of guidance: which branches see the class, whether they are routed, whether the weak branch
-    may be another network, and whether the weak branch leaves out SPRINT's sparse part."""
+    """The properties of one kind of guidance, a row of the table at the top of this file."""
 
-    strong_class: bool
-    weak_class: bool | None  # None: there is no weak branch
-    routed: bool
+    strong_class: bool  # whether the strong branch gets the class
+    weak_class: bool | None  # whether the weak branch gets it; None: there is no weak branch
+    routed: bool  # whether tokens skip blocks
     weak_network: str  # whether the weak branch uses a second network: "never", "may" or "must"
-    drops_path: bool = False
+    drops_path: bool = False  # whether the weak branch leaves out SPRINT's sparse part
 
 
 KINDS = {
@@ -61,8 +60,8 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """A number that goes from `start` at the first noise level (u = 0) to `end` at the last (u = 1). schedule "linear"
-    is linear in u; "cosine" is end + (start − end)·(1 + cos πu) / 2."""
+    """A number that changes over the sampling steps, from `start` at the first noise level (u = 0) to `end` at the last
+    (u = 1). schedule "linear" is linear in u; "cosine" is end + (start − end)·(1 + cos πu) / 2."""
 
     schedule: Shape
     start: float
@@ -93,7 +92,8 @@ def _show(value: float | Schedule) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """Settings of one denoiser call: ω, and each branch's fraction of skipped tokens; weak=None: no weak branch."""
+    """Settings of one denoiser call: scale is ω, strong and weak each branch's fraction of skipped tokens; weak=None:
+    only the strong branch runs."""
 
     scale: float
     strong: float
@@ -102,7 +102,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Guidance:
-    """How a denoiser is guided; scale, strong and weak are numbers, or schedules over the noise levels.
+    """How samples are guided; scale, strong and weak are numbers, or schedules over the noise levels.
 
     kind          a key of KINDS, such as "cfg".
     scale         the guidance weight ω in D_weak + ω·(D_strong − D_weak).
@@ -187,8 +187,8 @@ class Guidance:
         return " ".join(parts)
 
     def plan(self, levels: Sequence[float], progress: Sequence[float]) -> list[Call]:
-        """Return ω and the branches' fractions of skipped tokens for each denoiser call, given its noise level and its
-        progress u (0 to 1) through the sampling. Raises ValueError if no level lies in `interval`."""
+        """Return the settings of each denoiser call. `levels` and `progress` hold each call's noise level and its place
+        u in the sampling, 0 to 1. Raises ValueError if no level lies in `interval`."""
         low, high = self.interval or (-math.inf, math.inf)
         if not any(low <= level <= high for level in levels):
             raise ValueError(
@@ -245,8 +245,8 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """Return for each route what must be equal in both branches so that they can run as one batch: shape of ids_keep,
-    blocks, fp32 and rejoin; if the route's rule scores tokens, the whole route."""
+    """Return for each route the properties that must be equal in both branches so that these can run as one batch: the
+    shape of ids_keep, blocks, fp32 and rejoin; for rules that score tokens, the whole route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

@@ -22,8 +22,8 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 
 
 def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tensor:
-    """Return classes (n,) int64, one from each seed. mode "random": uniform over the classes, as in scoring;
-    "balanced": the seed modulo num_classes, so consecutive seeds have each class equally often."""
+    """Return classes (n,) int64, one from each seed. mode "random": drawn uniformly from the classes; "balanced": the
+    seed modulo num_classes, so that consecutive seeds have each class equally often."""
     check("labels", mode, Labels)
     if mode == "balanced":
         return torch.tensor([seed % num_classes for seed in seeds])

@@ -51,8 +51,8 @@ class Process(Protocol):
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Return noise_level(normal), made cleaner elementwise: the quantile of each level in the distribution of
-        training levels is lowered by `step`, in [0, 1), but not below 0.001. Quantiles already below 0.001 stay."""
+        """Return lower noise levels than noise_level(normal), elementwise: each level's quantile in the distribution of
+        training levels falls by `step`, in [0, 1), but not below 0.001. Quantiles already below 0.001 stay."""
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 
@@ -63,13 +63,13 @@ class Process(Protocol):
         """Return x_l, the noisy input at noise level l, from clean x and standard normal noise."""
 
     def precondition(self, x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the network's input and its time input (B,) for a noisy x, both fp32."""
+        """Return the network's inputs for a noisy x in fp32: the scaled x and the time input (B,)."""
 
     def combine(self, output: Tensor, x: Tensor, level: Tensor) -> Tensor:
-        """Return the predicted data, given the network's output for a noisy x."""
+        """Return the predicted data (B, C, S, S), given the network's output for a noisy x."""
 
     def denoise(self, network: Network, x: Tensor, level: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        """Run the network and return D(x; l, y), the predicted data."""
+        """Run the network on a noisy x and return D(x; l, y), the predicted data (B, C, S, S)."""
         return self.combine(network(*self.precondition(x, level), y, routes=routes), x, level)
 
     def errors(

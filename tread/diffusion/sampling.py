@@ -5,6 +5,7 @@ A sample depends only on its label and its seed, from which its noise and its ro
 Shapes: B samples, N tokens; latents (B, C, S, S).
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ class Model:
         return self.network.num_classes if self.prompts is None else count(self.prompts)
 
     def condition(self, labels: Tensor, device: torch.device) -> Condition:
-        """Return the network's conditions for labels (n,) on a device."""
+        """Return the network's conditions for labels (n,), on a device: the labels, or the prompts that they index."""
         if self.prompts is None:
             return labels.to(device)
         known = to(rows(self.prompts, labels.clamp(max=self.num_labels - 1)), device)
@@ -56,6 +57,7 @@ class Sampler:
     """How samples are drawn: all settings but the networks, seeds and labels.
 
     steps       number N of the solver's steps.
+    precision   "fp32", or "bf16" for autocast.
     batch_size  samples per batch. The last batch is padded to this size, so that all have one shape.
     solver      "heun" calls the denoiser 2N−1 times, "euler" N times.
     churn       how much fresh noise each step adds, for EDM with "heun" only.
@@ -84,7 +86,7 @@ class Sampler:
         return cls(steps, batch_size, precision, guidance, solver or process.default_solver, churn or Churn())
 
     def plan(self, process: Process) -> list[Call]:
-        """Return the settings of each denoiser call. Raises ValueError for steps, solver or churn that do not fit."""
+        """Return each denoiser call's guidance, in order. Raises ValueError if steps, solver or churn do not fit."""
         if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
             raise ValueError(
                 f"churn={self.churn.amount:g} needs EDM and solver=heun: only these can add noise between steps"
@@ -105,9 +107,10 @@ class Sampler:
             return model.network.forward_flops(routes, attention, **more)
 
         more = {"path_drop": True} if self.guidance.row.drops_path else {}
+        calls = Counter((call.strong, call.weak) for call in self.plan(model.process))
         return sum(
-            cost(model, call.strong) + (0 if call.weak is None else cost(weak or model, call.weak, **more))
-            for call in self.plan(model.process)
+            times * (cost(model, ratio) + (0 if weaker is None else cost(weak or model, weaker, **more)))
+            for (ratio, weaker), times in calls.items()
         )
 
 
@@ -187,8 +190,8 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
 
 @contextmanager
 def _casts_kept(device: torch.device, networks: Collection[nn.Module]) -> Iterator[None]:
-    """Context in which autocast casts each weight of these networks once. It keeps its casts until the outermost
-    autocast ends, and only those of weights that require gradients, as frozen ones then do."""
+    """Context in which autocast casts each weight of the networks only once. Autocast caches casts until its outermost
+    context ends, but only for weights that require gradients, so frozen weights are made to require them here."""
     weights = (weight for network in networks for weight in network.parameters() if weight.is_floating_point())
     frozen = [weight for weight in weights if not weight.requires_grad]
     try:
@@ -212,9 +215,9 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Return a function from the number of a denoiser call to the model's routes for this call, with their ids_keep.
-    A route gets the ratio ratios[call]; one that skips nothing is left out. ids_keep are drawn from each sample's own
-    seed and the name `stream`, even if all samples of a batch kept the same tokens in training."""
+    """Return a function from the number of a denoiser call to this call's routes, pairs (Route, ids_keep). A route gets
+    the ratio ratios[call]; one that skips nothing is left out. ids_keep are drawn from each sample's own seed and the
+    name `stream`, even if all samples of a batch kept the same tokens in training."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     uniform = [
@@ -238,8 +241,8 @@ def draw_pictures(
     weak: Model | None = None,
     check: bool = False,
 ) -> Iterator[Tensor]:
-    """Like `draw`, but yield decoded pictures (b, 1 or 3, H, W) uint8 on the CPU. check=True raises ValueError for
-    samples that are not finite, which would be scored as black pictures."""
+    """Like `draw`, but yield pictures (b, 1 or 3, H, W) uint8 on the CPU, made from latents by `decoder`. check=True
+    raises ValueError for samples that are not finite, which would be scored as black pictures."""
     for x in draw(model, seeds, labels, sampler, weak):
         if check and not x.isfinite().all():
             raise ValueError(
@@ -249,6 +252,6 @@ def draw_pictures(
 
 
 def to_pictures(x: Tensor, decoder: Callable[[Tensor], Tensor], size: int = 16) -> Tensor:
-    """Decode network latents (n, C, S, S) to pictures (n, 1 or 3, H, W) uint8 on the CPU, in batches of `size`."""
+    """Decode latents (n, C, S, S) by `decoder` to pictures (n, 1 or 3, H, W) uint8 on the CPU, `size` at a time."""
     padded = torch.cat([x, x[-1:].expand(-len(x) % size, -1, -1, -1)])
     return torch.cat([decoder(part).cpu() for part in padded.split(size)])[: len(x)]

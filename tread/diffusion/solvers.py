@@ -21,8 +21,8 @@ Solver = Literal["heun", "euler"]
 
 @dataclass(frozen=True)
 class Churn:
-    """EDM's stochastic sampling (Algorithm 2). amount is S_churn; at noise levels from sigma_min (S_min) to sigma_max
-    (S_max) each step adds noise, scaled by `noise` (S_noise)."""
+    """EDM's stochastic sampling (Algorithm 2): at noise levels from sigma_min (S_min) to sigma_max (S_max) each step
+    adds fresh noise of strength `amount` (S_churn; 0: none), scaled by `noise` (S_noise)."""
 
     amount: float = 0.0
     sigma_min: float = 0.0
@@ -96,6 +96,6 @@ def heun(
 
 
 def solve(solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object) -> Tensor:
-    """Return the samples of `euler` or `heun`. `churning` is heun's churn and churn_noise; euler ignores it."""
+    """Return the samples of solver "euler" or "heun". `churning`: churn and churn_noise of heun, unused by euler."""
     check("solver", solver, Solver)
     return heun(denoiser, noise, levels, *churning) if solver == "heun" else euler(denoiser, noise, levels)

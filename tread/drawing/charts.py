@@ -9,7 +9,7 @@ import numpy as np
 
 from tread.runtime.files import explain_failure, whole_file
 
-logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # its note at first use would break a progress bar
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # its first message would break a progress bar
 NUMBERED = 14  # rows or columns up to which a heat map shows numbers
 
 
@@ -116,7 +116,7 @@ def make_logarithmic(axis: object, letter: str) -> None:
     getattr(axis, f"set_{letter}scale")("log")
     ruler = getattr(axis, f"{letter}axis")
     low, high = getattr(axis, f"get_{letter}lim")()
-    if high < 20 * low:  # a decade's own ticks would be one or two
+    if high < 20 * low:  # a logarithmic locator would set only one or two ticks
         ruler.set_major_locator(ticker.MaxNLocator(6))
     else:
         ruler.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,), numticks=12))
@@ -125,8 +125,8 @@ def make_logarithmic(axis: object, letter: str) -> None:
 
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: Mapping[str, str]) -> None:
-    """Draw training and evaluation losses over the steps. `records` are lines of metrics.jsonl; `routed` adds a note on
-    the training loss; `evaluations` maps the key of each evaluation loss to its name in the legend."""
+    """Draw training and evaluation losses over the steps. `records` are parsed lines of metrics.jsonl; routed=True adds
+    a note on routes to the training loss's name; `evaluations` is {key of an evaluation loss: its name}."""
     names = {"loss": "training loss" + ", with routes: not comparable to runs without" * routed}
     names |= {key: f"{called}: EMA weights, all tokens, held-out data" for key, called in evaluations.items()}
     lines = []
@@ -149,8 +149,8 @@ def save_heat_maps(
     """Draw matrices (rows, columns) side by side, with numbers in the cells; cells that are NaN stay empty. Beyond
     `most` rows or columns the cells are small, with a colour bar instead of numbers and fewer ticks.
 
-    panels         title → matrix; these share one colour scale.
-    others         title → matrix, each with a colour scale of its own.
+    panels         {title: matrix} of matrices that share one colour scale.
+    others         {title: matrix} of matrices with a colour scale each.
     columns, rows  tick labels.
     labels         titles of the x and the y axis.
     title          common title.

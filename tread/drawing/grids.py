@@ -2,6 +2,7 @@
 
 import json
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from PIL.PngImagePlugin import PngInfo
 from tread.runtime.files import whole_file
 
 GAP = 2  # pixels between the pictures of a grid
+LETTERS = 20  # in a line of a row's name
 FACTS = "tread"  # key of a PNG's text that holds the facts as JSON
 
 
 def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:
-    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, row by row; small ones are enlarged to at most 64 px."""
+    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, `columns` in a row; small ones are enlarged to up to 64 px."""
     n, channels, height, width = pictures.shape
     zoom = max(1, 64 // max(height, width))
     pictures = pictures.repeat(zoom, axis=2).repeat(zoom, axis=3)
@@ -27,30 +29,13 @@ def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:
 
 
 def name_rows(grid: Image.Image, names: Sequence[str]) -> Image.Image:
-    """Return the grid with a left margin that names each row; names longer than the margin are wrapped or cut."""
+    """Return the grid with a left margin that names each row; names of more than 20 letters are wrapped or cut."""
     import matplotlib  # only for its font, which has more letters than Pillow's; imported here because it is slow
 
     pitch = (grid.height + GAP) // len(names)
     font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", max(12, pitch // 16))
-    limit, space, most = 12 * font.size, font.size // 2, pitch * 4 // (5 * font.size)
-
-    def cut(line: str) -> str:
-        if font.getlength(line) <= limit:
-            return line
-        while font.getlength(line + "…") > limit:
-            line = line[:-1]
-        return line + "…"
-
-    def lines(name: str) -> list[str]:
-        parts: list[str] = []
-        for word in name.split(" "):
-            if not parts or (len(parts) < most and font.getlength(f"{parts[-1]} {word}") > limit):
-                parts.append(word)
-            else:
-                parts[-1] += f" {word}"
-        return [cut(part) for part in parts]
-
-    shown = [lines(name) for name in names]
+    space, most = font.size // 2, max(1, pitch * 4 // (5 * font.size))
+    shown = [textwrap.wrap(name, LETTERS, max_lines=most, placeholder="…") or [""] for name in names]
     margin = max(int(font.getlength(line)) + 1 for name in shown for line in name) + 2 * space
     named = Image.new(grid.mode, (margin + grid.width, grid.height), "white")
     named.paste(grid, (margin, 0))
@@ -64,7 +49,7 @@ def name_rows(grid: Image.Image, names: Sequence[str]) -> Image.Image:
 
 
 def save_png(path: Path, picture: Image.Image, facts: Mapping | None = None) -> None:
-    """Write a PNG file atomically; Image.open(path).text[FACTS] then gives `facts` as JSON."""
+    """Write a PNG file atomically. `facts`, if given, are stored as JSON: Image.open(path).text["tread"] reads them."""
     info = PngInfo()
     if facts is not None:
         info.add_text(FACTS, json.dumps(facts))

@@ -1,8 +1,8 @@
-"""Convert pixels to stored latents, and network latents to pixels, with a diffusers autoencoder.
+"""Converts pixels to stored latents, and network latents to pixels, with a diffusers autoencoder.
 
 Stored and network latents are defined in tread/data/latents.py. The autoencoder "pixels" (autoencoder=none) is the
-identity: a latent is the picture itself, with 0..255 mapped to −1..1. Imported latents have the autoencoder
-"unknown" if their source does not name one.
+identity: a latent is the picture itself, with 0..255 mapped to −1..1. Imported latents have the autoencoder "unknown"
+if their source does not name one.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ SD_CONFIG = {
 
 
 def preview(x: Tensor) -> Tensor:
-    """Show the first 3 channels of network latents, or 1 if there are fewer, as uint8 pictures: −3..3 → 0..255."""
+    """Return the first 3 channels of network latents, or 1 if there are fewer, as uint8 pictures: −3..3 → 0..255."""
     return to_uint8(x[:, : 3 if x.shape[1] >= 3 else 1] / 3)
 
 
@@ -76,7 +76,7 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 
 
 def located(name: str) -> str:
-    """Make an autoencoder's name valid in any folder: a path becomes absolute; hub ids and "unknown" stay."""
+    """Return an autoencoder's name valid in any folder: a path becomes absolute; hub ids and "unknown" stay."""
     return str(Path(name).resolve()) if name != UNKNOWN and Path(name).exists() else name
 
 
@@ -123,7 +123,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
-    """Return the fingerprint of the autoencoder that load_decoder would use, or "pixels" if it would use none."""
+    """Return the `fingerprint` of the autoencoder that load_decoder would use, or "pixels" if it would use none."""
     if latents.autoencoder == "pixels":
         return "pixels"
     known = latents.fingerprint if autoencoder is None else None  # load_decoder refuses other weights in that case

@@ -30,7 +30,7 @@ Branches = dict[str, list[tuple]]
 
 
 def sizes_of(narrow: int) -> dict[str, int]:
-    """Return the number of "pool" and "spatial" features of a network with `narrow` times fewer channels."""
+    """Return {"pool": D, "spatial": D}, the numbers of features of a network with `narrow` times fewer channels."""
     return {"pool": 2048 // narrow, "spatial": max(1, 7 // narrow) * 17 * 17}
 
 
@@ -56,7 +56,7 @@ class Conv(nn.Module):
 
 
 def average(x: Tensor) -> Tensor:
-    """Apply a 3×3 average pool at stride 1 that leaves out the padding."""
+    """Apply a 3×3 average pool of stride 1 whose averages leave out the padding."""
     return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
 
 
@@ -172,7 +172,7 @@ class Inception(nn.Module):
         """Map x (n, 3, 299, 299) in about −1..1 to pool (n, 2048), spatial (n, 2023) and, if the network has fc,
         probabilities (n, 1008). spatial is the first 7 channels of TensorFlow's mixed_6/conv, flattened as (H, W, C).
         Probabilities are computed from logits without their bias, as in ADM's evaluator."""
-        x = self._until_6d(x)  # branch1x1's channels first
+        x = self._until_6d(x)  # the first channels are branch1x1's
         spatial = x[:, : self.sizes["spatial"] // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))  # (n, 2048, 8, 8)
         features = {"pool": x.mean(dim=(2, 3)), "spatial": spatial}
@@ -217,7 +217,7 @@ def check_pictures(pictures: Tensor) -> None:
 
 @torch.no_grad()
 def extract(network: Inception, pictures: Tensor) -> dict[str, np.ndarray]:
-    """Return {kind: features} of pictures (n, 3, H, W) uint8, computed in fp32 on the network's device."""
+    """Return Inception.forward's outputs, {kind: (n, …) fp32}, for pictures (n, 3, H, W) uint8, computed in batches."""
     check_pictures(pictures)
     device = next(network.parameters()).device
     parts = pictures.split(CPU_BATCH if device.type == "cpu" else GPU_BATCH)
@@ -231,8 +231,8 @@ def _cached() -> Path:
 
 
 def find_at_hand(path: str | None = None) -> Path | None:
-    """Return the path that find_weights would return, or None if it would have to download the file.
-    Raises the same errors."""
+    """Return the path that find_weights would return, or None if it would have to download the file. Raises the same
+    errors."""
     return find_weights(path) if path or os.environ.get(VARIABLE) or _cached().is_file() else None
 
 
@@ -260,7 +260,7 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """Load a frozen network from a file in pytorch-fid's names, with or without fc. Other files raise ValueError."""
+    """Load a frozen network from a file with pytorch-fid's names, with or without fc. Raises ValueError for others."""
     state = read_state_dict(path, "any")
     channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 in FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)

@@ -11,8 +11,8 @@ All but words are frozen, run in fp32 and return float16, the type of stored cap
 encoded alike. Captions are padded or cut off to T tokens.
 """
 
-import hashlib
 import importlib.util
+import itertools
 import json
 import re
 import unicodedata
@@ -28,6 +28,8 @@ from tread.data.columns import CLIP_L, TextSpec, text_encoder_name
 from tread.encoders.pretrained import TOKENIZER, hash_of_text_model, load_pretrained
 from tread.models.conditions import Text
 from tread.runtime.device import exact
+from tread.runtime.files import content_hash
+from tread.runtime.tensor_files import listed
 
 LONGEST = 128  # most tokens if neither the encoder nor the user sets a limit
 AT_ONCE = 256  # most captions in a batch
@@ -48,12 +50,11 @@ def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
 
 
 class WordEncoder:
-    """Encode captions as a begin token and word numbers. `spec` records the vocabulary and the number of tokens."""
+    """Encodes captions as a begin token and word numbers. `spec` records the vocabulary and the number of tokens."""
 
     def __init__(self, vocabulary: Sequence[str], tokens: int) -> None:
         vocabulary = tuple(vocabulary)
-        fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
-        self.spec = TextSpec("words", fingerprint, tokens, None, None, vocabulary)
+        self.spec = TextSpec("words", content_hash(json.dumps(vocabulary)), tokens, None, None, vocabulary)
         self._numbers = {word: number for number, word in enumerate(vocabulary)}
 
     def _cut(self, caption: str) -> list[int]:
@@ -69,7 +70,7 @@ class WordEncoder:
         return [word for word in split_words(caption) if word not in self._numbers]
 
     def encode(self, captions: Sequence[str]) -> Text:
-        """Return word numbers (B, T) int64 with their mask; longer captions are cut off."""
+        """Return word numbers (B, T) int64 with their mask (B, T); longer captions are cut off."""
         T = self.spec.tokens
         rows = [self._cut(caption)[:T] for caption in captions]
         tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows], dtype=torch.int64).view(-1, T)
@@ -78,7 +79,7 @@ class WordEncoder:
 
 
 class ModelEncoder:
-    """Encode captions with a frozen transformers model: tokens (B, T, C) and pooled text (B, P), both float16.
+    """Encodes captions with a frozen transformers model: tokens (B, T, C) and pooled text (B, P), both float16.
 
     tokens   T; None: 77 for CLIP, else enough for the longest of `captions` (see settle_tokens).
     pooled   False: no pooled output.
@@ -143,6 +144,18 @@ class ModelEncoder:
 TextEncoder = WordEncoder | ModelEncoder
 
 
+def remarks(encoder: TextEncoder, texts: Sequence[str]) -> list[str]:
+    """Describe what the encoder ignores in captions or prompts: ends that are cut off, and unknown words."""
+    lengths, tokens, lines = encoder.lengths(texts), encoder.spec.tokens, []
+    if cut := sum(length > tokens for length in lengths):
+        longest = f"the longest has {max(lengths):,}"
+        lines.append(f"{cut:,} of {len(texts):,} texts are cut off after {tokens} tokens; {longest}")
+    if unknown := [words for text in texts if (words := encoder.unknown(text))]:
+        words = listed(dict.fromkeys(itertools.chain(*unknown)), 10)
+        lines.append(f"{len(unknown):,} texts have words that are not in the vocabulary, which are all alike: {words}")
+    return lines
+
+
 def text_encoder(
     name: str,
     captions: Sequence[str] = (),
@@ -164,8 +177,8 @@ def text_encoder(
 
 
 def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str | None = None) -> TextEncoder:
-    """Return the encoder that a run was trained with, to encode prompts. `place` is the hub id or folder where it is
-    now (None: as in training). Raises ValueError if it can't be loaded or its hash is not the recorded one."""
+    """Return the encoder that made a dataset's text, as recorded in `spec`, to encode prompts. `place` is the hub id or
+    folder where it is now (None: as recorded). Raises ValueError if it can't be loaded or has another hash."""
     if spec.width is None:
         return WordEncoder(spec.vocabulary, spec.tokens)
     encoder = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
@@ -178,8 +191,8 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """Return a number of tokens that fits captions of these lengths: a multiple of 8, with 72 in place of 64 (see
-    attention_fault in tread/runtime/device.py), but at most `limit` and LONGEST."""
+    """Return the number of tokens T for captions of these lengths: the next multiple of 8, with 72 in place of 64 (see
+    attention_fault in tread/runtime/device.py), but at most `limit` (None: no limit) and LONGEST."""
     tokens = -(-max([8, *lengths]) // 8) * 8
     return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 
@@ -195,7 +208,7 @@ def _minilm_folder() -> Path:
 
 
 def _load_encoder(name: str, place: str) -> tuple[nn.Module, Any]:
-    """Load the text model in `place` and its tokenizer; `name` is for messages. Raises ValueError if that fails."""
+    """Load the text model `place` (hub id or folder) and its tokenizer; `name` is for messages. Raises ValueError."""
     known = (
         "Encoders are words, minilm, clip-l, or a hub id (to be downloaded once while online) or folder of a CLIP "
         "text, T5 or sentence encoder"

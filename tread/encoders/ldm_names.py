@@ -1,4 +1,4 @@
-"""Rename autoencoder weights from latent diffusion (LDM; Stable Diffusion, VA-VAE) for diffusers. LDM's names are:
+"""Renames autoencoder weights from latent diffusion (LDM; Stable Diffusion, VA-VAE) for diffusers. LDM's names are:
 
     encoder.down.{i}.block.{j}.*, decoder.up.{i}.block.{j}.*   residual blocks; level 0 is next to the picture in both
     ….down.{i}.attn.{j}.{norm,q,k,v,proj_out}                  attention within a level, behind each of its blocks
@@ -14,7 +14,7 @@ from torch import Tensor
 
 MARK = "decoder.mid.block_1.norm1.weight"  # only LDM's layout has this name
 PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
-GROUPS = 32  # groups of every GroupNorm, which no tensor tells
+GROUPS = 32  # groups of every GroupNorm: not readable from tensors
 RENAMED = (
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
     (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
@@ -32,8 +32,8 @@ RENAMED = (
 
 
 def own_part(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the autoencoder's tensors, keyed by LDM's names without wrappers' prefixes, and the names of all others
-    (of a loss, an aligned network or a diffusion network). Raises ValueError if there is no LDM autoencoder."""
+    """Return the autoencoder's tensors, keyed by LDM's names without prefixes of wrapping modules, and the names of all
+    other tensors (of a loss, an aligned or a diffusion network). Raises ValueError without an LDM autoencoder."""
     heads = [name.removesuffix(MARK) for name in state if name.endswith(MARK)]
     if not heads:
         raise ValueError("its names are neither diffusers', TAESD's nor LDM's (Stable Diffusion, VA-VAE)")

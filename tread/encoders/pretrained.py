@@ -1,6 +1,5 @@
-"""Load frozen transformers models from the hub, its cache or a folder, and refuse incomplete or unfitting weights."""
+"""Loads frozen transformers models from the hub, its cache or a folder, and refuses incomplete or unfitting weights."""
 
-import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from tread.encoders.autoencoder import fingerprint
+from tread.runtime.files import content_hash
 from tread.runtime.hub import is_cached
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -75,4 +75,4 @@ def load_pretrained(
 def hash_of_text_model(model: nn.Module, tokenizer: Any) -> str:
     """Return the hex sha256 of a model's weights and its tokenizer's vocabulary."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256((fingerprint(model) + vocabulary).encode()).hexdigest()
+    return content_hash(fingerprint(model) + vocabulary)

@@ -8,9 +8,8 @@ All are frozen and run in fp32, whatever the precision of training, unless align
 """
 
 import functools
-import hashlib
-import importlib
 import math
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from tread.encoders.autoencoder import fingerprint
 from tread.encoders.inception import SIZE, Inception, as_input, check_pictures, find_weights, load_inception
 from tread.encoders.pretrained import load_pretrained
 from tread.runtime.device import computing
+from tread.runtime.files import content_hash
 
 DINOV2 = {f"dinov2-{size[0]}": f"facebook/dinov2-{size}" for size in ("small", "base", "large", "giant")}
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of RGB
@@ -94,8 +94,8 @@ class Encoder:
             return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2)
 
     def cost(self, height: int) -> Cost:
-        """Return the cost of encoding one picture of `height` × `height` pixels: matrix products and convolutions only,
-        2 FLOPs per multiply-add. Raises ValueError as `encode` does, and for features that are not finite."""
+        """Return the cost of encoding one square picture of `height` pixels a side: matrix products and convolutions
+        only, 2 FLOPs per multiply-add. Raises ValueError as `encode` does, and for features that are not finite."""
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             features = self.encode(torch.zeros(1, 3, height, height, dtype=torch.uint8))
         if not features.isfinite().all():
@@ -115,7 +115,7 @@ def open_encoder(
     name: str, device: torch.device | str, *, grid: int | None = None, inception: str | None = None
 ) -> Encoder:
     """Return the encoder named `name` (see the top of this file). Raises ValueError or OSError if it can't be loaded.
-    `grid`: tokens along a side (see Encoder); `inception`: the Inception's weight file (None: see find_weights)."""
+    `grid`: tokens along a side (None: the network's); `inception`: Inception's weight file (None: see find_weights)."""
     device, recorded = torch.device(device), encoder_name(name)
     if name == "inception":
         network, grid = load_inception(find_weights(inception), device), grid or INCEPTION_GRID
@@ -181,11 +181,10 @@ def _dinov2_tokens(model: nn.Module, normalization: Tensor, pictures: Tensor) ->
 
 def _load_function(name: str) -> Callable[[Tensor], Tensor]:
     """Import the callable module:function; the module may be in the current folder. Raises ValueError if that fails."""
-    module, _, function = name.partition(":")
     if "" not in sys.path and (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
-        return functools.reduce(getattr, function.split("."), importlib.import_module(module))
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"encoder {name!r} could not be imported as module:function: {error}") from error
 
@@ -194,7 +193,5 @@ def _own_fingerprint(name: str, run: Callable[[Tensor], Tensor]) -> str:
     """Return the hex sha256 of the source file of the Python module in `name` ("module:function") and, if `run` is an
     nn.Module, of its weights. Other files that the source imports are left out."""
     source = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
-    digest = hashlib.sha256(Path(source).read_bytes() if source else b"")
-    if isinstance(run, nn.Module):
-        digest.update(fingerprint(run).encode())
-    return digest.hexdigest()
+    weights = fingerprint(run).encode() if isinstance(run, nn.Module) else b""
+    return content_hash((Path(source).read_bytes() if source else b"") + weights)

@@ -1,11 +1,10 @@
-"""How well generated emoji show their prompts: the nearest real emoji should have the prompt as a caption. Not an FID.
+"""Scores how well generated emoji show their prompts: the nearest real emoji should have the prompt as a caption.
 
 The real emoji nearest to a generated one are found among all real ones, training and held out: by pixels at 16×16, and
-by the FID Inception's features if its weights are on this machine.
+by the FID Inception's features if its weights are on this machine. None of the scores is an FID.
 """
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,14 +22,14 @@ from tread.evaluation.prompts import ScoredPrompts, open_prompts
 from tread.models.conditions import Text, join, to
 from tread.preparing.emoji import prepare_emoji
 
-SIDE = 16  # of the pictures that are compared pixel by pixel
+SIDE = 16  # side of the pictures that are compared pixel by pixel
 RANKS = (1, 5)
-PARTS = ("seen", "held")  # captions of training emoji; of compositions that no training emoji shows
-COMPARED = ("", "_real", "_shifted")  # what was drawn; the emoji asked for itself; the same, a pixel to the right
+PARTS = ("seen", "held")  # captions of training emoji; of held-out compositions
+COMPARED = ("", "_real", "_shifted")  # samples; the prompted emoji's real pictures; these shifted by a pixel
 
 
 class EmojiSet(NamedTuple):
-    """All real emoji, training before held-out ones: pictures (m, 3, S, S) uint8, and the captions of each."""
+    """All real emoji, training before held-out ones: pictures (m, 3, S, S) uint8, and a list of captions for each."""
 
     pictures: Tensor
     captions: list[list[str]]
@@ -40,7 +39,7 @@ class Asked(NamedTuple):
     """The n emoji whose first captions serve as prompts.
 
     numbers  (n,) indices in EmojiSet.
-    parts    (n,) "seen" for training emoji, "held" for held-out compositions.
+    parts    (n,) "seen" for training emoji, "held" for held-out emoji that combine known parts in a new way.
     texts    the encoded captions.
     """
 
@@ -50,7 +49,7 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Open the parts "train" and "heldout" of dataset=emoji for a text-conditional network; write them if missing.
+    """Open the captions of dataset=emoji, [training, held-out], for a text-conditional network; write them if missing.
     Raises FileNotFoundError or ValueError if that fails, or if the network was trained on another size or text."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)
@@ -71,7 +70,7 @@ def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
     """Choose `count` emoji whose captions a network is prompted with: half are training emoji, evenly spread; half are
-    held-out compositions, in order and repeated if there are too few. If there are none, all are training emoji."""
+    held-out compositions, in order and repeated if there are too few. Without held-out data all are training emoji."""
     compositions = read_index(heldout.folder).get("compositions", 0) if heldout else 0
     held = np.arange(count // 2) % compositions if compositions else np.arange(0)
     seen = np.linspace(0, len(train) - 1, count - len(held)).round().astype(np.int64)
@@ -83,18 +82,18 @@ def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Aske
 
 
 def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Inception | None = None) -> dict[str, float]:
-    """Score generated emoji: pictures (n, 3, S, S) uint8, sampled with the captions in `asked`.
+    """Score generated emoji: pictures (n, 3, S, S) uint8, sampled with the captions in `asked`. Scores lie in 0..1.
 
-    seen_top1, seen_top5    for captions of training emoji: share of pictures whose nearest real emoji (or one of the
-                            five nearest) has the caption.
-    held_top1, held_top5    the same for held-out compositions.
-    …_real                  the share for the real pictures of the emoji asked for; below 1 if others look like them.
-    …_shifted               the share for these real pictures shifted by one pixel, as for good but inexact samples.
-    …_inception…            the same shares, with distances between Inception features instead of pixels.
+    seen_top1, seen_top5  for captions of training emoji: share of pictures whose nearest real emoji (or one of the five
+                          nearest) has the caption.
+    held_top1, held_top5  the same for held-out compositions.
+    …_real                the share for the prompted emoji's real pictures; below 1 if others look like them.
+    …_shifted             the share for these real pictures shifted by one pixel, as for good but inexact samples.
+    …_inception…          the same shares, with distances between Inception features instead of pixels.
     """
     shown = real.pictures[torch.from_numpy(asked.numbers)]
     compared = dict(zip(COMPARED, (pictures, shown, shown.roll(1, dims=3))))
-    features: dict[str, Callable[[Tensor], Tensor]] = {"": small_pixels}
+    features = {"": lambda pictures: F.adaptive_avg_pool2d(pictures.double() / 255, SIDE).flatten(1)}
     if inception is not None:
         features["_inception"] = lambda pictures: torch.from_numpy(extract(inception, pictures)["pool"]).double()
     shares = {}
@@ -107,14 +106,9 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
     return shares
 
 
-def small_pixels(pictures: Tensor) -> Tensor:
-    """Average pictures (n, 3, S, S) uint8 down to 16×16 pixels, (n, 3·16·16) in 0..1."""
-    return F.adaptive_avg_pool2d(pictures.double() / 255, SIDE).flatten(1)
-
-
 def retrieved(features: Tensor, known: Tensor, asked: Asked, real: EmojiSet) -> np.ndarray:
-    """Return (n, 5) bool: whether the nearest, second nearest, … real emoji has the caption asked for. Features are
-    those of generated emoji (n, F); `known` are those of all real ones (m, F)."""
+    """Return (n, 5) bool: whether the nearest, second nearest, … real emoji has the prompt as a caption. `features` (n,
+    F) are those of generated emoji, `known` (m, F) those of all real ones."""
     nearest = torch.cdist(features, known).topk(min(max(RANKS), len(known)), largest=False).indices
     carried = [{caption.lower() for caption in captions} for captions in real.captions]
     wanted = [real.captions[number][0].lower() for number in asked.numbers]

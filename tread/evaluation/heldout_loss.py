@@ -16,10 +16,10 @@ from tread.runtime.randomness import seeded_normal
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
-    """Return the sample index and the noise-level index of each evaluation point in `numbers` (n,): both (n,) int64.
+    """Return sample and noise-level indices, (n,) int64 each, of the evaluation points `numbers` (n,) in 0..points−1.
 
     With fewer points than samples, the points are spread evenly over the samples, so that each class has its share.
-    Otherwise point k has sample k % samples, and each round over the samples gives each of them its next noise level.
+    Else point k has sample k % samples, and each round over the samples gives each of them its next noise level.
     """
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels
@@ -37,10 +37,10 @@ def read_points(
 ) -> tuple[Tensor, Condition, Tensor, Tensor]:
     """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S).
 
-    numbers  (n,) numbers of the points, in 0..points−1; the noise depends on them and on `stream` alone.
+    numbers  (n,) numbers of the points, in 0..points−1; the noise depends on them and on the text `stream` alone.
 
-    Other arguments are those of `heldout_loss`. If moments are stored, their mean is read; if a sample has
-    several captions, the first one.
+    Other arguments are those of `heldout_loss`. Of stored moments (means and deviations of latents) the mean is read;
+    of several captions the first one.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())

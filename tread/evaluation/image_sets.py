@@ -23,25 +23,25 @@ import torch
 
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
-from tread.data.shards import write_array
+from tread.data.shards import Stream, write_array
 from tread.data.store import ShardStore, pieces_of
 from tread.encoders.inception import Inception, extract
 from tread.preparing.archives import Folder, Tar
 from tread.preparing.images import Crop, centre_crop, opened, read_rgb
-from tread.preparing.photos import Faults, is_picture, told
+from tread.preparing.photos import DAMAGED, Faults, is_picture, told
 from tread.runtime.distributed import Processes
-from tread.runtime.files import sha256, size_text, whole_file
+from tread.runtime.files import content_hash, sha256, size_text, whole_file
 
 THREADS = 8  # threads that decode a folder's pictures
-PART = 256  # pictures in a part, if there are enough
-PARTS = 64  # at least so many parts for processes to share, if each can hold a batch
+PART = 256  # pictures in a stored file, if there are enough
+PARTS = 64  # at least so many files, for processes to share, if each can hold a batch
 # raised by the zip and NumPy readers for files that are damaged, encrypted or of another format
 UNREADABLE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures in a fixed order.
+    """Pictures in a fixed order, read in parts.
 
     where       their file or folder, for messages.
     resolution  (H, W)
@@ -98,12 +98,12 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
         return data.read(np.arange(start, stop)).pictures.numpy()
 
     shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in read_index(path)["shards"]]
-    digest = hashlib.sha256(json.dumps(shards).encode()).hexdigest()
+    digest = content_hash(json.dumps(shards))
     return Pictures(str(path), len(data), (data.picture_size,) * 2, digest, read)
 
 
 class Npz:
-    """The arrays of an .npz, read without unpickling. Raises ValueError for a file that is damaged or no .npz."""
+    """Arrays of an .npz file, read without unpickling. Raises ValueError if the file is damaged or no .npz."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,7 +119,7 @@ class Npz:
             raise ValueError(f"{self.path} is damaged or no NumPy archive: {error}") from error
 
     def rows(self, name: str) -> tuple[tuple[int, ...], np.dtype, Callable[[int, int], np.ndarray]]:
-        """Return a large array's shape, its dtype, and a function (start, stop) → rows that loads these rows alone."""
+        """Return a large array's shape, dtype, and a function (start, stop) → rows that loads only these rows."""
         with self._explained():
             file = self._zip.open(f"{name}.npy")
             version = np.lib.format.read_magic(file)
@@ -159,7 +159,7 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
 
 
 def hash_of(path: Path, processes: Processes) -> str:
-    """Return a file's sha256. The main process computes it, after a message if the file is large."""
+    """Return a file's sha256, in all processes; the main one computes it, after a message if the file is large."""
     if (size := path.stat().st_size) > 2e8:
         processes.say(f"reading {path}, {size_text(size)}, for its hash")
     return processes.from_main(lambda: sha256(path))
@@ -173,7 +173,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
         folders = sorted({name.rpartition("/")[0] for name in store.names})
         raise ValueError(f"{path} has no pictures in {inside or './'}, but folders like {', '.join(folders[:3])}")
     how, prepared = (crop.orientation, crop.alpha) if crop else (), f"crop {crop and crop.size}"
-    if crop and crop != Crop(crop.size):  # older caches, made without a choice, stay valid
+    if crop and crop != Crop(crop.size):  # the defaults are not hashed, so that older caches stay valid
         prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
 
     def decode(name: str) -> np.ndarray | str:
@@ -200,7 +200,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
                 sizes.setdefault((crop.size, crop.size) if crop else size, name)
                 if mode != "RGB" and not crop:
                     modes.append((name, mode))
-        if (damaged or modes) and not skip:  # before the error: find those too that only fail in decoding
+        if (damaged or modes) and not skip:  # the error also names files that only fail in decoding
             processes.say(f"looking for all damaged pictures in {path}")
             damaged = [(name, why) for name in names if isinstance(why := decode(name), str)]
         check_damage(path, [] if skip else damaged, modes)
@@ -231,8 +231,8 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
 
 
 def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
-    """If there are damaged pictures, or pictures that are not RGB (`modes`), raise ValueError that lists them all."""
-    texts = told("damaged pictures", damaged, " can't be read as a picture ({})")
+    """Raise a ValueError that lists damaged pictures and those that are not RGB (`modes`), if any: [(name, reason)]."""
+    texts = told("damaged pictures", damaged, DAMAGED)
     texts += ["Replace or remove them, or leave them out with on_error=skip"] if damaged else []
     texts += told("pictures that are not RGB", modes, " is of mode {}")
     texts += ["Convert them, or set crop=256 for photos that are to be prepared as ADM does"] if modes else []
@@ -241,12 +241,12 @@ def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
 
 
 def part_size(count: int, batch_size: int) -> int:
-    """Return the number of pictures per stored part if `count` are stored in all: a multiple of batch_size."""
+    """Return how many pictures are stored per file if there are `count` in all: a multiple of batch_size."""
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 
 def feature_store(pictures: Pictures, folder: Path, network: Inception) -> ShardStore:
-    """Return the store of the pictures' features in the cache `folder`, under the hashes of pictures and weights."""
+    """Return the store of the pictures' features in the cache `folder`, named by the hashes of pictures and weights."""
     plan = {"pictures": pictures.sha256, "inception": network.sha256}
     pieces = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
     return ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, pieces)
@@ -255,8 +255,8 @@ def feature_store(pictures: Pictures, folder: Path, network: Inception) -> Shard
 def extract_all(
     pictures: Pictures, folder: Path, network: Inception, processes: Processes
 ) -> tuple[Pictures, ShardStore]:
-    """Extract the features of all undamaged pictures; return these pictures and the `feature_store` in `folder`. Each
-    process extracts a share. Raises ValueError that names all damaged pictures, unless pictures.skip is set."""
+    """Extract the features of all undamaged pictures; return these pictures and their feature_store. Each process
+    extracts a share. Raises ValueError that names all damaged pictures, unless pictures.skip is set."""
     parts = feature_store(pictures, folder, network)
 
     def work(numbers: list[int], done: Callable[[int], object]) -> None:
@@ -283,14 +283,11 @@ def extract_all(
 
 
 def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> None:
-    """Write pictures, in parts (b, C, H, W) uint8, as ADM's arr_0 (n, H, W, C), and labels (n,) int64 as arr_1."""
+    """Write parts of pictures (b, C, H, W) uint8 as ADM's arr_0 (n, H, W, C), and labels (n,) int64 as arr_1."""
     parts = (part.transpose(0, 2, 3, 1) for part in pictures)
     first = next(parts)
-    header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *first.shape[1:])}
+    batch = Stream("uint8", (len(labels), *first.shape[1:]), itertools.chain([first], parts))
     with whole_file(path) as partial, zipfile.ZipFile(partial, "w") as archive:
-        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            for part in itertools.chain([first], parts):
-                file.write(np.ascontiguousarray(part).data)
-        with archive.open("arr_1.npy", "w") as file:
-            write_array(file, labels)
+        for name, array in (("arr_0.npy", batch), ("arr_1.npy", labels)):
+            with archive.open(name, "w", force_zip64=True) as file:
+                write_array(file, array)

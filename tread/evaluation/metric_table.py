@@ -31,8 +31,8 @@ class Metric:
     alike     settings that must be equal for runs' values to be comparable, besides those that all metrics need.
     count     key under which a training records how many samples the value was measured on; "": none.
     real      suffixes of the keys that hold the same metric for real pictures.
-    compute   function that computes it from features of samples and reference; None: another scorer gives it.
-    needs     the part of a reference that `compute` uses; None: no reference.
+    compute   function that computes it from features of samples and reference; None: another scorer computes it.
+    needs     "statistics" or "pictures", what `compute` uses of a reference; None: nothing.
     """
 
     display: str
@@ -65,7 +65,7 @@ class Metric:
 
     @property
     def best(self) -> Callable:
-        """The function, min or max, that finds the best value."""
+        """The function, min or max, that picks the best of several values."""
         return max if self.better == "higher" else min
 
 
@@ -116,7 +116,7 @@ METRICS = Table(Metric, {
 
 
 def with_real(names: Iterable[str]) -> list[str]:
-    """Return these metrics' keys, each followed by the keys under which records hold that metric of real pictures."""
+    """Return these metrics' keys, each followed by the keys of the same metric for real pictures (see Metric.real)."""
     return [name + end for name in names for end in ("", *METRICS[name].real)]
 
 
@@ -126,12 +126,12 @@ def names_of(what: str) -> list[str]:
 
 
 def scored_names(record: Mapping) -> list[str]:
-    """Return the names of a score's metrics: all with of="samples", then those with of="demo" that `record` has."""
+    """Return the keys of a score's metrics: all with of="samples", then those with of="demo" that `record` has."""
     return names_of("samples") + [name for name in names_of("demo") if name in record]
 
 
 def heldout_titles() -> dict[str, str]:
-    """Return {key: title} of the losses on held-out data. `Process.evaluation` is the key of a process's loss."""
+    """Return {key: title} of the losses on held-out data, such as "eval_loss"."""
     return {name: METRICS[name].title for name in names_of("heldout")}
 
 

@@ -16,20 +16,20 @@ from torch import Tensor
 NEIGHBOURS = 3  # k of precision and recall
 SPLIT = 5000  # pictures in a split of the Inception Score
 BLOCK_NUMBERS = 2**25  # numbers in a block of distances: 128 MB in fp32, of which two live at a time
-Seen = Callable[[int], object]  # called with a number of rows that are done, for progress bars
+Seen = Callable[[int], object]  # called with the number of rows just done, for progress bars
 
 
 def nobody(rows: int) -> None:
-    """Do nothing: the default of the arguments `seen` in this module, for callers that show no progress."""
+    """Do nothing: the default progress callback `seen` of this module's functions."""
 
 
 @dataclass(frozen=True)
 class Moments:
     """Mean and covariance, in float64, of features that come in parts.
 
-    count    number of features.
+    count    number n of features.
     mean     (D,)
-    scatter  (D, D), the sum of (x − mean)(x − mean)ᵀ.
+    scatter  (D, D), the sum of (x − mean)(x − mean)ᵀ, which is n − 1 times the covariance.
     """
 
     count: int
@@ -41,7 +41,7 @@ class Moments:
         """Return the moments of features (n, D), n at least 1."""
         features = features.astype(np.float64)
         mean = features.mean(axis=0)
-        centred = torch.from_numpy(features - mean)  # torch's threads, as launchers may limit NumPy's
+        centred = torch.from_numpy(features - mean)  # with torch's threads: launchers may limit NumPy's
         return cls(len(features), mean, (centred.T @ centred).numpy())
 
     @classmethod
@@ -73,8 +73,8 @@ class Moments:
 
 
 def _factor(covariance: np.ndarray) -> Tensor:
-    """Return A (D, rank) with A·Aᵀ equal to a positive semi-definite matrix; eigenvalues at rounding level are left
-    out."""
+    """Return A (D, rank) with A·Aᵀ = covariance, a positive semi-definite matrix (D, D); eigenvalues at rounding level
+    count as 0."""
     values, vectors = torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64)))
     kept = values > values[-1].clamp(min=0) * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, kept] * values[kept].sqrt()
@@ -119,7 +119,7 @@ def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = nobody) ->
     Both sets must be on one device and have more than k points. BLOCK_NUMBERS distances are in memory at a time. `seen`
     is called with the number of rows just done; these numbers add up to 2·(n + m).
     """
-    centre = reference.mean(dim=0)  # |a|² − 2ab + |b|² loses digits far from the origin
+    centre = reference.mean(dim=0)  # centred, as |a|² − 2ab + |b|² loses digits far from 0
     reference, samples = reference - centre, samples - centre
     theirs, ours = _radii(reference, seen), _radii(samples, seen)
     return _inside(samples, reference, theirs, seen), _inside(reference, samples, ours, seen)
@@ -140,7 +140,7 @@ def _radii(features: Tensor, seen: Seen) -> Tensor:
 
 
 def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float:
-    """Return the share of points inside or on at least one ball; `radii` are squared. For `seen` see _distances."""
+    """Return the share of points in at least one ball (squared `radii` around `centres`); `seen` as in _distances."""
     inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, seen))
     return inside.item() / len(points)
 
@@ -148,7 +148,7 @@ def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float
 def kernel_distance(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> float:
     """Return KID, unbiased squared MMD with kernel (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401), of all pairs
     of features (n, D), (m, D) fp32, n and m at least 2; other code averages over random subsets. `seen` is called with
-    the number of rows done, n + 2·m in all."""
+    the number of rows just done; these numbers add up to n + 2·m."""
 
     def sums(rows: Tensor, columns: Tensor) -> Iterator[float]:
         for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):

@@ -1,7 +1,6 @@
 """Reads prompts for text-conditional networks and encodes them with the text encoder of the training; opens captions of
-held-out pictures for scoring. Samplers take labels: for a text-conditional network, these number its prompts 0..n−1."""
+held-out pictures for scoring. Samplers take labels: for a text-conditional network, indices of its prompts."""
 
-import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -17,10 +16,10 @@ from tread.data.columns import TextSpec, latents_hash, text_encoder_name
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.diffusion.labels import class_labels, spread_classes
-from tread.encoders.language import TextEncoder, encoder_for
+from tread.encoders.language import encoder_for, remarks
 from tread.models.conditions import Text
+from tread.runtime.files import content_hash
 
-NOTED = 3  # prompts that a warning names at most
 HELDOUT = "heldout"
 
 
@@ -40,9 +39,9 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
 
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
-    """Return the labels to sample: the classes (None: ten, spread over all) or, for a text-conditional network, the
-    prompts' numbers. Raises ValueError for unknown classes, prompts of a class-conditional network, and classes or
-    missing prompts of a text-conditional one."""
+    """Return the labels to sample, one for each row of a grid: `classes` (an item None: no class; None: ten, spread
+    over all) or, for a text-conditional network, the indices of prompts. Raises ValueError for unknown classes, prompts
+    of a class-conditional network, and classes or missing prompts of a text-conditional one."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
@@ -58,9 +57,9 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
 def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
-    """Encode prompts for the network; also return notes on unknown words and on prompts that are cut off. `place` is
-    the text encoder's hub id or folder; None: the one that the training used. Raises ValueError if it can't be loaded
-    or its hash differs from that of the training's encoder."""
+    """Encode prompts for the network; also return the notes of prompt_warnings. `place` is the text encoder's hub id or
+    folder; None: the one that the training used. Raises ValueError if it can't be loaded or its hash differs from that
+    of the training's encoder."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(
             f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"
@@ -71,37 +70,22 @@ def encode_prompts(
         raise ValueError(
             f"{error}\nIf it has moved, text_encoder=<hub id or folder> names where it lies now"
         ) from error
-    return encoder.encode(prompts), prompt_warnings(encoder, prompts)
+    return encoder.encode(prompts), remarks(encoder, prompts)
 
 
 def brief(prompt: str) -> str:
-    """Shorten a prompt for a message: a long one is cut off."""
+    """Return a prompt for a message, cut off if it is long."""
     return prompt if len(prompt) <= 60 else prompt[:59] + "…"
-
-
-def prompt_warnings(encoder: TextEncoder, prompts: Sequence[str]) -> list[str]:
-    """Return notes on unknown words and cut ends of prompts, which the network does not see: the first NOTED notes, and
-    how many more there are."""
-    tokens, notes = encoder.spec.tokens, []
-    for prompt, length in zip(prompts, encoder.lengths(prompts)):
-        shown = repr(brief(prompt))
-        if unknown := list(dict.fromkeys(encoder.unknown(prompt))):
-            words = ", ".join(unknown[:10]) + ", …" * (len(unknown) > 10)
-            notes.append(f"{shown} has words that no caption of the training had, which are all alike to it: {words}")
-        if length > tokens:
-            notes.append(f"{shown} has {length:,} tokens, of which the network sees the first {tokens}")
-    more = len(notes) - NOTED
-    return notes[:NOTED] + [f"likewise of {more:,} more"] * (more > 0)
 
 
 @dataclass(frozen=True)
 class ScoredPrompts:
-    """Captions numbered 0..count−1, in the order of their pictures.
+    """Captions numbered 0..count−1, in the order of their pictures, that samples are drawn for and scored with.
 
     data    the captions' dataset.
     count   number of captions.
     sha256  one hash of the dataset's latents, its captions and their encoder.
-    read    caption numbers (n,) → encoded text.
+    read    function from caption numbers (n,) to encoded text.
     words   the captions as text, if they were requested; else ().
     """
 
@@ -137,6 +121,6 @@ def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPro
     index = read_index(folder)
     count = index["text"][text_encoder_name(wanted.encoder)]["captions"]
     parts = {"latents": latents_hash(index), "captions": index.get("captions"), "text": asdict(wanted)}
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    digest = content_hash(json.dumps(parts, sort_keys=True))
     words = itertools.chain.from_iterable(read_captions(folder, index)) if with_words else ()
     return ScoredPrompts(data, count, digest, data.text_of, tuple(words))

@@ -34,17 +34,17 @@ from tread.runtime.files import explain_failure, whole_file
 T = TypeVar("T")
 TRIANGLE = "_triu"
 MAKE_FEATURES = "reference_features=true makes them, in about an hour of two CPU cores, once"
-STATED = ("resolution", "count")  # what save_statistics adds to the statistics
+STATED = ("resolution", "count")  # arrays that save_statistics stores besides the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
 KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
-SHIPPED = {"cifar10": Path(__file__).with_name("cifar10.npz")}  # by save_reference= and packed=true, see docs/scores.md
+SHIPPED = {"cifar10": Path(__file__).with_name("cifar10.npz")}  # save_reference= with packed=true: docs/scores.md
 
 
 @dataclass(frozen=True)
 class Reference:
     """An opened reference: statistics, pictures, or both.
 
-    stated      statistics stored in the file, keyed "pool" or "spatial" by the kind of features.
+    stated      statistics stored in the file: (mean, covariance) by kind of features, "pool" or "spatial".
     pictures    the pictures, from whose features missing statistics are computed; None: there are none.
     resolution  (H, W); None: unknown.
     count       number of its pictures, or of those behind its statistics; None: unknown.
@@ -68,8 +68,8 @@ class Reference:
 def open_reference(
     path: Path, crop: Crop | None, processes: Processes, sizes: Mapping[str, int], skip: bool = False
 ) -> Reference:
-    """Open a reference, a path or a name of SHIPPED, without decoding its pictures. `sizes` are the numbers of features
-    that stored statistics must have, keyed "pool" and "spatial"; the other arguments are those of open_pictures. Raises
+    """Open a reference, a path or the name "cifar10", without decoding its pictures. `sizes` are the numbers of
+    features that stored statistics must have, {"pool": D, "spatial": D}; other arguments as in open_pictures. Raises
     FileNotFoundError, or ValueError if the file is damaged, has statistics of another Inception network, or is no
     reference."""
     if path.suffix in (".pkl", ".pt", ".pth"):
@@ -105,15 +105,15 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) ->
 
 
 def symmetric(triangle: np.ndarray) -> np.ndarray:
-    """Return the symmetric matrix (D, D) of which `triangle` is the upper triangle, row by row."""
+    """Return the symmetric matrix (D, D) whose upper triangle, row by row, is `triangle` (D·(D + 1)/2,)."""
     size = (math.isqrt(8 * triangle.size + 1) - 1) // 2
     matrix = np.zeros((size, size), triangle.dtype)
     matrix[np.triu_indices(size)] = triangle[: size * (size + 1) // 2]
-    return np.triu(matrix) + np.triu(matrix, 1).T
+    return matrix + np.triu(matrix, 1).T
 
 
 def statistics(what: str, features: ShardStore, kind: str, processes: Processes) -> Statistics:
-    """Return mean and covariance of the "pool" or "spatial" features, with a progress bar that names `what`."""
+    """Return mean and covariance of "pool" or "spatial" features; `what` names the pictures in a progress bar."""
     with processes.bar(f"mean and covariance of {what}, {kind}", sum(map(len, features.ranges))) as progress:
 
         def parts() -> Iterator[np.ndarray]:
@@ -124,7 +124,7 @@ def statistics(what: str, features: ShardStore, kind: str, processes: Processes)
         return Moments.of_parts(parts()).gaussian
 
 
-@functools.lru_cache(maxsize=4)  # every scored checkpoint needs them
+@functools.lru_cache(maxsize=4)  # the same for all scored checkpoints
 def reference_statistics(features: ShardStore, kind: str, processes: Processes) -> Statistics:
     return statistics("the reference", features, kind, processes)
 
@@ -135,8 +135,8 @@ class Unavailable(ValueError):
 
 @dataclass(frozen=True)
 class FeatureSets:
-    """Inception features from which metrics are computed: `samples`, of the samples, and `features`, of the reference's
-    pictures (None if it has none). Methods raise Unavailable if something that they need is missing."""
+    """Inception features of the samples (`samples`) and of the reference's pictures (`features`; None if it has none),
+    from which metrics are computed. Methods raise Unavailable if something that they need is missing."""
 
     samples: ShardStore
     features: ShardStore | None
@@ -146,7 +146,7 @@ class FeatureSets:
     _compared: dict = field(default_factory=dict)
 
     def gaussians(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return mean (D,) and covariance (D, D) of one kind of features: the samples' pair, then the reference's."""
+        """Return mean (D,), covariance (D, D) of the samples' "pool" or "spatial" features, then the reference's."""
         expected = self.reference.stated.get(kind)
         if expected is None and self.features is None:
             raise Unavailable("the reference has neither pictures (arr_0) nor mu_s, sigma_s")
@@ -159,14 +159,14 @@ class FeatureSets:
         """Return the probabilities (n, classes) that Inception gives the samples, in the samples' order."""
         if self.network.fc is None:
             raise Unavailable("the Inception weights have no fc layer")
-        return np.concatenate(list(self.samples.arrays("probabilities")))
+        return self.samples.whole("probabilities")
 
     @functools.cached_property
     def pools(self) -> tuple[Tensor, Tensor]:
         """The features "pool" of the reference (n, D) and of the samples (m, D), fp32."""
         if self.features is None:
             raise Unavailable(self.reference.lacking)
-        return tuple(torch.from_numpy(np.concatenate(list(s.arrays("pool")))) for s in (self.features, self.samples))
+        return tuple(torch.from_numpy(store.whole("pool")) for store in (self.features, self.samples))
 
     def compare(
         self,
@@ -178,7 +178,7 @@ class FeatureSets:
         """Return measure(reference, samples, seen) for the pool features of both sets, with a progress bar that shows
         the title. A later call with the same title returns the stored result.
 
-        passes     how often `measure` calls `seen` for each row of the reference and of the samples; (0, 0): no bar.
+        passes     how often `measure` reports each row of the reference and of the samples to `seen`; (0, 0): no bar.
         more_than  number of pictures that each set must exceed.
         """
         if title in self._compared:
@@ -200,7 +200,7 @@ def save_statistics(
     path: Path, pictures: Pictures, features: ShardStore, processes: Processes, packed: bool = False
 ) -> None:
     """Write mu, sigma, mu_s, sigma_s and the pictures' count and resolution as an .npz that open_reference reads;
-    `packed` as float32, of the covariances the upper triangle alone."""
+    `packed` as float32, with the upper triangles of sigma and sigma_s."""
     if processes.main:
         arrays = {}
         for kind, keys in KEYS.items():
@@ -217,7 +217,7 @@ def save_statistics(
 
 
 def check_size(where: object, size: tuple[int, ...], reference: Reference) -> None:
-    """Raise ValueError unless pictures of this size (channels, H, W) can be compared with the reference."""
+    """Raise ValueError unless pictures of `size` (channels, H, W) can be compared with the reference's."""
     if size[0] != 3:
         raise ValueError(f"{where} gives grey pictures, but RGB is scored; digits are scored without reference=…")
     if reference.resolution not in (None, size[1:]):

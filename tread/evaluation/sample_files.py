@@ -26,7 +26,7 @@ MEANING = "the autoencoder's z, which its decoder takes: the network's latents, 
 
 
 def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
-    """Return "0-15" as 0..15 (both included), and a number or a list of numbers as a list."""
+    """Return "0-15" as range(16), and a number or a list of numbers as a list. Raises ValueError for others."""
     if isinstance(seeds, str) and (match := re.fullmatch(r"(\d+)-(\d+)", seeds)) and int(match[1]) <= int(match[2]):
         return range(int(match[1]), int(match[2]) + 1)
     seeds = [seeds] if isinstance(seeds, int) else seeds
@@ -36,7 +36,7 @@ def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
 
 
 def check_name(out: str | None, latents: bool) -> None:
-    """Raise ValueError if the suffix of `out` does not fit what will be written, or is of no known format."""
+    """Raise ValueError if the suffix of `out` is unknown, or not .safetensors for latents; None: the default name."""
     suffix = ".safetensors" if out is None and latents else Path(out or "").suffix.lower()
     if latents != (suffix == ".safetensors"):
         raise ValueError(f"out is {out!r}, but save_latents=true writes a .safetensors file, and nothing else does")
@@ -46,8 +46,8 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """Return a record for JSON of how samples were made: networks, NFE, versions, and settings, where the sampler's
-    values replace null ones."""
+    """Return how samples were made, as a dict for JSON: networks, NFE, versions, and `settings`, those that are null
+    completed from `sampler`."""
 
     def network(source: SavedNetwork) -> dict:
         return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
@@ -66,7 +66,7 @@ def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: Sav
 
 
 def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> str:
-    """Describe in words how samples are generated; `cost` is the ratio of FLOPs to sampling without guidance."""
+    """Return a text on how samples are generated; `cost` is the ratio of FLOPs to sampling without guidance."""
     shift = f" and shift {network.shift:g}" if network.shift not in (None, 1) else ""
     churn = f" and churn {sampler.churn.amount:g}" if sampler.churn.amount else ""
     relative = "" if sampler.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
@@ -81,16 +81,16 @@ def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> st
 class SampleFiles:
     """Writes samples as a grid (x.png), in ADM's format (x.npz), as latents (x.safetensors), or as files in a folder.
 
-    A file of latents holds `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,); its metadata say
-    what the numbers mean and how they were made.
+    A file of latents holds `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,); its metadata say what the numbers
+    mean and how they were made.
 
-    out        None: samples.png (latents: samples.safetensors), or samples-1.png, … if that exists.
+    out        the path. None: samples.png (latents: samples.safetensors), or samples-1.png, … if that exists.
     overwrite  whether existing files are replaced.
     seeds      one for each column of the grid.
     labels     one for each row of the grid.
     classes    the dataset's class names, or the prompts; a label beyond them means no class.
     latents    whether latents are written instead of pictures.
-    prompts    whether labels are numbers of prompts, not of classes.
+    prompts    whether labels are indices of prompts, not of classes.
     """
 
     out: Path | None
@@ -129,8 +129,8 @@ class SampleFiles:
         check_place(self.out if self.form == "folder" else self.out.parent, 0)
 
     def write(self, batches: Iterable[np.ndarray], facts: Mapping) -> tuple[Path, bool]:
-        """Write batches of pictures (b, 1 or 3, H, W) uint8 or of latents, in the order of self.pairs. Returns the path
-        written, and whether grey pictures became RGB, as they do in a folder's files and ADM's format."""
+        """Write batches of pictures (b, 1 or 3, H, W) uint8 or of latents, in the order of self.pairs, with `facts` as
+        metadata. Returns the path, and whether grey pictures became RGB, as in a folder's files and ADM's format."""
         grey, labels = False, [label for label, _ in self.pairs]
         grid_facts = {**facts, "rows": [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]}
 
@@ -158,7 +158,7 @@ class SampleFiles:
         return path, grey
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
-        """Describe the files in a line. `grey`: their RGB channels are equal; `seeds` are as the user wrote them."""
+        """Return a line on the files. `grey`: their RGB channels are equal; `seeds` are as the user wrote them."""
         what = f"classes {json.dumps([None if label == len(self.classes) else label for label in self.labels])}"
         if self.prompts:
             first = json.dumps(brief(self.classes[0]), ensure_ascii=False)

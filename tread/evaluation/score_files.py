@@ -14,19 +14,19 @@ NAMES = ("samples.npz", "fid.png", "fid.json")
 
 
 class ScoreFiles:
-    """fid.json, fid.png and samples.npz in a folder. `stem` begins their names: "" in a checkpoint's folder or a
-    named one; "photos." beside pictures named photos, whose folder may hold other picture sets."""
+    """The files fid.json, fid.png and samples.npz of scores in a folder; `stem` begins their names. It is "" in a
+    checkpoint's folder, and "photos." for scored pictures named photos, beside which other picture sets may lie."""
 
     def __init__(self, folder: Path, stem: str = "") -> None:
         self.folder, self.stem = folder, stem
 
     def path(self, name: str, number: int | None = None) -> Path:
-        """Return the path of a file by name: "fid.json" of the newest score or, with number=1, the older fid-1.json."""
+        """Return the path of "fid.json", say, for the newest score; with number=1, of an older score's fid-1.json."""
         head, _, suffix = name.rpartition(".")
         return self.folder / f"{self.stem}{head}{'' if number is None else f'-{number}'}.{suffix}"
 
     def _there(self, number: int | None = None) -> list[str]:
-        """List the names of the files that exist for the score with this number (None: the newest)."""
+        """Return which of the three file names exist for the score with this number (None: the newest)."""
         return [name for name in NAMES if self.path(name, number).exists()]
 
     def _free(self) -> int:
@@ -42,11 +42,13 @@ class ScoreFiles:
         same = isinstance(record, dict) and record.get("settings") == json.loads(json.dumps(settings))
         return record if same else None
 
-    def find(self, settings: dict, with_samples: bool = False) -> tuple[Path, dict] | None:
-        """Return (path, content) of the fid.json with these settings (and a samples.npz, if with_samples), or None."""
+    def find(self, settings: dict, with_samples: bool = False, **values: str) -> tuple[Path, dict] | None:
+        """Return (path, content) of the fid.json with these settings and `values` by key (and a samples.npz, if
+        with_samples), or None."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
-            if record and (not with_samples or "samples.npz" in self._there(number)):
+            same = record and all(record.get(key) == value for key, value in values.items())
+            if same and (not with_samples or "samples.npz" in self._there(number)):
                 return self.path("fid.json", number), record
         return None
 
@@ -65,7 +67,7 @@ class ScoreFiles:
 
 
 def table(record: dict) -> str:
-    """Format a score for people: a line for each value with its counts, each unavailable metric, and each warning."""
+    """Format fid.json's content for people: a line for each value with its counts, unavailable metric, and warning."""
     pictures = f" against {record['reference_count']:,}" if record.get("reference_count") else ""
     against = {"pictures": pictures, "statistics": pictures * (record.get("reference_statistics") == "pictures")}
 
@@ -84,20 +86,20 @@ def table(record: dict) -> str:
 
 
 def sampler_told(values: Mapping) -> str | None:
-    """Describe the solver of a score in words, with its time shift unless that is 1."""
+    """Return the name of fid.json's sampler, with its time shift unless that is 1; None for pictures from files."""
     shift = values.get("shift")
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 
 
 def columns(record: Mapping) -> list[str]:
-    """Return the names of the columns of fid.csv for a score's record; its metrics are those of `scored_names`."""
+    """Return the columns of fid.csv for fid.json's content `record`."""
     head = ["time", "step", "count", *scored_names(record), "reference", "reference_count"]
     head += ["sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network"]
     return [*head, "labels", "first_seed", "weights", "dtype", "checkpoint"]
 
 
 def add_line(path: Path, record: dict) -> None:
-    """Append a score to a .csv with the columns columns(record). A file that has other columns is first renamed."""
+    """Append fid.json's content to a .csv. A file whose columns are not columns(record) is renamed first."""
     head = columns(record)
     if path.exists() and path.read_text().partition("\n")[0].strip() != ",".join(head):
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())

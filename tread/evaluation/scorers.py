@@ -1,4 +1,4 @@
-"""Scores samples against a reference by Inception features, or with the judge of a built-in dataset; online FID."""
+"""Scores samples against a reference by Inception features, or by the metrics of a built-in dataset; online FID."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256
 
 NEIGHBOURS = 3
-REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # scans behind these values
+REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # number of real digits behind these values
 Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]
 
 
@@ -40,7 +40,7 @@ class Scorer(Protocol):
     metrics    keys of METRICS that it may compute, the most important one first.
     reference  the reference that samples are compared with, opened from a path; None: the scorer has none.
     seconds    time that extracting the reference's features took.
-    prompts    the captions to sample, each equally often; None: the scoring's options choose labels or captions.
+    prompts    the captions to sample, each equally often; None: options labels=… and prompts=… choose.
     hashes     sha256 of the "reference" and "inception" that decide its numbers, as recorded in fid.json.
     """
 
@@ -51,16 +51,16 @@ class Scorer(Protocol):
     hashes: Mapping[str, str | None] = {}
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Return what scoring will need of pictures (n, C, H, W) uint8 besides themselves: {name: array of n rows},
-        such as features, to store with them."""
+        """Return {name: array of n rows}, such as features, of pictures (n, C, H, W) uint8, to be stored with them for
+        `score`."""
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
-        """Score stored samples, which are pictures, labels and the arrays of `prepare`. Returns {metric: value},
-        {metric: reason for a missing value}, and {metric: number of pictures} if these are not all samples."""
+        """Score a store of samples: pictures, labels and the arrays of `prepare`. Returns {metric: value}, {metric:
+        reason for a missing value}, and {metric: number of pictures} where that is not the number of samples."""
 
     def warnings(self, samples: int) -> list[str]:
-        """Return warnings to record with a score of this number of samples."""
+        """Return warnings to record with a score of `samples` samples."""
         return []
 
 
@@ -92,7 +92,7 @@ class ReferenceScorer:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """The hashes of reference and Inception, as fid.json records them."""
+        """{"reference": sha256, "inception": sha256}, as fid.json records them."""
         return {"reference": self.reference.sha256, "inception": self.network.sha256}
 
     def extract_reference(self, cache: Path) -> None:
@@ -104,7 +104,7 @@ class ReferenceScorer:
             self.seconds = time.perf_counter() - began
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Return {kind: features} of pictures (n, 3, H, W) uint8, see `extract`."""
+        """Return {kind: features (n, …)} of pictures (n, 3, H, W) uint8, as `extract` does."""
         return extract(self.network, pictures)
 
     def score(self, samples: ShardStore) -> Scores:
@@ -116,12 +116,12 @@ class ReferenceScorer:
                 values[name] = METRICS[name].compute(sets)
             except Unavailable as error:
                 unavailable[name] = str(error)
-            except (ValueError, TypeError, LookupError, AttributeError) as error:  # does not cost the other metrics
+            except (ValueError, TypeError, LookupError, AttributeError) as error:  # the other metrics still get values
                 unavailable[name] = f"it failed: {type(error).__name__}: {error}"
         return values, unavailable, {}
 
     def warnings(self, samples: int) -> list[str]:
-        """Return notes if the counts are too small for FID, or the Inception is not FID's."""
+        """Return notes if there are too few pictures for FID, or the Inception network is narrower than FID's."""
         dimensions, narrow = self.network.sizes["pool"], self.network.narrow
         counts = {"samples": samples}
         # ADM's mu comes from many more pictures than its arr_0 holds
@@ -140,7 +140,7 @@ class ReferenceScorer:
 def open_scorer(
     reference: Path, inception: str | None, crop: Crop | None, processes: Processes, skip: bool = False
 ) -> ReferenceScorer:
-    """Open a reference (`open_reference`) and load the Inception (`find_weights`); no features are extracted yet."""
+    """Open a reference (see open_reference) and the Inception network (see find_weights); no features are extracted."""
     with processes.main_first():  # one process fetches the weights
         weights = find_weights(inception)
     network = load_inception(weights, processes.device)
@@ -175,17 +175,16 @@ class DigitsJudge(Scorer):
     metrics = ("label_agreement", "frechet_pixels")
 
     def score(self, samples: ShardStore) -> Scores:
-        pictures, labels = (np.concatenate(list(samples.arrays(name))) for name in ("pictures", "labels"))
-        unavailable = {"fid": "grey pictures of 8×8 are scored in raw pixels"}
-        return judge_digits(pictures, labels), unavailable, REAL_COUNTS
+        values = judge_digits(samples.whole("pictures"), samples.whole("labels"))
+        return values, {"fid": "grey pictures of 8×8 are scored in raw pixels"}, REAL_COUNTS
 
 
 class EmojiJudge(Scorer):
     """Scores `count` samples with `judge_emoji`, not by FID. Their captions are those of the emoji that `ask` chooses.
 
-    inception  weight file of the Inception whose features are compared besides pixels; None: see `find_at_hand`.
+    inception  weight file of the Inception network, to compare its features besides pixels; None: see `find_at_hand`.
 
-    Raises FileNotFoundError or ValueError if the emoji cannot be opened, or the named file is not there.
+    Raises FileNotFoundError or ValueError if the emoji cannot be opened, or the weight file does not exist.
     """
 
     metrics = names_of("demo")
@@ -203,15 +202,15 @@ class EmojiJudge(Scorer):
         )
 
     def score(self, samples: ShardStore) -> Scores:
-        pictures, numbers = (np.concatenate(list(samples.arrays(name))) for name in ("pictures", "labels"))
         inception = self.weights and load_inception(self.weights, "cuda" if torch.cuda.is_available() else "cpu")
-        asked, in_order = self.asked.parts.tolist(), torch.from_numpy(pictures[numbers.argsort()])
+        order = samples.whole("labels").argsort()
+        asked, in_order = self.asked.parts.tolist(), torch.from_numpy(samples.whole("pictures")[order])
         values = judge_emoji(in_order, self.asked, real_emoji(*self.parts), inception)
         counts = {name: asked.count(name.partition("_")[0]) for name in values}
         return values, {"fid": "emoji are judged by their captions"}, counts
 
 
-# (embedded dataset, whether the network takes texts) → makes its scorer of a network, sample count and Inception file
+# (built-in dataset, whether the network takes texts) → function (network, number of samples, Inception file) → scorer
 EMBEDDED: dict[tuple, Callable[..., Scorer]] = {
     ("digits", False): lambda *_: DigitsJudge(),
     ("emoji", True): EmojiJudge,
@@ -220,7 +219,7 @@ EMBEDDED: dict[tuple, Callable[..., Scorer]] = {
 
 @dataclass(frozen=True)
 class OnlineFID:
-    """Computes FID of a few samples during training, to show a trend, with the same functions as fid.py."""
+    """Computes the FID of a few samples during training, to show a trend, with the same functions as fid.py."""
 
     scorer: ReferenceScorer
     decoder: Decoder
@@ -228,8 +227,8 @@ class OnlineFID:
     def moments(
         self, model: Model, seeds: Sequence[int], sampler: Sampler, stopped: Callable[[], bool] = lambda: False
     ) -> Moments:
-        """Draw a sample for each seed, with a label that follows from the seed, and return mean and covariance of the
-        samples' features. `stopped` is called after each batch; if it returns True, the other samples are left out."""
+        """Draw a sample for each seed, with a class drawn by the seed, and return mean and covariance of the samples'
+        features. `stopped` is called after each batch; if it returns True, no more samples are drawn."""
         labels = seeded_labels(seeds, model.network.num_classes, "random")
 
         def features() -> Iterator[np.ndarray]:
@@ -241,8 +240,8 @@ class OnlineFID:
         return Moments.of_parts(features())
 
     def fid(self, samples: Moments, cpu_threads: int | None = None) -> float:
-        """Return the FID of samples, given the moments of the features of all processes' samples. The other processes
-        wait meanwhile; `cpu_threads` is the number of threads that this one then uses, see use_cores."""
+        """Return the FID, given the moments of the features of all processes' samples. Call it in one process while the
+        others wait; it may use `cpu_threads` threads (None: see use_cores)."""
         threads = torch.get_num_threads()
         use_cores(cpu_threads, processes=1)
         try:
@@ -254,9 +253,9 @@ class OnlineFID:
 def open_online_fid(
     reference: Path, samples: int, inception: str | None, latents: LatentSpec, decoder: Decoder, processes: Processes
 ) -> OnlineFID:
-    """Open a reference that has mu and sigma, and an Inception (see `find_weights`). `samples` is the number of samples
-    of all processes together. Raises FileNotFoundError, or ValueError, also if decoded pictures have another size
-    than the reference's."""
+    """Open a reference that has mu and sigma, and an Inception network (see find_weights). `samples` is the number of
+    samples of all processes together. Raises FileNotFoundError, or ValueError, also if decoded pictures have another
+    size than the reference's."""
     if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
     scorer = open_scorer(reference, inception, None, processes)

@@ -1,9 +1,8 @@
-"""Scores checkpoints or pictures; `run` does all of it. All checks run before the long work. Processes share it in
-parts; the same command, run again, makes the missing parts."""
+"""Scores checkpoints or pictures, see `run`. All checks come before the long work, which processes share in parts; the
+same command, run again after an interruption, makes the missing parts."""
 
 import datetime
 import glob
-import hashlib
 import json
 import sys
 import time
@@ -14,7 +13,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -42,16 +40,16 @@ from tread.runtime import schema
 from tread.runtime.compiling import Compile, compile_blocks, settle_compile
 from tread.runtime.device import Precision, avoid_faults, device_name, use_precision
 from tread.runtime.distributed import Processes
-from tread.runtime.files import check_place, explain_failure
+from tread.runtime.files import check_place, content_hash, explain_failure
 from tread.runtime.plugins import plugin_changes
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.runtime.versions import versions
 
-CLIP = "clip_score"  # its key in METRICS and in stored parts
+CLIP = "clip_score"  # the CLIP score's key in METRICS and in stored parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # default numbers of samples
-GRID = 64  # pictures of fid.png
-# keys that only some scores have
+GRID = 64  # number of pictures in fid.png
+# keys of a fingerprint that are left out if null or empty
 OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip"}
 
 
@@ -113,7 +111,7 @@ class ScoringOptions:
 
 
 def read_options(config: dict) -> ScoringOptions:
-    """Read the options from a composed config, with ~ expanded in paths."""
+    """Read the options from a config composed by Hydra, with ~ expanded in paths."""
     paths = ("checkpoint", "samples", "reference", "save_reference", "prompts", "clip")
     paths += ("inception", "autoencoder", "out", "cache")
     for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
@@ -122,7 +120,7 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything, then score each checkpoint or picture set; return the checkpoints' scores (main process)."""
+    """Check everything, then score each checkpoint, or the pictures; return each checkpoint's fid.json as a dict."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -139,7 +137,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     skip = options.on_error == "skip"
     samples = options.samples and open_pictures(Path(options.samples), crop, processes, skip)
     against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes, skip)
-    if options.reference in SHIPPED:
+    if options.reference in SHIPPED and not Path(options.reference).exists():
         add_shipped_pictures(against, options, plans, processes)
     with processes.main_first():  # one process fetches the weights
         clip = options.clip and ClipScore(options.clip, processes.device)
@@ -172,8 +170,8 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
 
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
     """Resolve the checkpoints' paths once, because `latest` may soon name another checkpoint. Returns the options, in
-    which the weak network's path is resolved, and the folders of the checkpoints that options.checkpoint (a path, or a
-    pattern with *) names, without repeats, sorted by run and step. Raises FileNotFoundError or ValueError."""
+    which the weak network's path is resolved, and the checkpoint folders that options.checkpoint (a path, or a pattern
+    with *) names, without repeats, sorted by run and step. Raises FileNotFoundError or ValueError."""
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
     if pattern and not Path(pattern).exists():
@@ -192,8 +190,8 @@ class ScoringPlan:
     weak            the guidance's weak network, if it is another checkpoint; else None.
     count           number of samples to draw.
     compiled        whether the networks' blocks are compiled for sampling.
-    decoder         fingerprint of the decoder for the network's latents.
-    judge           the scorer that is used if the options name no reference: a built-in dataset's own, or Unscored.
+    decoder         a text that identifies the decoder of the network's latents; "pixels": there is none.
+    judge           the scorer without a reference: that of digits or emoji, or Unscored for other datasets.
     prompts         the captions to draw, for a network that takes texts; else None.
     flops           FLOPs of the networks per sample.
     flops_relative  ratio of these FLOPs to those of the same steps without guidance.
@@ -221,19 +219,19 @@ class ScoringPlan:
 
     @property
     def decode_precision(self) -> str | None:
-        """The precision of decoding; None for fp32, or without an autoencoder."""
+        """The precision of decoding, as part of the fingerprint: None for fp32, or without an autoencoder."""
         asked = self.options.decode_precision
         return None if asked == "fp32" or self.decoder == "pixels" else asked
 
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
-        """Return everything that decides the scores, for JSON; a score with an equal fingerprint is not made again. The
+        """Return a dict for JSON of everything that decides a score, by which an earlier equal one is found. The
         arguments are the sha256 of the reference, the Inception's weights and CLIP's; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
         routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
         for route in routes:
             if route["rejoin"] is None:
-                del route["rejoin"]  # as in scores older than this key, so that they are recognised
+                del route["rejoin"]  # as in scores recorded before this key was added
         decisive = {
             "step": saved.found.step,
             "checkpoint": saved.sha256,
@@ -264,8 +262,8 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """Return a process's constants. A constant that older code did not have is left out if it has its default, so that
-    settings still equal those recorded with older scores."""
+    """Return a process's constants by name, without newer ones that have their default, so that settings still equal
+    those recorded with older scores."""
     added = {"direction": 0.0, "shift": 1.0}
     return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
 
@@ -273,8 +271,8 @@ def _constants(process: Process) -> dict:
 def plan_scoring(
     options: ScoringOptions, entry: checkpoint.Checkpoint, precision: str, compiled: bool = False
 ) -> ScoringPlan:
-    """Decide how a checkpoint is scored, except for the reference. `precision` and `compiled` must suit the device.
-    Raises ValueError or FileNotFoundError if the options do not suit the checkpoint."""
+    """Decide how the checkpoint `entry` is scored, except for the reference. `precision` and `compiled` must suit the
+    device. Raises ValueError or FileNotFoundError if the options do not suit the checkpoint."""
     saved = open_network(entry, options.weights, options.shift)
     weak, dataset = open_weak(options.guidance, saved), saved.cfg.dataset
     kind = (dataset.embedded, saved.cfg.model.takes_text)
@@ -320,12 +318,12 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """Return the options, with the folder of the held-out data as the reference in two cases: options.reference is
-    "heldout"; or it is None, samples are not saved, and a network takes captions that no built-in judge (EmojiJudge)
-    chose. Raises ValueError or FileNotFoundError if the networks have different held-out data, or none."""
+    """Return the options with options.reference as a folder: "cifar10-test" is CIFAR-10's test pictures, "heldout" the
+    networks' held-out data, and so is None when a text-conditional network is scored without EmojiJudge. Raises
+    ValueError or FileNotFoundError if the networks have different held-out data, or none."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
-    if options.reference == "cifar10-test":  # its test pictures
+    if options.reference == "cifar10-test":  # the test pictures of CIFAR-10
         return replace(options, reference=str(cifar10.heldout_of(find_cifar10(plans, make=True))))
     if not plans or not (options.reference == HELDOUT or unnamed):
         return options
@@ -338,8 +336,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
-    """Return the folder of CIFAR-10's training pictures: the networks' own, else data/cifar10; `make` writes them, and
-    the test pictures, if they are missing. Raises the errors of prepare_cifar10."""
+    """Return the folder of CIFAR-10's training pictures: the one a network was trained on, else data/cifar10. If
+    `make`, training and test pictures are written if missing. Raises the errors of prepare_cifar10."""
     datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
     folder = Path(datasets[0].path if datasets else "data/cifar10")
     if make:
@@ -350,28 +348,27 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures to the shipped statistics, for precision, recall and KID, if their features are
-    asked for or cached. Raises ValueError if there are not as many as behind the statistics."""
+    """Add CIFAR-10's training pictures to the reference "cifar10", which has only statistics, if reference_features is
+    set or their features are cached. Raises ValueError if there are not as many as the statistics are of."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():
         return
     try:
         pictures, reference = open_pictures(folder, None, processes), scorer.reference
-    except ValueError:  # what else lies there does not matter unless it is asked for
+    except ValueError:  # other files in this folder are no error unless features are wanted
         if options.reference_features:
             raise
         return
     missing = processes.from_main(lambda: feature_store(pictures, Path(options.cache), scorer.network).missing())
     if pictures.count == reference.count and (options.reference_features or not missing):
-        both = hashlib.sha256(f"{reference.sha256} {pictures.sha256}".encode()).hexdigest()
-        scorer.reference = replace(reference, pictures=pictures, sha256=both)
+        scorer.reference = replace(reference, pictures=pictures)  # its hash stays: a cache changes no score's settings
     elif options.reference_features:
         raise ValueError(f"{folder} holds {pictures.count:,} pictures, but CIFAR-10 has {reference.count:,}")
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """Return how the photos of a reference or of samples are cropped and read: as the options say, else as the training
+    """Return how photos of a reference or of samples are cropped and read: as the options say, else as the training
     photos were read, else with "exif" and "white"; None if options.crop is null. Raises ValueError if the checkpoints'
     photos were read in different ways and the options do not choose one."""
     if options.crop is None:
@@ -389,7 +386,7 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
-    """Return the files for scores of options.samples: in options.out, else beside the samples and named after them."""
+    """Return the ScoreFiles for options.samples: in options.out, else beside the samples and named after them."""
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
@@ -408,9 +405,9 @@ def check_target(path: Path, reference: Reference) -> None:
 class CheckpointScoring:
     """Scores one checkpoint.
 
-    settings  everything that decides the score.
+    settings  everything that decides the score, a ScoringPlan.fingerprint.
     files     files of the score.
-    lines     the .csv to which a line is appended.
+    lines     path of the .csv to which a line is appended.
     parts     store of the samples and their features, kept until they are scored; usable for any reference.
     seconds   time that this process took to draw samples and extract features.
     """
@@ -421,15 +418,17 @@ class CheckpointScoring:
         self.files, self.lines = ScoreFiles(out or plan.folder), (out or plan.folder.parent) / "fid.csv"
         self.settings = plan.fingerprint(**scorer.hashes, clip=clip and clip.sha256)
         drawn = {key: value for key, value in self.settings.items() if key != "reference"}
-        name = f".fid-{hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:12]}"
+        name = f".fid-{content_hash(json.dumps(drawn))[:12]}"
         size = part_size(plan.count, plan.sampler.batch_size)
         self.parts = ShardStore(self.files.folder / name, drawn, pieces_of(plan.seeds, size))
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
         """Return and print the record of an earlier score with the same settings; None if there is none, or if
-        samples.npz is wanted but missing."""
-        before = self.files.find(self.settings, with_samples=self.plan.options.save_samples)
+        samples.npz or metrics of the reference's pictures (reference_features) are wanted but missing."""
+        options = self.plan.options
+        of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
+        before = self.files.find(self.settings, with_samples=options.save_samples, **of)
         if before is not None:
             tqdm.write(f"{self.plan.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
         return before and before[1]
@@ -448,8 +447,8 @@ class CheckpointScoring:
             check_place(self.lines.parent, 0)
 
     def score(self, decoder: autoencoder.Decoder) -> dict | None:
-        """Return the record of the score that another launch has just made, if any. Else draw samples into the shards
-        `parts`, score them, write the record, remove `parts`, and return the record in the main process."""
+        """Return fid.json's content in the main process. Samples are drawn into the store `parts`, scored and removed;
+        none are drawn if another process has made the score meanwhile."""
         began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
         with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
             record = processes.from_main(self.find_score)
@@ -472,8 +471,8 @@ class CheckpointScoring:
         return record
 
     def _draw(self, decoder: autoencoder.Decoder, numbers: list[int], done: Callable[[int], object]) -> None:
-        """Draw the samples of the shards `numbers` of self.parts, and store them with the arrays that Scorer.prepare
-        returns for them. `done` is called with the number of samples in each batch."""
+        """Draw samples for the pieces `numbers` of self.parts, and store them with the arrays that Scorer.prepare
+        returns. `done` is called with the number of samples in each batch."""
         if not numbers:
             return
         plan, guidance, device = self.plan, self.plan.sampler.guidance, self.processes.device
@@ -506,7 +505,7 @@ class CheckpointScoring:
             total.update(note["seconds"])
         record = common_record(self.scorer, parts, plan.count, self.processes)
         if self.clip is not None:
-            record[CLIP] = float(np.concatenate(list(parts.arrays(CLIP))).mean(dtype=np.float64))
+            record[CLIP] = float(parts.whole(CLIP).mean(dtype="float64"))
             record["counts"][CLIP] = plan.count
         if plan.decode_precision:
             note = f"pictures were decoded in {plan.decode_precision}; published numbers are of fp32"
@@ -540,8 +539,7 @@ class CheckpointScoring:
             save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
             if self.plan.options.save_samples:
                 tqdm.write(f"  writing   {files.path('samples.npz')}")
-                labels = np.concatenate(list(parts.arrays("labels")))
-                save_npz(files.path("samples.npz"), parts.arrays("pictures"), labels)
+                save_npz(files.path("samples.npz"), parts.arrays("pictures"), parts.whole("labels"))
             add_line(self.lines, record)
             where = files.write(record)
         tqdm.write(f"{table(record)}\n  written   {where}")
@@ -550,8 +548,8 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """Return the part common to all fid.json files: the values, the number of samples behind each, and how they were
-    made. `pictures` are the samples if they were read from files, to count damaged files; None: they were generated."""
+    """Return what all fid.json files hold: the values, the number of samples behind each, and how they were made.
+    `pictures` are samples read from files, whose damaged ones are counted; None: the samples were generated."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {
@@ -563,6 +561,7 @@ def common_record(
         "reference": reference and reference.where,
         "reference_count": reference and reference.count,
         "reference_statistics": reference and reference.statistics_from,
+        "reference_pictures": reference and reference.pictures and reference.pictures.sha256,
         **{key: len(found.damaged) for key, found in sets.items() if found and found.damaged},
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -573,7 +572,7 @@ def common_record(
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
-    """Score pictures made elsewhere, write fid.json and print the scores. Features are cached like a reference's."""
+    """Score pictures made elsewhere, write fid.json and print it. Their features are kept in options.cache."""
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()

@@ -25,7 +25,7 @@ from tread.diffusion.sampling import Model
 from tread.evaluation.heldout_loss import read_points
 from tread.models.backbone import Backbone
 from tread.preparing import digits
-from tread.routing.ids import RULES, check_ratio, describe_route, pair
+from tread.routing.ids import RULES, check_ratio, pair
 from tread.runtime.randomness import seeded_uniform
 
 
@@ -41,7 +41,7 @@ class States(NamedTuple):
 
 
 def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = ()) -> tuple[Tensor, States]:
-    """Return a network's output for inputs as in Backbone.forward, and the states between its blocks."""
+    """Return a network's output for inputs as in Backbone.forward, and the tokens between its blocks."""
     embedded: list[Tensor] = []
     hook = network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output))
     record = Record(blocks=range(len(network.blocks)))
@@ -88,9 +88,9 @@ def similarity(batches: Iterable[States]) -> Tensor:
 def noised_states(
     model: Model, data: LatentDataset, samples: int, noise_levels: int, seed: int, batch_size: int
 ) -> Iterator[States]:
-    """Yield States, the tokens between the model's blocks under its routes, for evaluation points (heldout_loss.py),
-    a batch at a time. A point's noise and the tokens that its routes keep depend on the seed and the point's number
-    alone, even for routes that keep the same tokens for all samples of a training batch."""
+    """Yield batches of States, the tokens between the model's blocks under its routes, for `samples` evaluation points
+    (samples of `data` at noise levels, see heldout_loss.py). A point's noise and kept tokens depend on `seed` and its
+    number alone, even for routes that keep the same tokens for all samples of a training batch."""
     network, device = model.network, next(model.network.parameters()).device
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
@@ -105,7 +105,7 @@ def noised_states(
 
 
 def adjacent(matrix: Tensor) -> float:
-    """Return the mean similarity of neighbouring states, the mean of `matrix` (states, states) beside its diagonal."""
+    """Return the mean similarity of neighbouring states, from the `matrix` that `similarity` returns."""
     return matrix.diagonal(1).mean().item()
 
 
@@ -123,15 +123,10 @@ def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[R
     return check_routes(routes, model.depth)
 
 
-def describe_routes(routes: Sequence[Route], network: Backbone) -> str:
-    """Describe resolved routes in words."""
-    return ", ".join(describe_route(route, network.num_tokens, network.grid) for route in routes)
-
-
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
     """Open the held-out latents of a network's run, else its training latents, normalised as the network sees them.
-    `folder` is where they are now; None: the folder in the checkpoint's settings, where dataset=digits is written if
-    it is missing. Raises FileNotFoundError, or ValueError if the network was trained on another kind of latents."""
+    `folder` is where they are now; None: where the checkpoint's settings say, and dataset=digits is written there if
+    missing. Raises FileNotFoundError, or ValueError if the network was trained on another kind of latents."""
     dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":

@@ -23,7 +23,7 @@ from tread.routing.ids import RULES
 from tread.runtime.schema import Chosen, Count, CountOrZero, PositiveOrZero
 from tread.runtime.tensor_files import MASKDIT
 
-Shapes = Mapping[str, tuple[int, ...]]  # of a state dict's tensors, by name
+Shapes = Mapping[str, tuple[int, ...]]  # name of a state dict's tensor → its shape
 BLOCK = "blocks.0."
 CROSS = f"{BLOCK}cross_attn.q.weight"
 
@@ -49,17 +49,18 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """Settings that decide what trained weights compute, keyed "text.<name>"; `fingerprint` covers vocabulary."""
+        """The settings that change what trained weights compute, as {"text.<name>": value}. The vocabulary is left out,
+        as `fingerprint` is its hash."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """The options that all architectures share, named like their network's arguments. A subclass overrides:
+    """The options that all architectures share, named like their network's arguments. Subclasses override attributes:
 
     network     the class that is built.
     takes_text  True: the network takes texts instead of labels.
-    has_path    True: it has a sparse path that train.path_drop can drop.
+    has_path    True: it has a sparse part, as SPRINT does, that training can drop in some samples (train.path_drop).
     masks       True: after a route, mask tokens replace the skipped tokens, so sampling runs all tokens.
     along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
@@ -121,7 +122,7 @@ class NetworkOptions:
 
     @property
     def blocks(self) -> str:
-        """The blocks in words, such as "12 blocks"."""
+        """A description of the blocks, such as "12 blocks"."""
         return f"{self.depth} blocks"
 
     @property
@@ -139,7 +140,7 @@ class NetworkOptions:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """The options that change the function of trained weights, keyed "model.<name>"."""
+        """The options that change what trained weights compute, as {"model.<name>": value}."""
         return {f"model.{name}": getattr(self, name) for name in self.deciding()}
 
     def build(self, size: int, channels: int, num_classes: int, text: TextSettings) -> Backbone:
@@ -154,12 +155,12 @@ class NetworkOptions:
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        """Return whether a state dict is of this architecture; if several match, the last in ARCHITECTURES counts."""
+        """Return whether a state dict is of this architecture; if several match, `recognize` returns the last one."""
         return any(name in shapes for name in cls.marks)
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """Return mlp_ratio and this architecture's own options, as far as a state dict's shapes show them."""
+        """Return {option: value} for mlp_ratio and this architecture's own options, as far as `shapes` show them."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": width[0] / hidden_size} if width else {}
 

@@ -23,12 +23,12 @@ from tread.runtime.schema import check
 
 Init = Literal["adaln_zero", "xavier"]
 Residual = Literal["fp32", "bf16"]
-WAVES = 256  # number of cosines and sines that embed the noise input
+WAVES = 256  # number of cosines and sines that embed the time input
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D). Under autocast always in fp32: on CPUs, unlike
-    CUDA, norms of bf16 tokens return bf16."""
+    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D). Under autocast this is computed in fp32, on CPUs
+    too, where norms return bf16 for bf16 tokens."""
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
@@ -68,13 +68,13 @@ class PatchEmbed(nn.Module):
 
 
 def kept_as(residual: Residual, tokens: Tensor, product: Tensor) -> Tensor:
-    """Return tokens in the type of the residual stream. With residual="bf16" this is the type of `product`, a layer's
-    output: bf16 under autocast, as are then all later sums. With "fp32" tokens stay as they are."""
+    """Return tokens in the dtype of the residual stream. With residual="bf16" this is the dtype of `product`, a layer's
+    output: bf16 under autocast, as are then all later residual sums. With "fp32" tokens are returned unchanged."""
     return tokens.to(product.dtype) if residual == "bf16" else tokens
 
 
 class TimestepEmbedder(nn.Module):
-    """Embed the scalar noise input as cosines and sines, followed by a two-layer MLP: (B,) → (B, D)."""
+    """Embed the scalar time input as cosines and sines, followed by a two-layer MLP: (B,) → (B, D)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class LabelEmbedder(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Modulated norm and linear layer: (B, N, dim), conditioning vector (B, conditioning) → (B, N, values)."""
+    """LayerNorm modulated by adaLN, then a linear layer: (B, N, dim), c (B, conditioning) → (B, N, values)."""
 
     def __init__(self, dim: int, values: int, conditioning: int) -> None:
         super().__init__()
@@ -118,8 +118,13 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
+def count_parameters(network: nn.Module) -> int:
+    """Return the number of a network's values that are trained."""
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
 def linear_products(block: nn.Module, tokens: int) -> int:
-    """Return the multiply-adds of a block's linear layers for one sample; the modulation runs once per sample."""
+    """Return the multiply-adds of a block's linear layers for one sample; the adaLN modulation runs once per sample."""
     modulation = block.adaLN_modulation[1].weight.numel()
     layers = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
     return tokens * (layers - modulation) + modulation
@@ -129,8 +134,8 @@ class Backbone(nn.Module):
     """The network F(x; t, y): embedders, `depth` blocks and a last layer. Arguments are named as in public DiT.
 
     make_block   function that creates a block, called depth times. A block maps tokens (B, N, D), the tensors of
-                 along(B) and conditioning (B, D) to tokens, with grid=(rows, columns) if needs_grid is set. Its
-                 modulation's last layer is adaLN_modulation[1]; multiply_adds(tokens, attention) returns its cost.
+                 along(B) and conditioning (B, D) to tokens, with grid=(rows, columns) if needs_grid is set. Its last
+                 modulation layer is adaLN_modulation[1]; its multiply_adds(tokens, attention) are for one sample.
     input_size   height and width S of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
     learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.
@@ -196,7 +201,7 @@ class Backbone(nn.Module):
             nn.init.zeros_(self.final_layer.linear.weight)
 
     def compiled(self) -> list[nn.Module]:
-        """Return the modules to compile; blocks of equal sizes share their graphs."""
+        """Return the modules to pass to torch.compile; blocks of equal sizes share their graphs."""
         return [self.x_embedder, *self.blocks, self.final_layer]
 
     def along(self, batch: int) -> Sequence[Tensor]:
@@ -228,25 +233,28 @@ class Backbone(nn.Module):
         """Return the condition that means "no condition" for `count` samples: the null class, (count,) int64."""
         return torch.full((count,), self.num_classes, device=self.pos_embed.device)
 
+    def tokens_run(self, routes: Sequence[Route]) -> list[int]:
+        """Return for each block the number of tokens on which it runs under these routes."""
+        tokens = [self.num_tokens] * len(self.blocks)
+        for route in check_routes(routes, len(tokens)):
+            running = count_run(route, self.num_tokens, self.grid)
+            tokens[route.start : route.end + 1] = [running] * (route.end + 1 - route.start)
+        return tokens
+
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
         """Return the FLOPs of one sample's forward pass: two per multiply-add of matrix products and token mixing.
 
         attention  False: linear layers only, without token mixing (in DiT the products of queries, keys and values).
         upto       index of the last block to count (see output_of); None: count all blocks and the last layer.
         """
-        D, depth = self.hidden_size, len(self.blocks)
-        tokens = [self.num_tokens] * depth
-        for route in check_routes(routes, depth):
-            running = count_run(route, self.num_tokens, self.grid)
-            tokens[route.start : route.end + 1] = [running] * (route.end + 1 - route.start)
-        last = depth if upto is None else upto + 1
-        blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks[:last], tokens))
+        D, last = self.hidden_size, len(self.blocks) if upto is None else upto + 1
+        blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks[:last], self.tokens_run(routes)))
         values = self.patch_size**2 * (self.in_channels + (self.out_channels if upto is None else 0))
         time, final = (WAVES + D) * D, 2 * D * D if upto is None else 0
         return int(2 * (blocks + self.num_tokens * D * values + final + time))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
-        """Run the network: x (B, C, S, S), noise input t (B,), labels y (B,) int64 → (B, out_channels, S, S).
+        """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S).
 
         routes  pairs (Route, ids_keep (B, K)), see run_blocks in routing_module.py; () runs all tokens.
         record  receives each route's ids_keep and the outputs of the blocks in record.blocks.
@@ -261,7 +269,7 @@ class Backbone(nn.Module):
         """Return the blocks, wrapped in activation checkpointing if activation_checkpointing is on."""
         if not self.activation_checkpointing:
             return list(blocks)
-        # nothing in the blocks is random, so no generator is kept
+        # nothing in the blocks is random, so no generator state is kept
         return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -271,7 +279,7 @@ class Backbone(nn.Module):
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Return tokens (B, N, D), conditioning (B, D) and any further inputs of the blocks; on a route, blocks get all
-        but the tokens unchanged. Raises ValueError for inputs that do not fit."""
+        """Return tokens (B, N, D), conditioning (B, D) and any further inputs of the blocks. Routes gather the tokens
+        only. Raises ValueError for inputs that do not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x, self.pos_embed, self.residual), self.t_embedder(t) + self.y_embedder(y)

@@ -27,7 +27,7 @@ Condition = Tensor | Text
 
 
 def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
-    """Apply a function to labels; or to texts' tokens, then masks, then pooled outputs (None stays None)."""
+    """Apply a function to labels or, for texts, to their tokens, masks and pooled outputs in turn (None stays None)."""
     if not isinstance(given[0], Text):
         return function(*given)
     return Text(*(None if parts[0] is None else function(*parts) for parts in zip(*given)))

@@ -1,4 +1,4 @@
-"""The constants that costs of training are predicted from: devices, shares of their speed, bytes of compiled blocks."""
+"""Constants for predicting time and memory of training: devices, the shares of their speed reached, bytes of blocks."""
 
 from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean
@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from routing_module import Route, check_routes
+from routing_module import Route
 from tread.models.backbone import Backbone
-from tread.routing.ids import count_run
 
 
 class Device(NamedTuple):
@@ -21,18 +20,19 @@ class Device(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """The constants of `step_seconds` that benchmarks/gpu_check.py can measure; the defaults are predictions."""
+    """Constants of a step's predicted time (tread/training/costs.py), which benchmarks/gpu_check.py can measure:
+    `reached` and `attention` are the shares of Device.products that matrix products and attention reach."""
 
-    reached: tuple[Sequence[int], Sequence[float]] = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # width → share
-    attention: Mapping[int, float] = MappingProxyType({64: 0.19, 72: 0.13})  # width of a head → share that it reaches
-    bandwidth: float = 0.875  # share of Device.bandwidth reached; those above are of Device.products
+    reached: tuple[Sequence[int], Sequence[float]] = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # widths, shares
+    attention: Mapping[int, float] = MappingProxyType({64: 0.19, 72: 0.13})  # width of a head → share
+    bandwidth: float = 0.875  # share of Device.bandwidth reached
     launch: float = 1.1e-3  # seconds of the host for a block's forward pass, backward pass and update, compiled
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a compiled bf16 block for each token and channel: kept for the backward pass; read or written outside of
-    matrix products and attention, forward and backward; kept under train.memory=budget; and `moved` under
-    train.residual=bf16."""
+    """Bytes of a compiled bf16 block for each token and channel: `saved` are kept for the backward pass (`budget` with
+    train.memory=budget); `moved` are read or written in both passes outside of matrix products and attention
+    (`moved_in_bf16` with train.residual=bf16)."""
 
     saved: float
     moved: float
@@ -47,7 +47,7 @@ DEVICES = {
     "a100": Device(80e9, 312e12, 2.04e12),
     "4090": Device(24e9, 165e12, 1.01e12),
 }
-BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py holds them against what torch's compiler makes
+BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py compares them with torch's compiled graphs
     "dit": BlockBytes(36.2, 179, 24.2, 137),
     "maskdit": BlockBytes(36.2, 179, 24.2, 137),
     "lightning": BlockBytes(40.2, 217, 32.9, 184),
@@ -57,31 +57,28 @@ BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py holds them a
     "rwkv": BlockBytes(80.5, 539, 53, 499),
     "mamba": BlockBytes(146.6, 1177, 88.7, 1135),
 }
-TOKEN_BYTES = {"mamba": BlockBytes(1306, 23900, 1560, 23900)}  # beside those, for each token: the scan's B and C
-END_BYTES = BlockBytes(30, 41, 30, 41)  # of embedding and last layer together, likewise
-UPDATE_BYTES = 44  # read or written by clipping, AdamW and one average, for each parameter
+TOKEN_BYTES = {"mamba": BlockBytes(1306, 23900, 1560, 23900)}  # further bytes for each token: the scan's B and C
+END_BYTES = BlockBytes(30, 41, 30, 41)  # of embedding and last layer together, for each token and channel
+UPDATE_BYTES = 44  # for each parameter, read or written by gradient clipping, AdamW and one EMA
 SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # widths of DiTs
 
 
 def block_bytes(architecture: str, width: int) -> BlockBytes:
-    """Return the bytes of a block of this width; those of an unknown architecture are DiT's."""
+    """Return the bytes that a block keeps and moves per token and channel; unknown architectures count as DiT."""
     known, fixed = BLOCK_BYTES.get(architecture, BLOCK_BYTES["dit"]), TOKEN_BYTES.get(architecture, (0, 0, 0, 0))
     return BlockBytes(*(each + more / width for each, more in zip(known, fixed)))
 
 
 def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Module, int, int]]:
-    """Return for each block, those of MaskDiT's decoder too, the block, its number of tokens and its width."""
-    tokens = [network.num_tokens] * len(network.blocks)
-    for route in check_routes(routes, len(tokens)):
-        count = count_run(route, network.num_tokens, network.grid)
-        tokens[route.start : route.end + 1] = [count] * (route.end + 1 - route.start)
-    blocks = [(block, count, network.hidden_size) for block, count in zip(network.blocks, tokens)]
+    """Return (block, number of tokens on which it runs, width) for each block, MaskDiT's decoder included."""
+    counts = zip(network.blocks, network.tokens_run(routes))
+    blocks = [(block, count, network.hidden_size) for block, count in counts]
     decoder = getattr(network, "decoder_blocks", ())
     return blocks + [(block, network.num_tokens, network.decoder_hidden_size) for block in decoder]
 
 
 def measured_constants(result: Mapping, device: Device) -> Constants:
-    """Return the constants, those that `result`, a file of benchmarks/gpu_check.py, holds in place of the predicted."""
+    """Return the constants measured in `result`, the JSON of benchmarks/gpu_check.py; for others the predictions."""
     parts = (result.get(part, {}).get("rows", {}) for part in ("machine", "host"))
     rows = {name: row for part in parts for name, row in part.items()}
 

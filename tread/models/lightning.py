@@ -77,7 +77,7 @@ class LightningBlock(nn.Module):
         self.attn = RotaryAttention(dim, num_heads, qk_norm)
         self.norm2 = make_norm(norm, dim)
         hidden = int(dim * mlp_ratio)
-        self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # equally many weights
+        self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # as many weights in both
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:

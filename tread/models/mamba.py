@@ -3,8 +3,8 @@
 A block is DiT's with adaLN-Zero, but with a Mamba-2 mixer instead of attention and an optional MLP. As in Vision-Mamba
 and DiS, the directions share input and output projections, and the state is not reset at the ends of rows: the grid is
 one sequence. On a route the kept rows are scanned as if they were the whole grid. Costs are linear in the number of
-tokens. With attention_every some blocks are DiT's own. No public network has these blocks: widths, the default of two
-directions and what the directions share were chosen here.
+tokens. With attention_every some blocks are DiT's own. No public checkpoint has these blocks: their widths, the default
+of two directions and the weights that directions share are this code's choice.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E = expand·D.
 """
@@ -28,7 +28,7 @@ Directions = Literal[1, 2, 4]
 Kernel = Literal["torch", "mamba_ssm"]
 STEPS = (1e-3, 0.1)  # range of Δ at the start, log-uniform as in Mamba-2
 DECAYS = (1.0, 16.0)  # range of −A at the start, uniform as in Mamba-2
-A_LOG_LIMIT = 40.0  # beyond, each token wipes the state anyway, and e^89 is more than fp32 holds
+A_LOG_LIMIT = 40.0  # above it each token erases the state anyway; e^89 would be more than fp32 holds
 
 
 def in_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
@@ -51,8 +51,7 @@ class Mamba2Mixer(nn.Module):
     One projection gives the gate z and x (E channels each), B and C (`state` channels each), all shared by the
     directions, and Δ for each head of each direction. Each direction has its own causal convolution of x, B and C, and
     its own A, D and bias of Δ. The directions' outputs are put back in raster order, summed, gated, normalised and
-    projected.
-    Parameters have the names of Mamba-2's with one group; those of the directions are concatenated.
+    projected. Parameters have the names of Mamba-2's with one group; the directions' parameters are concatenated.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from routing_module import Grid
 from tread.models.backbone import Backbone, Init, linear_products, modulate
 from tread.models.wkv import products, wkv
 
-DECAY_RANGE = 8.0  # channels start with decays w = 0 .. 8 over the whole sequence
+DECAY_RANGE = 8.0  # at initialisation, channels have decays w = 0 .. 8 over the whole sequence
 
 
 def quad_shift(x: Tensor, grid: Grid) -> Tensor:
@@ -40,7 +40,7 @@ class SpatialMix(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.mix_r, self.mix_k, self.mix_v = (nn.Parameter(torch.full((dim,), 0.5)) for _ in range(3))
-        self.decay = nn.Parameter(torch.linspace(0, DECAY_RANGE, dim // 4).repeat(4))  # w, all decays in each quarter
+        self.decay = nn.Parameter(torch.linspace(0, DECAY_RANGE, dim // 4).repeat(4))  # w; each quarter has all decays
         self.bonus = nn.Parameter(torch.zeros(dim))  # u
         self.receptance, self.key, self.value, self.output = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 

@@ -17,7 +17,7 @@ from routing_module import Record, Route, Routes, check_routes, run_blocks
 from tread.models.backbone import Init
 from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
 
-DENSE = 2  # blocks of f, and of h
+DENSE = 2  # number of blocks of f, and also of h
 
 
 class Sprint(LightningDiT):
@@ -62,7 +62,7 @@ class Sprint(LightningDiT):
         path_drop: Tensor | bool | None = None,
         record: Record | None = None,
     ) -> Tensor:
-        """Run the network: x (B, C, S, S), noise input t (B,), labels y (B,) int64 → (B, out_channels, S, S).
+        """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S).
 
         routes     one pair (Route, ids_keep (B, K)) over the sparse part g, blocks 2..depth−3; () runs all tokens.
         path_drop  (B,) bool: in these samples mask tokens replace g's output; g still runs on the whole batch, so that
@@ -92,11 +92,10 @@ class Sprint(LightningDiT):
     def fusing(
         self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
     ) -> list[Callable[..., Tensor]]:
-        """Return the blocks, changed so that the outputs of f (first blocks) and g (sparse part) are fused before h
-        (last blocks).
+        """Return the blocks, changed so that the outputs of f (first blocks) and g (sparse part) are fused before h.
 
-        run_blocks leaves f's output in the places of tokens that skipped g. Before the fusion, mask tokens replace
-        these tokens (those not in record.ids), and all tokens for which from_g (B, N, 1) is False.
+        run_blocks returns the tokens that skipped g as f's output. Before the fusion, mask tokens replace these tokens
+        (those not in record.ids), and all tokens for which from_g (B, N, 1) is False.
         """
         behind_f = []
 
@@ -105,7 +104,7 @@ class Sprint(LightningDiT):
             return behind_f[0]
 
         def begin_h(x: Tensor, *given: Tensor) -> Tensor:
-            # even if nothing skipped g, so that mask_token has a gradient in every process
+            # mask_token is used even if no token skipped g, so that it has a gradient in every process
             kept = from_g
             for ids_keep in record.ids:
                 kept = kept & torch.zeros_like(from_g).scatter(1, ids_keep[:, :, None], True)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 32  # most tokens in a chunk
-# On a GPU bytes count: the products are a tenth of a block's. For each token and head a pass over the decays within
+# On a GPU memory traffic decides: products take little time. For each token and head a pass over the decays within
 # chunks of L tokens moves L numbers, one over the states P·N/L: their sum is least at L = √(P·N), 64 for P = N = 64.
 CHUNKS = {"cuda": 64}
 FUSED_CHUNK = 256  # of mamba_ssm's kernel
@@ -60,7 +60,7 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
 
 
 def product_dtype(device: str) -> torch.dtype:
-    """Return the precision of a scan's products on a type of device: bf16 under autocast, else fp32."""
+    """Return the dtype of a scan's matrix products on a device type such as "cuda": bf16 under autocast, else fp32."""
     return torch.bfloat16 if device != "meta" and torch.is_autocast_enabled(device) else torch.float32
 
 
@@ -85,7 +85,7 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
     added (K, c, F), a (K, c) → (K, c, F)."""
     steps = added.shape[1]
     added, a = _chunks(added, LEVEL), _chunks(a, LEVEL)  # (K, m, L, F), (K, m, L)
-    decay = F.pad(_decay(a), (1, 0))  # before each step, and behind the last
+    decay = F.pad(_decay(a), (1, 0))  # columns: the state before each step, and after the last
     if added.shape[1] == 1:
         return (decay[..., :-1].mT @ added).squeeze(1)
     h, ends = (decay.mT @ added).split([added.shape[2], 1], dim=2)
@@ -96,9 +96,9 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
 
 
 def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) -> int:
-    """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding. They
-    are counted with a CPU's chunks on every device, so that a network has one number of FLOPs. `heads` are those of all
-    groups; `channels` and `numbers` are P and N."""
+    """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding. Chunk
+    sizes are a CPU's on every device, so that a network has one number of FLOPs. `heads` are those of all groups;
+    `channels` and `numbers` are P and N."""
     chunks = -(-tokens // CHUNK)
     length = -(-tokens // chunks)
     total = chunks * length * length * (groups * numbers + heads * channels)
@@ -133,7 +133,7 @@ def fused_ssd() -> Callable[..., Tensor]:
 
 @torch.library.custom_op("tread::fused_scan", mutates_args=())
 def _fused_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """Call mamba_ssm's scan on contiguous tensors, as one operator, into which torch.compile does not look."""
+    """Call mamba_ssm's scan on contiguous tensors, as one operator that torch.compile does not trace into."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     return mamba_chunk_scan_combined(x, dt, A, B, C, FUSED_CHUNK).contiguous()
@@ -197,5 +197,5 @@ class _Shifted(torch.autograd.Function):
 
 
 def _shifts(x: Tensor, weight: Tensor) -> range:
-    """Return how many tokens back taps read, 1 to min(K, T) − 1. The last tap reads the token itself: left out."""
+    """Return how many tokens back the taps read, 1 to min(K, T) − 1, without the last tap, which reads the token."""
     return range(1, min(weight.shape[1], x.shape[1]))

@@ -25,7 +25,7 @@ CHUNK = 32
 # On a GPU a product with a matrix of side 64 takes no longer than reading its factors, fills a tile of a tensor core
 # and leaves half as many sums to the next level; its decays are 64² numbers a channel, of 128 four times as many.
 CHUNKS = {"cuda": 64}
-DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # of exponents; their sum stays within fp32's range, e^±87
+DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # limits of exponents, whose sum then stays within fp32's range, e^±87
 
 
 def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _sums(
     y = x if y is None else y
     D, _, _, C, L = x.shape
     place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)
-    gap = place - place.view(L, 1)  # (L, L), from the row's place to the column's
+    gap = place - place.view(L, 1)  # (L, L), column minus row
     reach = torch.where(gap > 0, ((1 - gap.clamp(min=1)) * rate).exp(), 0)  # (D, L, L)
     reach = reach.to(half)
     before = (x.to(half).view(D, -1, L) @ reach).view_as(x).float()

@@ -1,6 +1,6 @@
 """Stores of files: a folder, zip, tar or several tars, read in any order by several processes, without unpacking.
 
-A store has `names` (the sorted names of its files), `folders` (names of its folders, as far as it lists any) and
+A store has `names` (the sorted names of its files), `folders` (the names of its folders; a tar may lack some) and
 `read(name, most)`, which returns the first `most` bytes of a file, by default all of it, or raises OSError.
 """
 
@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # of an unreadable file in a zip
+FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # errors of an unreadable file
 BESIDE_TARS = (".json", ".parquet", ".txt", ".csv", ".md", ".idx")  # tables and statistics that may lie beside tars
 
 
@@ -94,7 +94,7 @@ class Tar:
                 f"{self.path} is no tar, or damaged, truncated or compressed ({error}); a compressed tar must be "
                 "unpacked first, for its files are read in any order"
             ) from error
-        with self.path.open("rb") as file:  # tarfile takes a damaged or cut header for the end of the archive
+        with self.path.open("rb") as file:  # tarfile stops without an error at a damaged header
             file.seek(end)
             if file.read(512) != bytes(512):
                 raise ValueError(f"{self.path} is truncated or damaged after {end} bytes: a tar ends with zeros")
@@ -106,7 +106,7 @@ class Tar:
 
     def read(self, name: str, most: int = -1) -> bytes:
         offset, size = self._at[name]
-        with self.path.open("rb") as file:  # each time: tars may be thousands, and readers many threads and processes
+        with self.path.open("rb") as file:  # opened per read: there may be thousands of tars, and many readers
             file.seek(offset)
             return file.read(size if most < 0 else min(size, most))
 
@@ -129,7 +129,7 @@ Store = Folder | Zip | Tar | Tars
 
 
 def tar_paths(source: Path) -> list[Path]:
-    """List the tars named by a pattern ({00..99}.tar, *.tar), or the tars in a folder that holds nothing but tars,
+    """Return the tars named by a pattern ({00..99}.tar, *.tar), or the tars in a folder that holds nothing but tars,
     tables and texts (BESIDE_TARS). Returns [] for other sources."""
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")

@@ -8,6 +8,7 @@ A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; ht
 
 import hashlib
 import http.client
+import os
 import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
@@ -27,12 +28,12 @@ SIZE, MD5 = 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530"
 NAMES = tuple("airplane automobile bird cat deer dog frog horse ship truck".split())
 MEANING = LatentSpec(shape=(3, 32, 32), classes=NAMES, autoencoder="pixels", scale_applied=True, dtype="uint8")
 TRAIN, TEST = [f"data_batch_{number}.bin" for number in range(1, 6)], "test_batch.bin"
-RECORDS, RECORD = 10_000, 1 + 3 * 32 * 32  # in a file; bytes of one
+RECORDS, RECORD = 10_000, 1 + 3 * 32 * 32  # records in a file; bytes in a record
 STANDIN = "standin"
 
 
 def heldout_of(folder: Path) -> Path:
-    """Return the folder of the test pictures that belongs to the training pictures' folder."""
+    """Return the folder of the test pictures, given the training pictures' folder."""
     return folder.with_name(f"{folder.name}-heldout")
 
 
@@ -43,7 +44,7 @@ def prepare_cifar10(folder: Path, archive: str | None = None) -> None:
     archive  the official archive, or a folder of its .bin files; None: it is fetched once, and kept beside `folder`;
              "standin": 120 synthetic pictures of the same layout, for trials of code.
 
-    Files of another length than the official ones are taken only if the folder's name has "standin" in it. Raises
+    Files of another length than the official ones are accepted only if the folder's name has "standin" in it. Raises
     FileNotFoundError, ValueError or OSError before anything is written, or OSError if the disk is full later.
     """
     if folder.exists() and heldout_of(folder).exists():
@@ -86,6 +87,7 @@ def read_files(source: Path) -> dict[str, bytes]:
     try:
         with tarfile.open(source) as archive:
             members = {PurePosixPath(member.name).name: member for member in archive if member.isfile()}
+            archive.fileobj.seek(0, os.SEEK_END)  # to the end of a gzip, where its checksum is
             in_order = sorted(wanted & {*members}, key=lambda name: members[name].offset)  # unpacked in one pass
             return {name: archive.extractfile(members[name]).read() for name in in_order}
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
@@ -93,8 +95,8 @@ def read_files(source: Path) -> dict[str, bytes]:
 
 
 def check_files(files: dict[str, bytes], where: object, small: bool = False) -> None:
-    """Raise ValueError unless all files are there, of whole records with labels in 0..9, and of the official length or,
-    if `small`, of one length."""
+    """Raise ValueError unless `files`, {name: content}, are all six .bin files, made of whole records with labels in
+    0..9, and of the official length or, if `small`, of equal length."""
     if absent := {*TRAIN, TEST} - {*files}:
         raise ValueError(f"{where} has no {listed(sorted(absent))}, as {Path(URL).name} has (not the -python one)")
     length = len(files[TEST]) // RECORD * RECORD if small else RECORDS * RECORD
@@ -135,14 +137,14 @@ def _md5(file: Path) -> str:
 
 
 def _download(partial: Path) -> None:
-    """Append to `partial` what it lacks of the archive. Raises OSError, or Unwritable if the disk is full."""
+    """Append to `partial` the bytes of the archive that it lacks. Raises OSError, or Unwritable if the disk is full."""
     have = partial.stat().st_size if partial.exists() else 0
     if have >= SIZE:
         return
     check_answer(URL, lambda url, seconds: urlopen(Request(url, method="HEAD"), timeout=seconds).close())
     request = Request(URL, headers={"Range": f"bytes={have}-"})
     with urlopen(request, timeout=60) as answer, partial.open("ab") as out:
-        have = have if answer.status == 206 else 0  # some servers send all of it again
+        have = have if answer.status == 206 else 0  # other answers begin at the file's start
         out.truncate(have)
         with tqdm(total=SIZE, initial=have, desc=Path(URL).name, unit="B", unit_scale=True) as bar:
             while chunk := answer.read(1 << 20):
@@ -154,7 +156,7 @@ def _download(partial: Path) -> None:
 
 
 def standin() -> dict[str, bytes]:
-    """Return six files of 20 synthetic pictures each, two of every class: coarse noise, redder from class to class."""
+    """Return {file name: content} of six files with 20 synthetic pictures each: noise, redder from class to class."""
     files = {}
     for number, name in enumerate((*TRAIN, TEST)):
         labels = np.arange(20) % 10

@@ -1,4 +1,4 @@
-"""The demo's dataset: handwritten digits (1,797 real 8×8 scans, 10 classes) that ship inside scikit-learn's wheel."""
+"""A small dataset: handwritten digits (1,797 real 8×8 scans, 10 classes) that ship inside scikit-learn's wheel."""
 
 from pathlib import Path
 

@@ -52,7 +52,7 @@ FINER = 4  # emoji are rendered this many times larger, then averaged
 
 
 class Composition(NamedTuple):
-    """The parts of an emoji of one person: activity (the emoji without gender and tone), gender ("woman", "man" or
+    """The parts of a one-person emoji: activity (the emoji without gender and skin tone), gender ("woman", "man" or
     "person") and skin tone."""
 
     activity: str
@@ -166,7 +166,7 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
     side = size * FINER
     font = ImageFont.truetype(str(font_file()), 0.75 * side, layout_engine=ImageFont.Layout.RAQM)
     for text in texts:
-        if font.getlength(text) > side:  # pictures side by side: the font can't join this sequence
+        if font.getlength(text) > side:  # several pictures in a row: the font can't join this sequence
             yield None
             continue
         canvas = Image.new("RGB", (side, side), "white")
@@ -177,7 +177,7 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
 
 @functools.lru_cache(maxsize=1)  # a run's training and held-out parts use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """Return the samples by part: "train", and the held-out "compositions" and "rest". Takes ten seconds."""
+    """Return {part: samples} for "train" and the held-out parts "compositions" and "rest". Takes ten seconds."""
     known = all_emoji()
     captions, held, alike = captions_of_all(known), held_compositions(known), defaultdict(list)
     pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
@@ -185,7 +185,7 @@ def emoji_parts() -> dict[str, list[Emoji]]:
         alike[picture.tobytes()].append(text)
     parts = {"train": [], "compositions": [], "rest": []}
     for texts in alike.values():
-        if len({tones(text) for text in texts}) > 1:  # one picture for several tones: the font lacks them
+        if len({tones(text) for text in texts}) > 1:  # one picture for several tones: the font has no toned ones
             texts = [text for text in texts if not tones(text)]
         if not texts:
             continue
@@ -197,7 +197,7 @@ def emoji_parts() -> dict[str, list[Emoji]]:
 
 
 def emoji_of(part: str) -> list[Emoji]:
-    """Return the samples of "train" or "heldout" in the dataset's order; in "heldout", compositions come first."""
+    """Return the samples of "train" or "heldout" in the dataset's order; "heldout" is compositions, then the rest."""
     parts = emoji_parts()
     return parts["train"] if part == "train" else parts["compositions"] + parts["rest"]
 
@@ -207,8 +207,8 @@ def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
 
     encoder  text encoder for the captions, fitted to the captions of "train"; None: captions are not encoded.
 
-    index.json of "heldout" records how many of its first samples are compositions: see Composition. Several processes
-    may call this at once; one of them encodes the captions while the others wait.
+    index.json of "heldout" records how many of its first samples are compositions (see the top of this file). Several
+    processes may call this at once; one of them encodes the captions while the others wait.
     """
     if not folder.exists():
         samples, other = emoji_of(part), "heldout" if part == "train" else "train"

@@ -46,7 +46,7 @@ class FeatureOptions:
 
 
 def prepare_features(options: FeatureOptions, processes: Processes) -> None:
-    """Check everything and encode this process's share of the shards; the main process then adds all to the dataset."""
+    """Check everything, encode this process's share of the shards, and add all to the dataset (main process)."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     data, pictures, size, where = open_source(options, index, processes)
@@ -83,9 +83,9 @@ def open_source(
 ) -> tuple[LatentDataset, Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
     """Find a dataset's pictures, in options.source if that is given, else beside the latents.
 
-    Returns the dataset; a function from batches of sample indices to a picture tensor per view (plain, flipped); the
-    pictures' side in pixels; and words on where the pictures are, for messages. Raises ValueError or OSError if
-    pictures are missing or are not those of the dataset.
+    Returns the dataset; a function from batches of sample indices to a tuple of pictures (B, 3, H, W), one per view
+    (plain, flipped); the pictures' side in pixels; and a text on where the pictures are, to print. Raises ValueError or
+    OSError if pictures are missing or are not those of the dataset.
     """
     folder = Path(options.dataset.path)
     if options.source is not None:
@@ -111,8 +111,8 @@ def find_again(
     data: LatentDataset, source: Path, root: str | None, labels: str | None
 ) -> tuple[Photos, Crop, np.ndarray]:
     """Find the photos that a dataset, training or held out, was made of, with the help of its report.json. Returns the
-    source's photos, their crop, and each sample's photo index (n,). source, root and labels are the options that
-    scripts/prepare_latents.py was given. Raises ValueError or OSError if names, labels or classes have changed."""
+    source's photos, their crop, and each sample's index in these photos (n,). source, root and labels are the options
+    that scripts/prepare_latents.py was given. Raises ValueError or OSError if names, labels or classes have changed."""
     report = data.folder / "report.json"
     made = json.loads(report.read_text()) if report.is_file() else {}
     plan = made.get("plan", {})

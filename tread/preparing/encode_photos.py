@@ -5,7 +5,6 @@ Batches never cross a shard, so a shard depends only on its pictures, the autoen
 (on a CPU, its last bits also depend on the number of threads).
 """
 
-import hashlib
 import itertools
 import os
 import threading
@@ -17,32 +16,33 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
 from tread.data.latents import Alpha, Dtype, LatentSpec, Orientation, to_network
-from tread.data.store import pieces_of
+from tread.data.store import pieces_of, spread_indices
 from tread.data.writer import DatasetWriter
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.autoencoder import LatentEncoder
 from tread.preparing.images import Crop, centre_crop, read_rgb
-from tread.preparing.photos import ONE_CLASS, Photos, captions_hash, held_out, told
+from tread.preparing.photos import DAMAGED, ONE_CLASS, Photos, captions_hash, held_out, told
 from tread.preparing.sources import find_photos
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
-from tread.runtime.files import explain_failure, size_text
+from tread.runtime.files import content_hash, explain_failure, size_text
 from tread.runtime.schema import Count, CountOrZero, Fraction
 from tread.runtime.tensor_files import listed
 
-MUCH = 4  # the report names pictures that are enlarged more times than this
+MUCH = 4  # the report names pictures enlarged by more than this factor
 
 
 @dataclass
-class Crops(Dataset):
+class Crops:
     """Cropped photos. An item is pixels (3, size, size) uint8 or None, why they are None or "", photo size (W, H)."""
 
     photos: Photos
@@ -56,31 +56,25 @@ class Crops(Dataset):
             return None, str(error) or type(error).__name__, (0, 0)
         return pixels, "", image.size
 
-    def __len__(self) -> int:
-        return len(self.photos)
-
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
-    """Collate items of `Crops`: return the readable pictures as one tensor (None if there are none), and a list with
-    the reason and photo size of each item."""
+    """Join items of `Crops`: return the readable pictures as one tensor (n, 3, size, size) (None if there are none),
+    and [(reason, photo size)] of all items."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None  # one tensor, as each takes a file descriptor
     if good and get_worker_info() is not None:
-        batch.share_memory_()  # here, where errors are raised: a failure in the queue's thread would lose the batch
+        batch.share_memory_()  # already here: an error in the queue's thread would be lost
     return batch, [rest for _, *rest in crops]
 
 
 def end_with(process: int, worker: int) -> None:
     """End this data-loading worker (number `worker`) when the process that it reads for, with id `process`, has ended.
-    PyTorch ends a worker only with its parent, which is a fork server instead of that process."""
+    PyTorch ends a worker only with its parent, which here is a fork server."""
 
     def watch() -> None:
-        while True:
-            try:
-                os.kill(process, 0)
-            except ProcessLookupError:
-                os._exit(1)
+        while psutil.pid_exists(process):
             time.sleep(1)
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="end with").start()
 
@@ -101,9 +95,8 @@ def read_crops(
 
 def source_hash(photos: Photos) -> str:
     """Return the hex sha256 of the pictures' names, labels and classes."""
-    digest = hashlib.sha256("\0".join((*photos.classes, *photos.names)).encode(errors="surrogateescape"))
-    digest.update(photos.labels.tobytes())
-    return digest.hexdigest()
+    names = "\0".join((*photos.classes, *photos.names)).encode(errors="surrogateescape")
+    return content_hash(names + photos.labels.tobytes())
 
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
@@ -122,18 +115,18 @@ def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
 
 
 def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
-    """Return {part: picture indices of each shard} for "train" and "heldout", as split by `held_out`. Raises ValueError
-    if there are too few pictures."""
+    """Return {part: picture indices of each shard} for "train" and "heldout"; `heldout` says how many as in `held_out`.
+    Raises ValueError if there are too few pictures."""
     out = held_out(photos.names, photos.labels, len(photos.classes), heldout)
     return {part: pieces_of(np.flatnonzero(mask), shard_size) for part, mask in (("train", ~out), ("heldout", out))}
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError if the source still has pictures that the shards' notes name as damaged, and list them."""
+    """Raise ValueError that lists pictures named as damaged in the shards' notes, if the source still has any."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
-        (listed,) = told("damaged pictures", damaged, " can't be read as a picture ({})")
+        (listed,) = told("damaged pictures", damaged, DAMAGED)
         raise ValueError(
             f"{photos.where}: {listed}\nReplace or remove them and start the same command again: it goes on with what "
             "is done. Or leave such files out with on_error=skip"
@@ -155,8 +148,8 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 def make_shards(
     writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: "PhotoOptions", processes: Processes
 ) -> None:
-    """Make the missing shards of a dataset together with the other processes. Each shard's note lists the damaged
-    pictures that are left out, lists those enlarged by more than the factor MUCH, and counts all enlarged ones."""
+    """Make the missing shards of a dataset together with the other processes. Each shard's note lists damaged pictures
+    that are left out, lists those enlarged more than MUCH times, and counts all enlarged ones."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
@@ -165,13 +158,10 @@ def make_shards(
     def make(numbers: list[int], done: Callable[[int], object]) -> None:
         shards = [pieces_of(writer.ranges[number], batch_size) for number in numbers]
         coming = read_crops(photos, options.crop, itertools.chain(*shards), workers)
-        began, waited = time.perf_counter(), 0.0
         for number, batches in zip(numbers, shards):
             stored, pictures, read, damaged = [no_latents], [no_pictures], {}, []
             for indices in batches:
-                asked = time.perf_counter()
                 pixels, notes = next(coming)
-                waited += time.perf_counter() - asked
                 for index, (why, size) in zip(indices.tolist(), notes):
                     if why:
                         damaged.append((index, photos.names[index], int(photos.labels[index]), why))
@@ -190,12 +180,6 @@ def make_shards(
                 damaged=damaged,
                 enlarged=sum(side < options.resolution for side in read.values()),
                 much_enlarged=[photos.names[index] for index, side in read.items() if MUCH * side < options.resolution],
-            )
-        if numbers:
-            wall = time.perf_counter() - began
-            processes.say(
-                f"  speed     {writer.rows(numbers) / wall:.1f} images/s a process, of whose time "
-                f"{100 * waited / wall:.1f}% waiting for pictures from {workers} reading processes"
             )
 
     writer.share(processes, "encoding", make)
@@ -236,7 +220,7 @@ class PhotoOptions:
 
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
-    """Check everything and make this process's share of the shards; the main process then assembles the datasets."""
+    """Check everything, make this process's share of the shards, and, in the main process, assemble the datasets."""
     photos = open_photos(options)
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
@@ -260,7 +244,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
         shards_of(begun, heldout, options.shard_size)  # raises ValueError for too few pictures
         for writer in work:
             writer.check_free()
-        again = all(note.get("damaged") for writer in work for note in writer.notes())  # no shard is without damage
+        again = all(note.get("damaged") for writer in work for note in writer.notes())  # all shards have damage
         for writer in work:
             writer.begin(again, {"pictures": source_hash(begun)})
             writer.forget(lambda note: any(name in there for _, name, *_ in note["damaged"]))  # to try them again
@@ -307,8 +291,8 @@ def open_photos(options: PhotoOptions) -> Photos:
 def open_writers(
     photos: Photos, heldout: float | int | str | None, latents: LatentSpec, options: PhotoOptions
 ) -> dict[str, DatasetWriter]:
-    """Return {"train": the dataset's writer}; if pictures are held out, also "heldout": the held-out dataset's
-    writer."""
+    """Return {"train": writer} and, if pictures are held out (`heldout` as `wanted` in held_out), "heldout": writer,
+    which will write the two datasets."""
     out = Path(options.out)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos)
@@ -362,11 +346,11 @@ def finish(
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Assemble the datasets in `work`, the unfinished ones of `writers`; write their reports, move them to their final
+    """Assemble the unfinished datasets, `work`; write the reports of all `writers`, move the datasets to their final
     names, and print a summary."""
     unfinished = [part for part, writer in writers.items() if writer in work]
     made = {part: look_at(part, photos, writers, options, processes.device) for part in unfinished}
-    for part in sorted(made):  # heldout first: unfinished work on train still knows the damaged pictures
+    for part in sorted(made):  # heldout first: train's unfinished work lists the damaged pictures
         writers[part].publish(made[part])
     for part, report in made.items():
         folder = writers[part].folder
@@ -386,7 +370,7 @@ def finish(
 def look_at(
     part: str, photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, device: torch.device
 ) -> dict:
-    """Assemble the dataset of a part, add its captions, decode samples if options want it, and return its report."""
+    """Assemble the dataset of `part` with captions, save options.decode decoded samples, and return its report."""
     writer, other = writers[part], "train" if part == "heldout" else "heldout"
     fields = {other: f"../{writers[other].folder.name}"} if other in writers else {}
     fields |= {"attribution": options.attribution} if options.attribution else {}
@@ -423,16 +407,11 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Return the sample counts, in all and by class, and each channel's mean and std on the scale that networks see."""
+    """Return sample counts, in all and by class, and each channel's mean and std on the scale that networks see."""
     mean, std = data.statistics
     counts = np.bincount(data.labels, minlength=len(data.latents.classes)).tolist()
     by_class = dict(zip(data.latents.classes, counts))
     return {"count": len(data), "class_counts": by_class, "channel_mean": list(mean), "channel_std": list(std)}
-
-
-def spread_indices(count: int, pictures: int) -> np.ndarray:
-    """Return at most `pictures` indices, evenly spread over 0..count−1."""
-    return np.unique(np.linspace(0, count - 1, pictures).round().astype(int))
 
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
@@ -473,7 +452,7 @@ def report_text(report: dict) -> str:
 
 
 def stored_meaning(latents: LatentSpec) -> str:
-    """Describe in words what the stored numbers are."""
+    """Return a text on what the stored numbers are."""
     if latents.autoencoder == "pixels":
         return "pixels in −1..1"
     spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)

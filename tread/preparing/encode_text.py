@@ -6,15 +6,15 @@ Batches never cross a shard, so a shard does not depend on the process that make
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tread.data.captions import add_captions, parse_captions, read_captions
-from tread.data.columns import TextSpec, read_spec
+from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.section_writer import Encode, TextWriter
-from tread.encoders.language import AT_ONCE, TextEncoder, text_encoder
+from tread.encoders.language import AT_ONCE, TextEncoder, remarks, text_encoder
 from tread.runtime.distributed import Processes
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count
@@ -43,7 +43,7 @@ class TextOptions:
 
 
 def prepare_text(options: TextOptions, processes: Processes) -> None:
-    """Encode the captions of a dataset, then those of its held-out dataset, if there are any."""
+    """Encode the captions of a dataset, then those of its held-out dataset, if there is one."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:
@@ -76,7 +76,7 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
     vocabulary the text must share; None: the captions decide."""
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain(*captions))
-    shape = None if like is None else _shape_of(Path(like), options.encoder)
+    shape = like and LatentDataset(Path(like), text=options.encoder).text_spec
     if shape and options.tokens not in (None, shape.tokens):
         raise ValueError(
             f"tokens is {options.tokens}, but {like}, which {folder} goes with, has text of {shape.tokens}: leave "
@@ -91,45 +91,14 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
         f"  dataset   {folder}: {len(captions):,} samples, {len(flat):,} captions",
         f"  encoder   {encoder.spec.describe()}",
         f"  stores    {encoder.spec.dtype}, {size_text(writer.nbytes)}",
-        *remarks(encoder, flat),
+        *(f"  note      {remark}" for remark in remarks(encoder, flat)),
     ]
     if writer.make(processes, options.again, lines, "caption", batch_size, encoding(encoder, flat)):
         processes.say(f"  text      {folder}: {encoder.spec.encoder}, read with text.encoder={encoder.spec.encoder}")
 
 
-def _shape_of(like: Path, encoder: str) -> TextSpec:
-    """Return the spec of the encodings that `encoder` made of the captions in the dataset `like`. Raises ValueError if
-    it made none."""
-    spec = read_spec(like, read_index(like), encoder)
-    if spec is None:
-        raise ValueError(
-            f"{like}, whose number of tokens and vocabulary this text is to have, has no text of {encoder}: "
-            f"python scripts/prepare_text.py dataset={like} encoder={encoder} makes it, and this one too"
-        )
-    return spec
-
-
-def remarks(encoder: TextEncoder, captions: Sequence[str]) -> list[str]:
-    """Describe what the encoder ignores in captions (ends that are cut off, unknown words), as lines to print."""
-    longest, spec = encoder.lengths(captions), encoder.spec
-    lines = []
-    if cut := sum(length > spec.tokens for length in longest):
-        lines.append(
-            f"  cut off   {cut:,} of {len(captions):,} captions, which are longer than {spec.tokens} tokens; the "
-            f"longest has {max(longest):,} (tokens=… sets another number)"
-        )
-    unknown = [words for caption in captions if (words := encoder.unknown(caption))]
-    if unknown:
-        words = list(dict.fromkeys(itertools.chain.from_iterable(unknown)))
-        listed = ", ".join(words[:10]) + (", …" if len(words) > 10 else "")
-        lines.append(
-            f"  unknown   {len(words):,} words in {len(unknown):,} captions are not in the vocabulary: {listed}"
-        )
-    return lines
-
-
 def encoding(encoder: TextEncoder, captions: Iterable[str]) -> Encode:
-    """Return a function from ranges of caption numbers to their encodings, for TextWriter; the last number is that of
-    the empty caption."""
+    """Return a function, for TextWriter, from ranges of caption numbers to encoded captions; the number after the last
+    caption's stands for the empty caption."""
     captions = [*captions, ""]
     return lambda batches: (encoder.encode(captions[rows.start : rows.stop]) for rows in batches)

@@ -22,8 +22,8 @@ UPRIGHT = {  # EXIF orientation → the transposition that makes the picture upr
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-HEAD = 16  # bytes at a file's start that tell its format
-STRIP = 16  # of pictures more times as long as wide, only the part that is kept is enlarged
+HEAD = 16  # bytes at a file's start that show its format
+STRIP = 16  # pictures longer than this many times their width are enlarged only in the kept part
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
 
 
 def no_picture(head: bytes) -> str | None:
-    """Return why a file that starts with `head` (at least HEAD bytes) is no picture; None if it may be one."""
+    """Return why a file that begins with `head` (at least HEAD bytes) is no picture; None if it may be one."""
     Image.init()
     if any(Image.OPEN[kind][1](head) for kind in FORMATS):
         return None
@@ -115,8 +115,8 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
     """Return ADM's centre crop, (size, size, 3) uint8.
 
     The picture is halved by averaging 2×2 boxes while its shorter side is at least 2·size; then it is resized
-    bicubically until that side equals `size`, and cropped at the centre. A picture over STRIP times as
-    long as wide is not enlarged as a whole, but only in the part that is kept: the same result in less memory.
+    bicubically until that side equals `size`, and cropped at the centre. Of a picture over STRIP times as long as wide
+    only the part that is kept is enlarged: the same result, to one or two levels of 255, in less memory.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -124,29 +124,10 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
     width, height = round(image.width * scale), round(image.height * scale)
     left, top = (width - size) // 2, (height - size) // 2
     if scale > 1 and max(width, height) > STRIP * size:
-        rows, row_weights = _bicubic(image.height, height, top, size)
-        columns, column_weights = _bicubic(image.width, width, left, size)
-        first = rows.min()
-        kept = np.asarray(image.crop((0, first, image.width, rows.max() + 1))).swapaxes(0, 1)
-        wide = _weighted(kept, columns, column_weights).swapaxes(0, 1)
-        return _weighted(wide, rows - first, row_weights)
+        across, down = image.width / width, image.height / height  # pixels of the picture in one of the enlarged one
+        x, y = max(0, int(left * across) - 4), max(0, int(top * down) - 4)
+        box = (left * across - x, top * down - y, (left + size) * across - x, (top + size) * down - y)
+        near = image.crop((x, y, *image.size))  # Pillow's box is fp32, so that its numbers must be small
+        return np.asarray(near.resize((size, size), Image.Resampling.BICUBIC, box))
     image = image.resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(image)[top : top + size, left : left + size]
-
-
-def _bicubic(length: int, enlarged: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return Pillow's bicubic weights for pixels first..first+count−1 of a side enlarged from `length` to `enlarged`.
-    Two arrays (count, 4) int64: indices of source pixels, and their weights in units of 2⁻²² (0 beyond the edge)."""
-    centres = (np.arange(first, first + count)[:, None] + 0.5) * (length / enlarged)
-    taken = np.floor(centres - 1.5).astype(np.int64) + np.arange(4)
-    x = np.abs(taken - centres + 0.5)
-    weights = np.where(x < 1, (1.5 * x - 2.5) * x * x + 1, (((x - 5) * x + 8) * x - 4) * -0.5)  # Keys' cubic, a = −0.5
-    weights[(x >= 2) | (taken < 0) | (taken >= length)] = 0
-    weights /= weights.sum(axis=1, keepdims=True)
-    return taken.clip(0, length - 1), np.trunc(weights * 2**22 + np.copysign(0.5, weights)).astype(np.int64)
-
-
-def _weighted(pixels: np.ndarray, taken: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Resample `pixels` (length, W, C) by _bicubic's `taken` and `weights`: (count, W, C) uint8, as Pillow does."""
-    sums = (pixels[taken] * weights[:, :, None, None]).sum(axis=1)
-    return ((sums + 2**21) >> 22).clip(0, 255).astype(np.uint8)

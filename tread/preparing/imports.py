@@ -61,7 +61,7 @@ _MASKDIT = (
 
 @dataclass
 class ForeignText:
-    """Encoded captions, in the order of the samples.
+    """Encoded captions of another project's data, in the order of the samples.
 
     counts    (n,) number of captions of each sample.
     read      function: index of a caption among all samples' captions → its tokens (T, C); sum(counts) → the empty one.
@@ -76,7 +76,7 @@ class ForeignText:
 
 @dataclass
 class ForeignSamples:
-    """Latents in the source's order.
+    """Another project's latents, in their source's order.
 
     labels              (n,) int64.
     read                function: index → (views, C or 2C, S, S), as stored; the second view, if any, is mirrored.
@@ -274,7 +274,7 @@ def _check_series(source: Path, paths: list[Path]) -> None:
 
 def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[int, ...]:
     """Return the shape (C, S, S) of the samples in an opened file. `views` are the names of the tensors that hold
-    latents. Raises ValueError if one of them or the labels are missing, or if their shapes disagree."""
+    latents. Raises ValueError if a tensor or the labels are missing, or if the shapes disagree."""
     there = sorted(file.keys())
     if missing := [name for name in (*views, "labels") if name not in there]:
         raise ValueError(f"{path} holds {listed(there)}, but no {listed(missing)} (flipped=false needs no flipped)")
@@ -338,13 +338,13 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
         path = source / texts[number] if number < len(texts) else empty
         return read_npy(path.read_bytes(), path, CLIP_TEXT.token_shape)
 
-    read_text(len(texts))  # raises if the empty caption is missing
+    read_text(len(texts))  # raises an error if the empty caption is missing
     text = ForeignText(CLIP_TEXT, counts, read_text, captions)
     return ForeignSamples(np.zeros(len(counts)), read, lambda index: f"{source}/{pictures[index]}", "logvar", text=text)
 
 
 def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
-    """Write encoded captions beside a dataset's latents, shard by shard; shards that are there already are skipped."""
+    """Write encoded captions beside a dataset's latents, shard by shard; existing shards are skipped."""
     if text.captions is not None:
         add_captions(folder, text.captions)
 

@@ -20,7 +20,7 @@ def _rows(path: Path, group: int, column: str) -> list:
 
 
 def _read(place: tuple[Path, int, str, int]) -> bytes:
-    """Return the picture at a place (file, row group, column, row). Raises OSError if no picture is there."""
+    """Return the picture file at `place` (file, row group, column, row). Raises OSError if there is none."""
     *rows, row = place
     content = _rows(*rows)[row]
     if not isinstance(content, dict) or not content.get("bytes"):
@@ -111,7 +111,7 @@ def _captions_of(row: str | list[str | None] | None) -> list[str] | str:
 
 
 def _features(schema) -> dict:
-    """Return the columns' features (types, class names) that `datasets` recorded; {} if it did not write the file."""
+    """Return the columns' features (dict of types and class names) that `datasets` recorded; {} if it wrote none."""
     noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     return noted.get("info", {}).get("features", {})
 

@@ -13,15 +13,17 @@ import numpy as np
 
 from tread.preparing.archives import Store
 from tread.preparing.images import HEAD, no_picture
+from tread.runtime.files import content_hash
 from tread.runtime.tensor_files import listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
 OTHERS = (".gif", ".heic", ".heif", ".avif", ".bmp", ".jxl")  # pictures in formats that are not supported
 NAMED = 20  # files that an error message names at most
 LOOKED = 100_000  # with more pictures, first bytes are not checked before the work
-THREADS = 16  # that check first bytes
+THREADS = 16  # number of threads that check first bytes
 ONE_CLASS = ("all",)  # for captioned pictures without classes
 Faults = list[tuple[str, str]]  # (name, why)
+DAMAGED = " can't be read as a picture ({})"  # a line of `told`
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Photos:
 
     @property
     def there(self) -> set[str]:
-        """The names of the pictures that were not removed."""
+        """The names of the pictures whose files were not removed."""
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
     def no_pictures(self) -> Faults:
@@ -83,18 +85,15 @@ class Photos:
             return sorted(sum(pool.map(look, range(THREADS)), []))
 
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
-        """Raise ValueError if there is no picture, if some files can't be used or are no pictures (unless skip), or if
-        a class has no picture (unless allow_empty). The message covers all that is wrong, grouped by kind."""
+        """Raise ValueError if there is no picture, if some files can't be used or are no pictures (unless `skip`), or
+        if a class has no picture (unless `allow_empty`). The message covers all faults, grouped by kind."""
         lines = named(self.faults, ": {}")
         if not self.names:
             raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
-        wrong = [] if skip else told("files that can't be used", self.faults)
-        wrong += (
-            []
-            if skip
-            else told("damaged pictures by their first bytes", self.no_pictures(), " can't be read as a picture ({})")
-        )
-        texts = wrong + ["Mend or remove them, or leave them out with on_error=skip"] * bool(wrong)
+        texts = [] if skip else told("files that can't be used", self.faults)
+        if not skip:
+            texts += told("damaged pictures by their first bytes", self.no_pictures(), DAMAGED)
+        texts += ["Mend or remove them, or leave them out with on_error=skip"] * bool(texts)
         empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
         if empty and not allow_empty:
             remedy = "Remove what is empty, or set allow_empty=true to keep the class"
@@ -121,7 +120,7 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return a list of one text: `what`, the number of faults, and the first ones (see `named`); [] without faults."""
+    """Return [text] with `what`, the number of faults, and the first ones (`line`: see `named`); [] without faults."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 
@@ -145,10 +144,7 @@ def cleaned(captions: Sequence[str]) -> list[str]:
 
 def captions_hash(captions: Sequence[Sequence[str]]) -> str:
     """Return the hex sha256 of all captions."""
-    digest = hashlib.sha256()
-    for sample_captions in captions:
-        digest.update(json.dumps(sample_captions).encode() + b"\n")
-    return digest.hexdigest()
+    return content_hash("".join(json.dumps(of_picture) + "\n" for of_picture in captions))
 
 
 def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str | None) -> np.ndarray:

@@ -27,7 +27,7 @@ from tread.runtime.tensor_files import listed
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
 LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV with the header file,label'
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
-NONE = "none"  # captions=none: text beside pictures is ignored
+NONE = "none"  # the value of captions=… by which text beside pictures is ignored
 LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
 FRACTION = re.compile(r"\d+\.\d*")
 
@@ -106,7 +106,7 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the prefix that the names of files in the folder `root` begin with. root=None stands for the innermost
+    """Return the prefix of the names of files in the folder `root`: "" or "…/". root=None stands for the innermost
     folder that holds all of `names` or, if that is a class (it holds pictures and no labels file), its parent."""
     if root is not None:
         root = str(PurePosixPath(root))
@@ -115,16 +115,11 @@ def _prefix(source: Path, names: list[str], folders: set[str], root: str | None,
         if not matches:
             raise ValueError(f"{source} has no folder {root}; its folders are {', '.join(outermost[:8]) or 'none'}, …")
         return f"{matches[0]}/"
-    prefix = ""
-    while True:
-        below = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        tops = {name.split("/")[0] for name in below}
-        if len(tops) != 1 or "/" not in below[0]:
-            return prefix
-        lower = [name.split("/", 1)[1] for name in below]
-        if any("/" not in name for name in lower) and not {*LABEL_FILES, labels} & set(lower):
-            return prefix  # the only folder holds pictures: it is a class
-        prefix += f"{tops.pop()}/"
+    folder = posixpath.commonpath(map(posixpath.dirname, names)) if names else ""
+    inside = {name.removeprefix(f"{folder}/") for name in names}
+    if any("/" not in name for name in inside) and not {*LABEL_FILES, labels} & inside:
+        folder = posixpath.dirname(folder)  # it holds pictures: it is a class
+    return f"{folder}/" if folder else ""
 
 
 def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, int]:
@@ -138,7 +133,7 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
                 f"with a labels file: {LABEL_FORMATS} ({', '.join(LABEL_FILES)} are found by themselves)"
             )
         if "/" in folder:
-            depths: dict[str, set[int]] = {}  # of the pictures in each folder
+            depths: dict[str, set[int]] = {}  # folder → depths of its pictures
             for picture in filter(is_picture, names):
                 for depth, parent in enumerate(PurePosixPath(picture).parents):
                     depths.setdefault(str(parent), set()).add(depth)
@@ -153,7 +148,7 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
 
 
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
-    """Return {picture: index of its class} and the class names; `table` is what label_table returned."""
+    """Return {picture: index of its class} and the class names, from a `table` returned by label_table."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
     classes = sorted(set(table.values()))
     if not any(isinstance(label, str) for label in classes):
@@ -164,15 +159,15 @@ def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tupl
 
 
 def check_table(where: str, table: dict[str, int | str], files: set[str]) -> None:
-    """Raise ValueError unless the labelled pictures are exactly the files."""
+    """Raise ValueError unless the labels file's `table` and `files` name the same pictures, in source `where`."""
     wrong = {"labelled, but not there": table.keys() - files, "without a label": files - table.keys()}
     if any(wrong.values()):
         raise ValueError(f"{where}: " + "; ".join(f"{what}: {listed(sorted(n))}" for what, n in wrong.items() if n))
 
 
 def label_table(name: str, content: bytes) -> dict[str, int | str]:
-    """Parse a labels file, a CSV or EDM's JSON: {picture: number or name of its class}. A CSV has the columns label
-    and file (or file_name, as Hugging Face has it). Raises ValueError for other content."""
+    """Parse a labels file, a CSV or EDM's JSON: {picture: number or name of its class}. A CSV has the columns label and
+    file (or file_name, as Hugging Face has it). Raises ValueError for other content."""
     try:
         text = content.decode("utf-8-sig")
         if name.endswith(".csv"):

@@ -16,7 +16,7 @@ from tread.runtime.files import explain_failure
 from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, differences, value_at
 
-APART = ("seed", "report", "tracker", "wandb", *LAUNCH)  # settings in which the runs of a group may differ
+APART = ("seed", "report", "tracker", "wandb", *LAUNCH)  # settings in which runs of a SeedGroup may differ
 UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that groups' names leave out
 # evaluations and FIDs are comparable only if these are equal; other keys of their sections don't affect them
 COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective")
@@ -52,20 +52,17 @@ class SeedGroup:
         each = [{r["step"]: r for r in run.records if metric in r} for run in self.runs]
         points = []
         for step in each[0]:
-            if all(step in series for series in each):
-                records = [series[step] for series in each]
-                spread = statistics.stdev(record[metric] for record in records) if len(records) > 1 else None
-                means = [_mean(records, key) for key in (metric, "flops", "seconds")]
-                points.append(Point(step, means[0], spread, *means[1:]))
+            records = [series[step] for series in each if step in series]
+            if len(records) == len(each):
+                spread = statistics.stdev(record[metric] for record in records) if len(each) > 1 else None
+                known = [[r[key] for r in records if key in r] for key in (metric, "flops", "seconds")]
+                mean, *costs = (sum(values) / len(each) if len(values) == len(each) else None for values in known)
+                points.append(Point(step, mean, spread, *costs))
         return points
 
     def last(self, metric: str) -> list[float]:
         """Return the last value of a metric in each run that has the metric."""
         return [value for run in self.runs if (value := run.last(metric)) is not None]
-
-
-def _mean(records: list[dict], key: str) -> float | None:
-    return sum(r[key] for r in records) / len(records) if all(key in r for r in records) else None
 
 
 def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
@@ -88,8 +85,8 @@ def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
 
 
 def _names(groups: list[list[Found]]) -> list[str]:
-    """Name each group by its model and the settings that differ among groups of that model; if this is too long or not
-    unique, by the folder of the group's first run."""
+    """Return a name for each group: its model and the settings that differ among groups of that model; if this is too
+    long or not unique, the folder of the group's first run."""
     configs, folders = [runs[0].config for runs in groups], [runs[0].folder for runs in groups]
     keys = [key for key in unlike(configs) if key not in APART and key.partition(".")[0] not in UNSAID]
     names = []
@@ -117,7 +114,7 @@ def reached(group: SeedGroup, metric: str, value: float) -> Point | None:
 
 
 def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str]) -> None:
-    """Write a .csv with a line for each record that has one of the metrics. Raises OSError."""
+    """Write a .csv: a row for each run and logged step that has a value of one of the metrics. Raises OSError."""
     columns = ["group", "run", "seed", "step", "seconds", "flops", *metrics]
     with explain_failure(path), path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
@@ -129,7 +126,7 @@ def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str])
 
 
 def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str]]]:
-    """Return a table's head, and a row per group: its last scores with their sample counts, its speed and its costs."""
+    """Return a table's head, and a row of texts per group: last scores with sample counts, speed and costs."""
     metrics = column_metrics(groups)
     name, size = unit("seconds", max((s for group in groups for s in group.last("seconds")), default=0))
     rows = []
@@ -146,12 +143,12 @@ def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str
 
 
 def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return the metrics that tables compare and of which at least one group has a value."""
+    """Return the keys of metrics that tables compare and of which at least one group has a value."""
     return [name for name, metric in METRICS.items() if metric.compared and any(group.last(name) for group in groups)]
 
 
 def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return the metrics of `column_metrics` that training measures repeatedly and that some group has a curve of."""
+    """Return the keys of `column_metrics` that training measures repeatedly and that some group has a curve of."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
@@ -219,7 +216,7 @@ def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
 
 
 def unit(axis: str, most: float) -> tuple[str, float]:
-    """Return the name of a suitable unit for values up to `most`, and its size in FLOPs or seconds."""
+    """Return a unit's name and size, in FLOPs or seconds, in which to write values up to `most` along `axis`."""
     if axis == "flops":
         power = int(math.log10(most)) // 3 * 3
         return f"10^{power}", 10.0**power
@@ -227,7 +224,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """Format a single value to four digits, the mean of several with their standard deviation: "12.3 ± 1.2"."""
+    """Return one value as text with four digits; several as mean and standard deviation, "12.3 ± 1.2"; none as "–"."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
@@ -245,8 +242,8 @@ def charts(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[dict[str
 
 
 def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
-    """Return a panel of a metric's curves against `axis`: "step", "flops" or "seconds". Curves of runs with routes are
-    dashed if the metric can't be compared between runs with and without routes."""
+    """Return a metric's curves against `axis`, "step", "flops" or "seconds". Curves of runs with routes are dashed if
+    the metric can't be compared between runs with and without routes."""
     known, title, size, lines = METRICS[metric], AXES[axis], 1.0, []
     drawn = [group for group in groups if group.curve(metric)]
     curves = [[point for point in group.curve(metric) if getattr(point, axis)] for group in drawn]

@@ -1,4 +1,4 @@
-"""Finds the scores in a run's folder; files that can't be read are named and skipped."""
+"""Finds the scores (fid.json, fid.csv) in a run's folder; files that can't be read are named and skipped."""
 
 import csv
 import json
@@ -20,16 +20,17 @@ class Score(NamedTuple):
 
 
 def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
-    """Return a run's scores, sorted by time and without those of its sweeps, and messages about unreadable files."""
+    """Return a run's scores, sorted by time and without those of guidance sweeps, and messages on unreadable files."""
     scores, problems = {}, []
     swept = {path.parent for path in _below(folder, "sweep.csv")}
     for path in [*_below(folder, "*fid*.json"), *_below(folder, "fid*.csv")]:
         for record in _read(path, problems) if not swept & {*path.parents} else ():
-            settings, counts, lacks = (_section(record, key) for key in ("settings", "counts", "unavailable"))
+            given = (record.get(key) for key in ("settings", "counts", "unavailable"))
+            settings, counts, lacks = (value if isinstance(value, dict) else {} for value in given)
             values = settings | record
             if path.suffix == ".json":
                 values["sampler"] = sampler_told(values)
-            shift = str(values.get("sampler") or "").partition(", ")[2]  # a line of older code has no solver
+            shift = str(values.get("sampler") or "").partition(", ")[2]  # older code wrote no solver
             key = (str(values.get("time")), str(values.get("step")), shift)
             if path.suffix == ".csv" or counts:
                 counts = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
@@ -56,7 +57,3 @@ def _read(path: Path, problems: list[str]) -> list[dict]:
         problems.append(f"{path} can't be read: {error}")
         return []
     return [content] if isinstance(content, dict) else []
-
-
-def _section(record: dict, key: str) -> dict:
-    return record[key] if isinstance(record.get(key), dict) else {}

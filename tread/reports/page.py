@@ -21,10 +21,10 @@ from tread.drawing.charts import Panel
 from tread.runtime.files import explain_failure, whole_file
 
 HERE = Path(__file__).resolve().parent
-POINTS = 2000  # of a curve; longer curves are drawn with every second, third, … point
+POINTS = 2000  # points of a curve; of longer ones every second, third, … is drawn
 NUMBER = re.compile(r"[-–+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|±.*|of [\d,/]+))?|–")
 SIDE = 1000  # largest side of a reduced picture, in pixels
-BYTES = 150_000  # of a file that is embedded as it is
+BYTES = 150_000  # largest PNG that is embedded unchanged
 
 
 class Page:
@@ -70,12 +70,12 @@ class Page:
         self.add(f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>")
 
     def curves(self, charts: Sequence[Mapping[str, Panel]]) -> None:
-        """Append charts, each {name of an x-axis: panel} ("" if single). They share the switches of axes and lines."""
+        """Append charts, each {x-axis: panel} ("" if single). All have the same buttons for axes and lines."""
         self.charts.append([{axis: _plain(panel) for axis, panel in chart.items()} for chart in charts])
         self.add('<div class="charts"></div>')
 
     def slider(self, rows: Mapping[str, Mapping[int, str]]) -> None:
-        """Append pictures, {name: {step: data URI}}, with a slider: each name shows its newest picture up to a step."""
+        """Append pictures, {name: {step: data URI}}, with a slider: each name shows its newest one up to the step."""
         steps = sorted({step for pictures in rows.values() for step in pictures})
         figures = []
         for name, pictures in rows.items():
@@ -104,7 +104,7 @@ class Page:
             for title, content in self.sections.items()
         ]
         charts = json.dumps(self.charts, allow_nan=False)  # ASCII
-        for sign in "<>&":  # to be safe inside a script element
+        for sign in "<>&":  # escaped, as they could end the script element
             charts = charts.replace(sign, f"\\u{ord(sign):04x}")
         parts = {
             "title": escape(self.title),
@@ -121,7 +121,7 @@ class Page:
 
 
 def filled(name: str, parts: Mapping[str, str]) -> str:
-    """Return the text of a file in this folder, with each {{name}} replaced by its part."""
+    """Return the text of file `name` in this folder, with each {{key}} of `parts` replaced by its value."""
     skeleton = (HERE / name).read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], skeleton)
 
@@ -132,7 +132,7 @@ def escape(text: object) -> str:
 
 
 def _plain(panel: Panel) -> dict:
-    """Convert a panel for JSON: at most about POINTS points per line, numbers to six digits."""
+    """Convert a panel to a dict for JSON: at most about POINTS points per line, numbers to six digits."""
     lines = []
     for line in panel.lines:
         every, last = math.ceil(len(line.x) / POINTS), len(line.x) - 1
@@ -143,8 +143,8 @@ def _plain(panel: Panel) -> dict:
 
 
 def data_uri(path: Path) -> tuple[str, bool]:
-    """Return a picture's file as a URI, and whether it was reduced: those that are large or no PNG become JPEGs of at
-    most SIDE pixels a side. Raises OSError or ValueError for a file that is no complete picture."""
+    """Return a picture's file as a data URI, and whether it was reduced: large files and those that are no PNG become
+    JPEGs of at most SIDE pixels a side. Raises OSError or ValueError for a file that is no complete picture."""
     try:
         with Image.open(path) as picture:
             picture.load()  # a truncated file fails here

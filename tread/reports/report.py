@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
+from tread.data.store import spread_indices
 from tread.evaluation.metric_table import METRICS, heldout_titles
 from tread.reports.comparison import SeedGroup, cautions, charts, group_runs, results_table, unit, unlike, verdicts
 from tread.reports.known_scores import Score, find_scores
@@ -19,16 +18,16 @@ from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH, differences, value_at
 
 ABSENT = "–"
-SPENT = {  # keys of metrics.jsonl → the work, beside training steps, that took these seconds
+SPENT = {  # keys of metrics.jsonl, in seconds → the work besides training steps
     "eval_seconds": "evaluation loss",
     "fid_seconds": "FID in training",
     "draw_seconds": "drawing samples",
     "judge_seconds": "judging samples at the end",
     "save_seconds": "saving checkpoints",
 }
-RISEN = 1.005  # times the lowest held-out loss: more, twice in a row, is no noise, as its points are always the same
-PICTURES = 48  # in a page, all runs together
-ABOUT = {  # columns of a score beside its metrics
+RISEN = 1.005  # a loss twice in a row above this times the lowest is no noise: held-out points are always the same
+PICTURES = 48  # pictures in a page, of all runs together
+ABOUT = {  # columns of a score besides its metrics
     "count": "samples",
     "guidance": "guidance",
     "flops_relative": "FLOPs over none",
@@ -86,10 +85,11 @@ def subject_of(runs: Sequence[Found]) -> Subject:
     groups += [SeedGroup(run.folder.resolve().name, [run]) for run in alone]
     called = [group.name for group in groups]
     groups = [replace(g, name=str(g.runs[0].folder)) if called.count(g.name) > 1 else g for g in groups]
-    names = {}
-    for group in groups:
-        for run in group.runs:
-            names[run.folder] = f"{group.name}, {run.folder.name}" if len(group.runs) > 1 else group.name
+    names = {
+        run.folder: f"{group.name}, {run.folder.name}" if len(group.runs) > 1 else group.name
+        for group in groups
+        for run in group.runs
+    }
     return Subject(runs, groups, {run.folder: names[run.folder] for run in runs})
 
 
@@ -154,7 +154,8 @@ def add_samples(page: Page, subject: Subject) -> None:
     shown, said = {}, []
     for run in subject.runs:
         paths = {p.stem[5:]: p for p in sorted(run.folder.glob("samples/step_*.png")) if p.stem[5:].isdecimal()}
-        chosen, smaller = evenly([*paths], PICTURES // len(subject.runs)), 0
+        most, smaller = max(2, PICTURES // len(subject.runs)), 0
+        chosen = [[*paths][place] for place in spread_indices(len(paths), most)]
         for step in chosen:
             try:
                 uri, reduced = data_uri(paths[step])
@@ -173,11 +174,6 @@ def add_samples(page: Page, subject: Subject) -> None:
         page.slider(shown)
         page.text("Drawn with the EMA weights. A row is a class, and a place has the same noise at each step.")
     page.points(said)
-
-
-def evenly(items: Sequence, most: int) -> list:
-    """Return at most `most` items (but at least two), evenly chosen, with the first and the last."""
-    return [items[place] for place in np.linspace(0, len(items) - 1, min(len(items), max(2, most))).round().astype(int)]
 
 
 def add_curves(page: Page, subject: Subject) -> None:
@@ -227,7 +223,7 @@ def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[li
 
 
 def _cell(value: object) -> str:
-    """Format a record's value for a table."""
+    """Return a record's value as text for a table."""
     try:
         return f"{float(value):,.0f}" if float(value).is_integer() else f"{float(value):.5g}"
     except (TypeError, ValueError):
@@ -248,7 +244,7 @@ def add_time(page: Page, subject: Subject) -> None:
 
 
 def time_of(run: Found) -> dict[str, float]:
-    """Return {part of a run: seconds that it took}, without parts that took none; records of older code lack some."""
+    """Return {kind of work: seconds} that a run took, without zeros; older code did not record all kinds."""
     rest = run.status.get("spent")
     records = [*run.records, rest if isinstance(rest, dict) else {}]
 

@@ -2,11 +2,12 @@
 
 import glob
 import math
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from tread.checkpoints import checkpoint
 from tread.runtime.plugins import import_plugins
@@ -37,31 +38,35 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The last step in the status or the records."""
+        """The number of steps done, by the status or the last record."""
         stated = self.status.get("step")
         return max([stated if isinstance(stated, int) else 0, *(record["step"] for record in self.records)])
 
     @property
     def progress(self) -> str:
-        """The last step as text, with the planned number of steps if that is known."""
+        """The number of steps done as text, with the planned number if that is known."""
         return f"{self.step:,}" + (f" of {self.config['train']['steps']:,}" if self.config else "")
 
     def last(self, key: str) -> float | None:
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
     def state(self) -> str:
-        """Describe in words whether the run is running, finished, killed, …."""
+        """Return a text that says whether the run is running, finished, killed, …."""
         state, reason = self.status.get("state"), self.status.get("reason")
         if state != "running":
             return " – ".join(str(part) for part in (state or "not known", reason) if part)
         host, pid, time = self.status.get("host"), self.status.get("pid"), told_time(self.status.get("time"))
         if host != platform.node() or not isinstance(pid, int):
             return f"running on {host}, by what it wrote last at {time}"
-        return "running" if _alive(pid) else f"killed: process {pid} is gone without a word; it last wrote at {time}"
+        return (
+            "running"
+            if psutil.pid_exists(pid)
+            else f"killed: process {pid} is gone without a word; it last wrote at {time}"
+        )
 
 
 def told_time(stated: object) -> str | None:
-    """Format a time of run.json or status.json for people."""
+    """Return a time of run.json or status.json as people write it; None if `stated` is empty."""
     return str(stated).replace("T", " ").replace("+00:00", " UTC") if stated else None
 
 
@@ -99,15 +104,15 @@ def find_run(folder: Path) -> Found:
         problems.append(f"{lost} of {lost + len(records)} lines of metrics.jsonl can't be read and are left out")
     config, saved = _config_of(starts[-1]["config"]) if starts else {}, {}
     try:
-        import_plugins(config.get("plugins", ()))  # they may define metrics and networks of the run
+        import_plugins(config.get("plugins", ()))  # plugins may define metrics and networks of the run
     except ValueError as error:
         problems.append(str(error))
     try:
         if newest := checkpoint.newest(folder):
             source = checkpoint.find(newest)
             saved = source.info
-            for name in saved["files"]:
-                source.check(name.removesuffix(".safetensors"))
+            for name in source.parts:
+                source.check(name)
         else:
             problems.append("there is no checkpoint")
     except (OSError, ValueError) as error:
@@ -126,24 +131,15 @@ def _numbers(record: object) -> dict:
 
 
 def _typed(start: dict) -> dict:
-    """Return an entry of run.json; values that are missing or of a wrong type are replaced by empty ones."""
+    """Return an entry of run.json with empty values in place of those that are missing or of a wrong type."""
     kinds = {"step": int, "config": dict, "versions": dict, "warnings": list}
     return start | {key: start[key] if isinstance(start.get(key), kind) else kind() for key, kind in kinds.items()}
 
 
 def _config_of(config: object) -> dict:
-    """Return a recorded config, also one of older code, with today's keys; {} if it lacks one of NEEDED."""
+    """Return a recorded config (a dict) with today's keys, also for older code; {} if it lacks a key of NEEDED."""
     try:
         config = migrate(config)
     except (TypeError, AttributeError):
         return {}
     return config if all(isinstance(value_at(config, key), kind) for key, kind in NEEDED.items()) else {}
-
-
-def _alive(pid: int) -> bool:
-    """Return whether a process with this id exists on this machine."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True

@@ -43,14 +43,14 @@ from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_t
 from .ids import choose_ids, with_ratio
 from .positions import blocks_to_check, order_matters, refusal, tensors_in
 
-_ON: list["Routing"] = []  # those whose context is entered
+_ON: list["Routing"] = []  # routings whose context `on` or `on_ids` is entered
 Inputs = tuple[tuple, dict]
 Select = Callable[[tuple, dict, Tensor], Inputs]
 Join = Callable[[Any, Inputs, Tensor], Any]
 
 
 def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """Gather the kept tokens of args[0] (B, N, D) and pass on all other inputs whole, as if they had no token axis."""
+    """Return a block's inputs (args, kwargs): of args[0] (B, N, D) the kept tokens, all other inputs unchanged."""
     if not args:
         raise ValueError(
             f"the block was called with keywords only ({', '.join(kwargs)}): give attach_routes a select and a join, "
@@ -81,12 +81,12 @@ def _written(*inputs: Any) -> list[int]:
 
 
 def _in_forward() -> bool:
-    """Return whether blocks are called by the model, not again in a backward pass; False in compiled graphs."""
+    """Return False in a backward pass, where activation checkpointing calls blocks again, and in compiled graphs."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
 
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
-    """Put a block's output, the kept tokens (B, K, D) alone, back into the saved tokens (B, N, D)."""
+    """Return all tokens (B, N, D): a block's output (B, K, D) put into the block's first input, saved[0][0]."""
     if not isinstance(output, Tensor):
         raise ValueError(
             f"the block returned a {type(output).__name__}, not the tokens alone: give attach_routes a join, or "
@@ -125,7 +125,7 @@ class Routing:
                 save = partial(self._save, number)
                 self._handles.append(blocks[route.rejoin].register_forward_pre_hook(save, with_kwargs=True))
         for number, route in enumerate(routes):
-            for index in range(route.start, route.end + 1):  # methods: a deep copy of the model gets its own Routing
+            for index in range(route.start, route.end + 1):  # bound methods: a model's deep copy gets its own Routing
                 before, behind = partial(self._before, number, index), partial(self._behind, index)
                 self._handles += [
                     blocks[index].register_forward_pre_hook(before, with_kwargs=True),
@@ -133,8 +133,8 @@ class Routing:
                 ]
 
     def _tokens_first(self, number: int, index: int, args: tuple, kwargs: dict) -> Inputs:
-        """Return the inputs (args, kwargs) of block `index`, with its tokens moved to args[0] if they came by keyword.
-        Raises ValueError unless there are as many as route `number`'s noise has, plus the prefix. With a custom
+        """Return the inputs (args, kwargs) of block `index`, with the tokens moved to args[0] if they came by keyword.
+        Raises ValueError if the number of tokens is not the one for which route `number` has ids_keep. With a custom
         `select` any input may be the tokens, so the error is raised only if no input has an axis of this length."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
@@ -142,7 +142,7 @@ class Routing:
         first = self._keyword or self._select in (select_first, select_only)
         shapes = [tuple(tensor.shape) for _, tensor in tensors_in(args[:1] if first else (args, kwargs))]
         count = self._tokens[number]
-        axes = slice(len(self._ids[number]) == count, 2)  # as many samples as tokens say nothing
+        axes = slice(len(self._ids[number]) == count, 2)  # if B equals N, the batch axis would match by chance
         if count is not None and shapes and all(count not in shape[axes] for shape in shapes):
             raise ValueError(
                 f"the noise (and prefix) is for {count} tokens, but block {index} gets {shapes[0]}: give noise "
@@ -151,7 +151,7 @@ class Routing:
         return args, kwargs
 
     def _call(self, index: int, module: nn.Module, args: tuple) -> None:
-        """Note that block `index` is called; forget what backward passes saved as soon as the model starts over."""
+        """Note that block `index` is called. If this begins a new forward pass, forget inputs saved for `rejoin`."""
         if self._ids is not None and _in_forward():
             if index < self._last:
                 self._check_rejoined()
@@ -159,7 +159,7 @@ class Routing:
             self._last = index
 
     def _check_rejoined(self) -> None:
-        """Raise RuntimeError if inputs that were saved in a call of the model are still there."""
+        """Raise RuntimeError if a forward pass saved inputs for a route's `rejoin` that its last block did not use."""
         for route in [self.routes[number] for number, (_, _, forward) in self._rejoins.items() if forward]:
             raise RuntimeError(
                 f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}: leave "
@@ -221,8 +221,8 @@ class Routing:
         return tuple(parts)
 
     def _verify(self, number: int, index: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Raise ValueError if the order of tokens matters to block `index`, which is on route `number`. The check
-        permutes all N tokens, or the kept ones alone if N is unknown."""
+        """Raise ValueError if block `index`, which is on route `number`, depends on the order of its tokens. The check
+        permutes all N tokens, or only the kept ones if N is unknown."""
         ids, self._ids = self._ids, None  # the block's own hooks do nothing meanwhile
         every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens[number]
         if count is not None:
@@ -273,7 +273,7 @@ class Routing:
         prefix: int = 0,
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model runs with tokens chosen by uniform noise (B, N), one tensor per route or
-        one for all. `ratio` replaces the routes' selection_ratio, e.g. at inference; see choose_ids for the rest."""
+        one for all. `ratio` replaces the routes' selection_ratio, e.g. at inference; for the others see choose_ids."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if not all(isinstance(u, Tensor) for u in each):
             raise ValueError("noise must be tensors, one after the other: on(n1, n2), not on((n1, n2))")
@@ -309,9 +309,8 @@ def attach_routes(
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
     verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of blocks on routes,
-                  the first is checked, and the one whose settings differ most from the first's. A check runs the
-                  block twice more, at its first call on a route outside compiled graphs.
-                  False: for blocks that need an order, as scans do.
+                  the first is checked, and the one whose settings differ most from the first's. A check runs the block
+                  twice more, at its first call on a route outside compiled graphs. False: for blocks such as scans.
 
     Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
     default `select`, for blocks that contain a module with batch_first=False.

@@ -112,8 +112,8 @@ class Token:
     scores = None  # or a function from the tokens (B, N, D) before the route to scores (B, N)
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
-        """Return ids_keep (B, K): the tokens with the smallest uniform draws (B, N), or with the largest scores (B, N)
-        if scores are given. `keep` (B, N) bool is true for tokens that must be kept (None: no such tokens)."""
+        """Return ids_keep (B, K): the tokens with the largest scores (B, N) or, if scores is None, the smallest uniform
+        draws (B, N). `keep` (B, N) bool is true for tokens that must be kept (None: no such tokens)."""
         if scores is not None and scores.shape != draws.shape:
             raise ValueError(
                 f"scores of select={route.select} are {tuple(scores.shape)}, but must be {tuple(draws.shape)}, (B, N)"
@@ -124,7 +124,7 @@ class Token:
         return draw_ids(draws, route.selection_ratio)
 
     def count(self, route: Route, num_tokens: int, grid: Grid | None) -> int:
-        """Return K, the number of kept tokens out of N."""
+        """Return K, the number of kept tokens out of N = num_tokens."""
         return num_keep(num_tokens, route.selection_ratio)
 
     def check_route(self, route: Route) -> None:
@@ -145,7 +145,7 @@ class Token:
         return replace(route, selection_ratio=ratio)
 
     def for_sampling(self, route: Route) -> Route:
-        """Return the route for sampling; its rule chooses each sample's tokens from that sample's draws alone."""
+        """Return the route to use in sampling: its rule chooses a sample's tokens by that sample's draws alone."""
         return route
 
 
@@ -241,8 +241,8 @@ def choose_ids(
 
 
 def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
-    """Return a pair for a network's `routes`: (route, ids_keep (B, K)) chosen by the uniform numbers `draws` (B, N), or
-    (route, draws) if the rule scores tokens, as the network then chooses."""
+    """Return one entry for a network's argument `routes`: (route, ids_keep (B, K)), chosen by the uniform numbers
+    `draws` (B, N). If the route's rule scores tokens: (route, draws), as run_blocks then calls the rule."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
 
 
@@ -258,13 +258,13 @@ def with_ratio(route: Route, ratio: float) -> Route:
 
 
 def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """Return how many of N tokens choose_ids keeps for a route; tokens of a `prefix` are not counted."""
+    """Return how many of N tokens choose_ids keeps for a route, without prefix tokens, which are always kept."""
     return RULES[route.select].count(route, num_tokens, grid)
 
 
 def count_run(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """Return how many of N tokens the route's blocks run on: the kept ones, or all N if its rejoin says that skipped
-    tokens stay in (`Rejoin.removes`)."""
+    """Return how many of N tokens the route's blocks run on: K kept ones, or all N with rejoin="stale", which leaves
+    the skipped tokens in the blocks."""
     return count_kept(route, num_tokens, grid) if route.rejoins.removes else num_tokens
 
 
@@ -275,8 +275,8 @@ def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
 
 
 def check_ratio(route: Route, grid: Grid, key: str) -> None:
-    """Raise ValueError, naming the setting `key`, if the route's selection_ratio is above 0 but skips no token, or if a
-    single token is left, which can attend only to itself. In settings both are mistakes; Route itself allows them."""
+    """Raise ValueError, naming the setting `key`, if the route's selection_ratio is above 0 but skips no token or
+    leaves a single one, which could attend only to itself. In settings both are mistakes; Route itself allows them."""
     ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
     unit, units = RULES[route.select].check_grid(grid)
     if ratio and kept == tokens:

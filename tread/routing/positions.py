@@ -16,9 +16,9 @@ from torch.func import functional_call
 
 from routing_module import gather_tokens, scatter_tokens
 
-GAIN = 2.0  # scale of random matrices: attention then picks few tokens, and positions weigh as much as contents
+GAIN = 2.0  # scale of random matrices, so that attention is sharp and positions weigh as much as contents
 TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.02}  # for relative differences; half precision's rounding is 0.002
-FULL_TOLERANCE = 1e-3  # fp32's rounding is 3e-7; angles by arange make 0.4
+FULL_TOLERANCE = 1e-3  # fp32's rounding is 3e-7; positions by arange make a difference of 0.4
 
 
 def check_positions(
@@ -47,21 +47,27 @@ def check_positions(
 
 
 def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
-    """Return the indices of the blocks to check: of each class, the first block and the one whose settings differ most
-    from the first block's, if any differ."""
+    """Return which blocks, of {index: block}, to check: the indices of the first block of each class and of the one of
+    that class whose settings differ most from the first's, if any differ. An integer attribute whose value is another
+    one in every block is taken for the block's number, and is no setting."""
     alike: dict[type, dict[int, dict]] = {}
     for index, block in blocks.items():
         alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}
     chosen = []
     for settings in alike.values():
         first = next(iter(settings))
-        changes = {index: len(settings[first].items() ^ found.items()) for index, found in settings.items()}
+        values = {key: [found.get(key) for found in settings.values()] for key in settings[first]}
+        numbers = {key for key, each in values.items() if type(each[0]) is int and len({*each}) == len(each)}
+        changes = {
+            index: sum(key not in numbers for key, _ in settings[first].items() ^ found.items())
+            for index, found in settings.items()
+        }
         chosen += dict.fromkeys([first, max(changes, key=changes.get)])
     return chosen
 
 
 def _settings(block: nn.Module) -> dict[str, Any]:
-    """A block's plain attributes, the classes of its parts and the shapes of its tensors, by name."""
+    """Return a block's plain attributes, the classes of its submodules and the shapes of its tensors, keyed by name."""
     found = {name: given.shape for name, given in [*block.named_parameters(), *block.named_buffers()]}
     for name, module in block.named_modules():
         for key, value in vars(module).items():
@@ -84,7 +90,7 @@ def refusal(index: int, block: Any, difference: float, how: str, otherwise: str)
 
 
 def permuted(ids: Tensor, shared: bool = False) -> Tensor:
-    """Return ids (B, K) in a random order, which is the same in each call; each sample has its own unless `shared`."""
+    """Return ids (B, K) in a random order, the same in every call. Each sample has its own order unless `shared`."""
     noise = torch.rand(1 if shared else len(ids), ids.shape[1], generator=torch.Generator().manual_seed(0))
     return ids.gather(1, noise.argsort(dim=1).expand(ids.shape).to(ids.device))
 
@@ -92,11 +98,11 @@ def permuted(ids: Tensor, shared: bool = False) -> Tensor:
 def order_matters(
     block: Callable, args: tuple, kwargs: dict, ids: Tensor, shared: bool, select: Callable, join: Callable
 ) -> float:
-    """Return by how much a block's output changes if it gets the tokens at indices ids (B, K) in another order.
+    """Return by how much a block's output for inputs (args, kwargs) changes if its tokens at ids (B, K) are permuted.
 
     The change is relative to what the block adds to its tokens args[0], and 0 within rounding. shared=True permutes all
-    samples alike. `select` and `join` gather inputs and put outputs back, see hooks.py. A block with sharded or
-    quantized parameters, which can't be replaced by random ones, only gives a warning and 0.
+    samples alike. `select` gathers the inputs and `join` puts the output back, as in hooks.py. For a block with sharded
+    or quantized parameters, which can't be replaced by random ones, the function warns and returns 0.
     """
     plain = (nn.Parameter, Tensor)
     if any(type(given) not in plain or given.is_meta for given in getattr(block, "parameters", list)()):
@@ -139,7 +145,7 @@ def _sandbox(block: Callable) -> Iterator[Callable]:
         scale = GAIN / given[0].numel() ** 0.5 if given.ndim > 1 else 1.0
         state[name] = (scale * torch.randn(given.shape, generator=generator)).to(given)
     for name, given in block.named_buffers():
-        if given.is_floating_point() and not given.float().any():  # to be filled later; may be a variance, so above 0
+        if given.is_floating_point() and not given.float().any():  # not filled yet; positive, as it may be a variance
             state[name] = torch.randn(given.shape, generator=generator).abs().to(given)
     training = [module for module in block.modules() if module.training]
     devices = {tensor.device for tensor in state.values() if tensor.device.type == "cuda"}
@@ -153,7 +159,7 @@ def _sandbox(block: Callable) -> Iterator[Callable]:
 
 
 def tensors_in(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each tensor in nested lists, tuples and dicts."""
+    """Yield (name, tensor) for each tensor in nested lists, tuples and dicts; a name is like "mask" or "0['cos']"."""
     if isinstance(given, Tensor):
         yield name, given
     elif isinstance(given, (dict, list, tuple)):

@@ -1,39 +1,65 @@
 """The command line of every entry point: checks of overrides, --help, plugins, and errors in one line."""
 
 import contextlib
+import functools
+import inspect
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tread.runtime import schema
 from tread.runtime.plugins import import_plugins
-from tread.runtime.schema import check_overrides
 from tread.runtime.signals import leave_at_once
 
 ONE_EACH = "one command for each value, each with its own name="
 
 
+def door(kind: type | None = None, stopped: str = "stopped") -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Return a decorator that makes a function of options the Hydra function of its script, see config_file. Expected
+    errors end it with one line, and Ctrl-C prints `stopped`.
+
+    kind  the dataclass of the options; None: the function gets the composed config as nested dicts.
+    """
+    import hydra  # imported here because it takes long, and not every script has a config
+
+    def decorate(work: Callable[[Any], None]) -> Callable[[], None]:
+        @functools.wraps(work)
+        def main(composed: DictConfig) -> None:
+            with explained(stopped):
+                tree = plain(composed)
+                work(schema.read(tree, kind) if kind else tree)
+
+        config = config_file(Path(work.__globals__["__file__"]).resolve())
+        opened = hydra.main(version_base="1.3", config_path=str(config.parent), config_name=config.stem)(main)
+        opened.kind = kind
+        return opened
+
+    return decorate
+
+
 def open_door(
     main: Callable[[], None],
-    known: Iterable[str] | Callable[[], Iterable[str]],
+    known: Iterable[str] | Callable[[], Iterable[str]] | None = None,
     literal: Collection[str] = (),
     spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
-    """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call its Hydra function `main`.
+    """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call `main`, made by `door`.
     An error in the composed config ends the script without a traceback; HYDRA_FULL_ERROR=1 shows it.
 
     known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
-             keys.
+             keys; None: those of the dataclass of its options.
     literal  keys whose values Hydra must not parse: `take_literally` encodes them.
-    spell    rewrites the list of overrides for Hydra.
+    spell    function that rewrites the list of overrides for Hydra.
     """
-    script = main.__wrapped__.__globals__
+    script = inspect.unwrap(main).__globals__
     config = config_file(Path(script["__file__"]))
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     with explained():
@@ -42,7 +68,8 @@ def open_door(
             raise ValueError(f"-m and --multirun would run the first value alone: give {ONE_EACH}")
         import_plugins(named_plugins(sys.argv[1:], config))
         sys.argv[1:] = spell(take_literally(sys.argv[1:], literal))
-        check_overrides(sys.argv[1:], list(known() if callable(known) else known))
+        known = schema.known_keys(main.kind) if known is None else known
+        schema.check_overrides(sys.argv[1:], list(known() if callable(known) else known))
         if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:
             sys.stderr.write("--cfg prints values as they are put together; a run also checks them\n")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors
@@ -58,7 +85,7 @@ def open_door(
 
 
 def named_plugins(words: Iterable[str], config: Path) -> list[str]:
-    """Return the plugins named on the command line, else those in the config file; [] if either can't be read."""
+    """Return the plugins that the overrides `words` name, else the config file's; [] if either can't be read."""
     typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
     with contextlib.suppress(Exception):  # a config that can't be read is refused later, with the reason
         plugins = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(typed)).get("plugins")
@@ -68,8 +95,8 @@ def named_plugins(words: Iterable[str], config: Path) -> list[str]:
 
 @contextlib.contextmanager
 def explained(stopped: str = "stopped") -> Iterator[None]:
-    """Context that turns some exceptions into an exit with one line and no traceback: ValueError, OSError, a full GPU,
-    and Ctrl-C (prints `stopped`, exit code 130). A closed output pipe, as after `| head -1`, exits silently (141)."""
+    """Context that turns ValueError, OSError, a full GPU and Ctrl-C (prints `stopped`, exit code 130) into an exit with
+    one line and no traceback. If the output pipe is closed, as after `| head -1`, it exits silently (141)."""
     try:
         yield
         sys.stdout.flush()
@@ -138,7 +165,7 @@ def answer_help(doc: str, config: Path | None = None) -> None:
             names = re.findall(r"^  - (\w+) *(?:#.*)?$", parts[-1], re.M)
             files += [path.with_name(f"{name}.yaml") for name in names if name != "_self_"]
         else:
-            parts[-1] = parts[-1].partition("\n\n# Below are ")[0]  # the keys above it, which people set
+            parts[-1] = parts[-1].partition("\n\n# Below are ")[0]  # the keys above this line are those that people set
     if config:
         parts.append(f"--help all prints all keys; they are in {config.parent}. --cfg job prints a command's values.")
     text = "\n\n".join(parts) + "\n"

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 Compile = Literal["auto", True, False]
-BUDGET = 0.9  # of what torch would keep for the backward pass; the products are not computed again
+BUDGET = 0.9  # fraction of activation memory that torch may keep; matrix products are still not recomputed
 GRAPHS = 64  # per block, more than any run needs; torch's limit, 8, is too small for routes and sampling
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return None if torch.compile works on a device, else why not, in a line. It compiles a layer to find out."""
+    """Compile a small layer to see whether torch.compile works on a device. Return None, or the error in one line."""
 
     def compile_layer() -> None:
         torch.compile(nn.LayerNorm(8, device=device), dynamic=False)(torch.ones(2, 8, device=device)).sum().backward()
@@ -24,19 +24,24 @@ def why_not(device: torch.device) -> str | None:
     return why_failing(compile_layer)
 
 
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message, at most 300 characters of it."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300].rstrip()}"
+
+
 def why_failing(attempt: Callable[[], None]) -> str | None:
-    """Return None if `attempt`, which compiles, succeeds or runs out of memory, else why it fails, in a line."""
+    """Call `attempt`, which compiles. Return None if it succeeds or runs out of memory, else its error in one line."""
     try:
         attempt()
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
     except Exception as error:  # compilers, drivers and caches fail in many ways
-        return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        return first_line(error)
     return None
 
 
 def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | None]:
-    """Return whether to compile, and the reason if compiling is wanted but fails; "auto" wants it on GPUs only."""
+    """Return (whether to compile, None or the error if compiling is wanted but fails); "auto" wants it on GPUs only."""
     if not value or (value == "auto" and device.type != "cuda"):
         return False, None
     reason = why_not(device)
@@ -44,8 +49,8 @@ def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | No
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor", saving: bool = False) -> None:
-    """Compile each block in place; the network's parameter names, weights and copies are unaffected. With `saving` the
-    blocks that this process compiles keep fewer activations, and recompute the cheap ones."""
+    """Compile each block in place; the network's parameter names, weights and copies are unaffected. With saving=True
+    all blocks compiled in this process keep fewer activations, and recompute the cheap ones in the backward pass."""
     import torch._dynamo  # imported here because it takes seconds
 
     torch._dynamo.config.cache_size_limit = max(GRAPHS, torch._dynamo.config.cache_size_limit)

@@ -36,14 +36,14 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    """Return the context in which a network runs: autocast to bf16, or none; weights stay fp32."""
+    """Return the context in which a network runs: autocast to bf16 with precision="bf16", else none."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def tf32_flags() -> list[str]:
     """Return the GPU precision of fp32 products, convolutions and recurrent layers, each "tf32", "ieee" or "none"."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    if hasattr(matmul, "fp32_precision"):  # from torch 2.9 on; there the old flags can't be read beside newly set ones
+    if hasattr(matmul, "fp32_precision"):  # from torch 2.9 on, where reading old flags fails once new ones are set
         return [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
     return ["tf32" if allowed else "ieee" for allowed in (matmul.allow_tf32, cudnn.allow_tf32, cudnn.allow_tf32)]
 
@@ -53,15 +53,13 @@ def set_tf32(flags: list[str]) -> None:
     reads these, and raises an error where they differ from the new ones (pytorch #166387)."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     matmul.allow_tf32, cudnn.allow_tf32 = flags[0] == "tf32", flags[1] == "tf32"
-    if hasattr(matmul, "fp32_precision"):  # alone, the old ones would leave convolutions to fp32_precision of all
+    if hasattr(matmul, "fp32_precision"):  # the old flags alone would not override the global fp32_precision
         matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags
 
 
 def attention_fault(release: str, cudnn: int | None, masked_keys: int | None) -> str | None:
-    """Return which fault cuDNN attention has in this torch release with this cuDNN (such as 91002), or None.
-
-    masked_keys  the number of keys of an attention that has both a mask and gradients, else None.
-    """
+    """Return a description of cuDNN attention's known fault in torch `release` with version `cudnn` (such as 91002), or
+    None. masked_keys is the number of keys if attention has both a mask and gradients, else None."""
     version = tuple(int(part) for part in release.split(".")[:2])
     if cudnn and version == (2, 9) and cudnn < 91501:
         return "reads beyond its memory (pytorch #169849)"
@@ -83,8 +81,7 @@ def avoid_faults(device: torch.device, masked_keys: int | None = None) -> str | 
 
 @contextmanager
 def exact(tf32: bool = False) -> Iterator[None]:
-    """Context that computes in fp32 without autocast, and with TF32 only if asked, whatever sampling or training has
-    set."""
+    """Context in which all is computed in fp32, without autocast, and with TF32 only if tf32=True."""
     before = tf32_flags()
     set_tf32(["tf32" if tf32 else "ieee"] * 3)
     gpu = torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext()
@@ -96,7 +93,7 @@ def exact(tf32: bool = False) -> Iterator[None]:
 
 
 def computing(device: torch.device, precision: str) -> AbstractContextManager:
-    """Return the context in which a frozen network beside the trained one runs: exact fp32, "tf32" or bf16 autocast."""
+    """Return the context for a frozen network, such as an encoder: "bf16" autocast, "tf32", or else exact fp32."""
     return autocast(device, precision) if precision == "bf16" else exact(tf32=precision == "tf32")
 
 
@@ -129,7 +126,7 @@ def memory_of(device: torch.device) -> int:
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make: those alive `now`, and the most at once, `peak`."""
+    """Context that counts bytes of tensor storages made within it: `now` those alive, `peak` the most at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +151,8 @@ class Alive(TorchDispatchMode):
 
 
 def use_expandable_segments() -> None:
-    """Let CUDA's allocator grow its segments, so that alternating steps of different sizes leave no holes in memory.
-    A user's own PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF stays in force. Call this before CUDA is used."""
+    """Turn on expandable segments in CUDA's allocator, so that steps of alternating sizes do not fragment memory. A
+    user's own PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF stays in force. Call this before CUDA is used."""
     own = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys()
     told = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # of newer torch, in which the other one warns
     told = told or getattr(torch.cuda.memory, "_set_allocator_settings", None)
@@ -179,7 +176,8 @@ PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from the maker's data s
 
 @contextmanager
 def beside(stream: "torch.cuda.Stream | None") -> Iterator[None]:
-    """Context whose work runs on `stream`, after what is queued so far and before later work; None: as usual."""
+    """Context whose work runs on the CUDA stream `stream`, after work queued before and before work queued later; None:
+    on the current stream, as without this context."""
     if stream is None:
         yield
         return

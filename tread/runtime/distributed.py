@@ -23,9 +23,8 @@ T = TypeVar("T")
 
 def open_training(precision: str, cpu_threads: int | None, processes: int | None = None) -> "tuple[Processes, str]":
     """Set up the processes that train one network. Returns them and the precision, "auto" resolved by `use_precision`.
-
-    Raises ValueError if the launch is neither one device nor DDP, or has another number of processes than `processes`.
-    """
+    Raises ValueError if the launch is neither one device nor DDP, or has another number of processes than `processes`
+    (None: any number will do). For cpu_threads see use_cores."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "accelerate was asked for several processes and started one, as it does on CPUs: launch them by "
@@ -53,10 +52,9 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
 
 
 def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes":
-    """Set up the processes that share independent work: those that accelerate or torchrun launched, else this one
-    alone. They communicate by gloo on any device, and may wait for days, since they only report when they are done.
-    With device=None each uses its own GPU, or the CPU if there is none. Raises ValueError for a device that can't be
-    used."""
+    """Set up processes that share independent work: those that accelerate or torchrun launched, else this one alone.
+    They communicate by gloo on any device, and may wait days for each other. With device=None each uses its own GPU, or
+    the CPU if there is none. Raises ValueError for a device that can't be used."""
     state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
     if device is None:
         device = f"cuda:{state.local_process_index}" if torch.cuda.is_available() else "cpu"
@@ -71,7 +69,7 @@ def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes
 
 
 class Processes:
-    """This process and its place among the processes of a launch; made by open_training and share_work.
+    """This process, and its communication with the other processes of its launch; see open_training and share_work.
 
     rank, count, main  this process's number, the number of processes, and whether this one's number is 0.
     device             the device that it computes on.
@@ -88,7 +86,7 @@ class Processes:
             raise ValueError(f"{started} processes were launched, but accelerate runs {self.count}")
 
     def distribute(self, network: nn.Module) -> nn.Module:
-        """Return the network, in DDP if several processes train it; its buffers are constants and are not broadcast."""
+        """Return the network, wrapped in DDP if there are several processes; DDP does not broadcast its buffers."""
         buffers = [name for name, _ in network.named_buffers()]
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
         return self._launched.prepare(network)
@@ -122,9 +120,9 @@ class Processes:
             raise OSError("another process stopped; see its message") from error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` in every process and return this process's result. If it fails in one process, all processes raise
-        the error; in the others an error that is no ValueError or OSError becomes a RuntimeError. Raises OSError if
-        another process has ended."""
+        """Run `work` in every process and return this process's result. If `work` fails in one process, all processes
+        raise its error; in the other ones, errors other than ValueError and OSError become RuntimeError. Raises OSError
+        if another process has ended."""
         done, error, told = None, None, None
         try:
             done = work()
@@ -162,8 +160,8 @@ class Processes:
 
     @contextlib.contextmanager
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
-        """Context in which the main process holds a file lock. If another launch holds it, raises FileExistsError with
-        the message `busy`; with busy=None, waits for it."""
+        """Context in which the main process holds a file lock. If another launch holds the lock, raises FileExistsError
+        with the message `busy` or, with busy=None, waits."""
         held = None
         if self.main:
             try:
@@ -181,8 +179,8 @@ class Processes:
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
-    """Return the rows of the global batch that belong to process `rank`, as one slice for each of its micro-batches.
-    micro_batch_size=None makes one slice. Raises ValueError if batch or share do not divide evenly."""
+    """Return the rows of the global batch that process `rank` trains on, as one slice per micro-batch (one in all with
+    micro_batch_size=None). Raises ValueError if the batch does not divide evenly."""
     share, rest = divmod(batch_size, ranks)
     if rest:
         raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")

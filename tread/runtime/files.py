@@ -21,6 +21,11 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def content_hash(content: str | bytes) -> str:
+    """Return the hex sha256 of a text in UTF-8, or of bytes."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
 def sync(path: Path) -> None:
     """Flush a file, or a folder's list of files, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -150,7 +155,7 @@ _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _forget_inherited_locks() -> None:
-    """In a forked child, close the inherited copies of locks: they would keep the locks held past the parent's end."""
+    """In a forked child, close inherited lock files, which would keep the locks held after the parent has ended."""
     for lock in _locks:
         lock.release()
 
@@ -180,7 +185,7 @@ class Lock:
             pass  # a file system without locks
 
     def fileno(self) -> int:
-        """Return the descriptor, for a child process that is to hold the lock too until both have ended."""
+        """Return the file descriptor. A child process that inherits it holds the lock too, until both have ended."""
         return self._file.fileno()
 
     def release(self) -> None:

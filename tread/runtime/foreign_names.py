@@ -1,13 +1,13 @@
 """Names of settings in other codebases (diffusers, timm, Lightning, DiT, SiT, EDM), and ours for the same settings.
 
-A foreign name is never accepted, as it may mean something else there: the error message names our key.
+They are used in error messages only: another codebase's name is not accepted, as its meaning may differ.
 """
 
 from collections.abc import Sequence
 
-# Our keys, of which a script may know some | names elsewhere | a note for the message.
-# Of the rows that hold the foreign name and a key known to the script, the first whose key is of the same section is
-# used, else the first.
+# Our keys (a script may know only some of them) | names elsewhere | a note for the message.
+# Among rows with the foreign name and a key that the script knows, the first whose key is in the same section as the
+# foreign name is used, else the first.
 _TABLE = """
 train.steps | epochs max_epochs num_epochs num_train_epochs | optimizer steps, not epochs
 train.steps | total_kimg kimg duration | optimizer steps, not images
@@ -46,7 +46,7 @@ objective | loss_type path_type prediction prediction_type parameterization prec
 
 
 def ours(key: str, known: Sequence[str]) -> str | None:
-    """Return a hint, "here it is 'optim.lr'", if an unknown key is another codebase's name for a known one, or None."""
+    """Return a hint, "here it is 'optim.lr'", if `key` is another codebase's name for a key in `known`, or None."""
     section, _, name = key.lower().replace("-", "_").rpartition(".")
     if section and any(other.rpartition(".")[2] == name for other in known):
         return None  # our own name under a misspelt section

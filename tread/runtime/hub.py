@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-SECONDS = 4  # for a server's answer
+SECONDS = 4  # to wait for a server's answer
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 
 
 def is_cached(name: str, weights: Sequence[str]) -> bool:
-    """Return whether the cache holds a model of the hub: its config.json and at least one of the files `weights`.
+    """Return whether the cache holds the hub's model `name`: its config.json and at least one of the files `weights`.
     Raises ValueError if `name` is no hub id, OSError if the model is not cached and the hub does not answer."""
     from huggingface_hub import constants, try_to_load_from_cache  # imported here because it takes long
     from huggingface_hub.utils import get_session

@@ -1,7 +1,7 @@
-"""User modules named by the setting `plugins`, which add entries to this code's tables when they are imported.
+"""Imports plugins: user modules named by the setting `plugins` that register rules, architectures, … when imported.
 
-schema.read imports a config's plugins before it looks at any other key. The configs of runs and checkpoints name them,
-so training, resuming, sampling and scoring know the same entries.
+schema.read imports a config's plugins before it reads any other key. Configs of runs and checkpoints name them, so
+training, resuming, sampling and scoring know the same entries.
 """
 
 import importlib
@@ -16,9 +16,8 @@ _imported: dict[str, str] = {}  # name of a file or module → sha256 of what wa
 
 
 def import_plugins(names: Sequence[str]) -> None:
-    """Import modules by dotted names or paths of .py files, each once per process. A missing file is skipped if a
-    plugin of the same name was imported before. Raises ValueError, with the reason, for a module that can't be
-    imported."""
+    """Import modules by dotted names or paths of .py files, each once per process. A missing file is skipped if a file
+    of the same name was imported before. Raises ValueError for a module that can't be imported."""
     for name in names:
         place, module = absolute(name), Path(name).name
         if module in _imported and (place in sys.modules or not Path(place).is_file()):
@@ -42,19 +41,19 @@ def import_plugins(names: Sequence[str]) -> None:
 
 
 def plugin_hashes(names: Sequence[str]) -> dict[str, str]:
-    """Return file name or module → sha256 of the content that was imported, to record with a run."""
+    """Return {file name or module: sha256 of the imported content} for plugins, to record with a run."""
     return {Path(name).name: _imported[Path(name).name] for name in names}
 
 
 def plugin_changes(info: Mapping) -> list[str]:
-    """Return a warning if imported plugins have other contents than a checkpoint's info.json says."""
+    """Return [a warning] if imported plugins differ from the record in `info`, a checkpoint's info.json, else []."""
     changed = [name for name, digest in info.get("plugins", {}).items() if _imported.get(name, digest) != digest]
     return [f"plugin {', '.join(changed)} has changed since the run began, by its sha256"] if changed else []
 
 
 def check_plugin(name: str, folder: Path) -> str:
-    """Return the name of a plugin that a checkpoint in `folder` needs, if it was imported or can be. Raises ValueError
-    if its file is not where the record says: one that came with a checkpoint is imported only if plugins names it."""
+    """Return `name`, a plugin that a checkpoint in `folder` needs, if it was imported or is where the checkpoint says.
+    Else raises ValueError: a file that came with a checkpoint is imported only if the setting `plugins` names it."""
     file = Path(name).name
     if not name.endswith(".py") or file in _imported or Path(name).is_file():
         return name

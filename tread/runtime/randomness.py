@@ -1,4 +1,4 @@
-"""Random numbers that follow from an address instead of a stored generator state.
+"""Random numbers that follow from an address, such as (seed, step, "noise"), instead of a stored generator state.
 
 Each random number of training is a function of (seed, step, purpose, position in the global batch). A step's numbers
 are drawn for the whole global batch, and a rank or micro-batch takes its rows. So nothing depends on the number of

@@ -1,4 +1,4 @@
-"""Reads nested dicts into dataclasses by their annotations; unknown keys and wrong types raise ValueError.
+"""Reads settings, nested dicts, into dataclasses by their annotations; unknown keys and wrong types raise ValueError.
 
 Choices are Literals. Annotated[…] adds a Range, in which a number must lie; a string, which errors show in brackets; or
 Chosen, for a section whose dataclass is picked from a table. Numbers without a Range must be finite.
@@ -24,9 +24,9 @@ class Range(NamedTuple):
     holds: Callable[[float], bool]
 
 
-Count = Annotated[int, Range("be positive", lambda number: number > 0)]
-CountOrZero = Annotated[int, Range("not be negative", lambda number: number >= 0)]
-TwoOrMore = Annotated[int, Range("be at least 2", lambda number: number >= 2)]
+Count = Annotated[int, Range("be positive and below 2³¹", lambda number: 0 < number < 2**31)]
+CountOrZero = Annotated[int, Range("be 0 or more and below 2³¹", lambda number: 0 <= number < 2**31)]
+TwoOrMore = Annotated[int, Range("be at least 2 and below 2³¹", lambda number: 2 <= number < 2**31)]
 Positive = Annotated[float, Range("be positive and finite", lambda number: 0 < number <= sys.float_info.max)]
 PositiveOrZero = Annotated[float, Range("be finite and not negative", lambda number: 0 <= number <= sys.float_info.max)]
 Fraction = Annotated[float, Range("lie between 0 and 1", lambda number: 0 < number < 1)]
@@ -36,18 +36,16 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 
 class Chosen(NamedTuple):
-    """Marks a section of the settings whose dataclass is picked from `table` by the section's key `key`. Keys that only
-    other dataclasses of the table have are dropped if they have their default values, and refused if not."""
+    """Marks a section of the settings whose dataclass is the entry of `table` that the section's value of `key` names.
+    Keys that only other entries have are dropped if they have their default values, and else refused."""
 
     key: str
     table: Mapping[str, type]
 
     def settle(self, section: object, where: str) -> tuple[type, dict]:
-        """Return the dataclass that a section of the settings picks from the table, and the section with that
-        dataclass's keys alone, defaults included. `where` is the section's dotted key, for messages.
-
-        Raises ValueError if the section picks no entry of the table, or sets a key that only other entries have.
-        """
+        """Return the dataclass that a section of the settings names, and the section with that dataclass's keys alone,
+        defaults included. `where` is the section's dotted key, for messages. Raises ValueError if the section names no
+        entry of the table, or sets a key that only other entries have."""
         if not isinstance(section, dict) or self.key not in section:
             raise ValueError(f"{where} is {section!r}, but must be a section that has {self.key}")
         check(f"{where}.{self.key}", section[self.key], Annotated[Literal[tuple(self.table)], "or a plugin's"])
@@ -66,13 +64,14 @@ class Chosen(NamedTuple):
 
 
 def _hints(kind: type) -> dict[str, Any]:
-    """Return the annotations of a dataclass's fields, without its class variables."""
+    """Return {name: annotation} of a dataclass's fields, without its class variables."""
     hints = get_type_hints(kind, include_extras=True)
     return {item.name: hints[item.name] for item in fields(kind)}
 
 
 def known_keys(kind: type, prefix: str = "") -> list[str]:
-    """Return all dotted keys of settings, sections included; `*` stands for the index of a list's item."""
+    """Return all dotted keys of the settings that dataclass `kind` holds, sections included, each after `prefix`; `*`
+    stands for the index of a list's item."""
     keys = []
     for name, hint in _hints(kind).items():
         keys.append(prefix + name)
@@ -87,8 +86,8 @@ def _choices(hint: Any) -> list[Chosen]:
 
 
 def add_unstated(words: Iterable[str], kind: type) -> list[str]:
-    """Return the typed overrides `words` for settings of the dataclass `kind`, with ++ ("add this key") before keys
-    that config files need not state, such as an architecture's own."""
+    """Return the command-line overrides `words`, with Hydra's ++ ("add this key") before keys that config files of the
+    dataclass `kind` need not state, such as options of one architecture."""
     keys = set()
     for name, hint in _hints(kind).items():
         entries = [entry for choice in _choices(hint) for entry in choice.table.values()]
@@ -101,7 +100,7 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """Return the error for an unknown key: it names our key for another codebase's name, else the nearest known key."""
+    """Return the error for an unknown key: it names our key if `key` is another codebase's name, else the nearest."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
@@ -119,10 +118,10 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
 
 
 def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first word that is no Hydra override (key=value), or whose key is not known."""
+    """Raise ValueError for the first word that is no Hydra override (key=value), or whose key is not in `known`."""
     overrides = list(overrides)
     for before, override in zip(["", *overrides], overrides):
-        if not re.search("^[-~]|=", override) and not before.startswith("-"):  # behind an option it is its value
+        if not re.search("^[-~]|=", override) and not before.startswith("-"):  # after an option: its value
             raise ValueError(f"{override!r} is no setting, which is written key=value")
         if override.startswith("--") and override[2:].partition("=")[0] in known:
             raise ValueError(f"{override!r} is written {override[2:]!r}, without dashes")
@@ -132,7 +131,7 @@ def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
 
 
 def fill(tree: dict, kind: type) -> dict:
-    """Return a nested dict in which missing keys, also in sections and lists, have the dataclass `kind`'s defaults."""
+    """Return a copy of the settings `tree` in which missing keys, at any depth, have dataclass `kind`'s defaults."""
     filled = dict(tree)
     for item, hint in zip(fields(kind), _hints(kind).values()):
         value = tree.get(item.name, item.default)
@@ -160,23 +159,23 @@ def written(value: object) -> str:
 
 
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
-    """Build dataclass `kind` from a nested dict, after importing the plugins that it names. Raises ValueError for
-    unknown, missing or mistyped keys; the message puts `prefix` before the key."""
+    """Build the dataclass `kind` from a nested dict, after importing the plugins that the dict names. Raises ValueError
+    for unknown or missing keys and wrong types; messages put `prefix` before a key."""
     if "plugins" in _hints(kind) and isinstance(tree, dict):
         import_plugins(_convert(tuple[str, ...], tree.get("plugins", ()), "plugins", []))
     return _build(kind, tree, prefix, known_keys(kind, prefix))
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return the settings `tree`, but with an int wherever the dataclass `built`, which was made from them, has one:
-    1000 for 1e3, say."""
+    """Return the settings `tree` with ints for whole floats such as 1e3 where `built`, the dataclass read from it, has
+    ints."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree
 
 
 def check(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless a value fits the annotation `kind`; for arguments that users may pass directly."""
+    """Raise ValueError, which calls the value `name`, unless it fits the annotation `kind`."""
     _convert(kind, value, name, [])
 
 
@@ -196,7 +195,7 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
     except ValueError as error:
         if str(error).partition(" ")[0] not in hints:
             raise
-        raise ValueError(f"{prefix}{error}") from error  # the error of a nested class names the key without its section
+        raise ValueError(f"{prefix}{error}") from error  # a dataclass's own error names the key without its section
 
 
 def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
@@ -228,7 +227,7 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
 
 
 def _names(kind: Any) -> list[str]:
-    """Return the words for a type in error messages: the choices of a Literal, else one name."""
+    """Return a type's names in error messages: all choices of a Literal, else one name."""
     if get_origin(kind) is Literal:
         return [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in get_args(kind)]
     if is_dataclass(kind):

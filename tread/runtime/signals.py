@@ -33,8 +33,8 @@ def leave_at_once(code: int, last_words: str = "") -> None:
 class Stop:
     """Listens for SIGTERM, SIGUSR1 and Ctrl-C until `close` is called. Must be constructed in the main thread.
 
-    The first signal sets `reason`. A second one calls `ending` and ends the process at once, even while it waits for a
-    device. The end of a launcher, accelerate or torchrun, counts as a signal too, since not all forward signals.
+    The first signal sets `reason`. A second one calls `ending`, then ends the process at once, even while it waits for
+    a device. If the launcher, accelerate or torchrun, ends, this counts as a signal, as not all launchers forward them.
     """
 
     def __init__(self) -> None:
@@ -70,12 +70,12 @@ class Stop:
         os.close(descriptor)
 
     def connect(self, processes: int) -> None:
-        """Create the gloo group, by which several processes can agree to stop without waiting for any device."""
+        """Create the gloo process group, by which several processes agree to stop without waiting for a GPU."""
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if processes > 1 else None
 
     def poll(self) -> bool:
-        """Return whether to stop. All processes must call this once a step, and all get the same answer. With several
-        processes, the answer is about the signals that had come by the previous call."""
+        """Return whether to stop. All processes must call this once a step, and all get the same answer; with several
+        processes it covers the signals received before the previous call."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self.reason = self.reason or "the launcher has ended"
         if self._group is None:

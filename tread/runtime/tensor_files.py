@@ -1,4 +1,4 @@
-"""Reads and writes state dicts, ours and other people's, by the parameter names of the bare network.
+"""Reads and writes state dicts, ours and those of other codebases, by the parameter names of the bare network.
 
 Layouts that are read: weights alone; {"model": …, "ema": …, "opt": …, "args": …} (public DiT, SiT);
 {"model_state_dict": …, "ema_state_dict": …} (released TREAD); ema_pytorch's "ema_model.…" and "online_model.…".
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-Weights = Literal["ema", "model"]  # averaged and raw ones
+Weights = Literal["ema", "model"]  # averaged and raw weights
 KEYS = {  # where training code keeps averaged and raw weights
     "ema": ("ema", "ema_state_dict", "model_ema", "ema_model"),
     "model": ("model", "model_state_dict", "state_dict", "module"),
@@ -59,12 +59,12 @@ def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, T
 
 
 def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
-    """Read all weights in a file, keyed "ema", "model", or None for an unknown kind. Raises ValueError."""
+    """Read all weights in a file: {"ema", "model" or None (unknown kind): state dict}. Raises ValueError if none."""
     return {kind: plain_names(_tensors(*part)) for kind, part in _parts(path).items()}
 
 
 def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
-    """Return {kind: (weights, text that says where in the file they are)}; the weights are not checked."""
+    """Return {"ema", "model" or None: (weights, unchecked, and where in the file they are, for messages)}."""
     content, parts = _read(path), {}
     for kind, keys in KEYS.items():
         key = next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
@@ -74,7 +74,7 @@ def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
 
 
 def _read(path: Path) -> object:
-    """Load a file, in which only tensors, plain values and argparse.Namespace (training options) are unpickled."""
+    """Load a file of tensors; of pickled objects it may hold only plain values and argparse.Namespace."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -128,10 +128,8 @@ def _flat(content: object) -> dict[str, dict]:
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a DiT's tensors to the bare network's names, without wrappers' prefixes, and drop EMA wrappers' counters.
-
-    Other state dicts lose only "_orig_mod." in their names. Raises ValueError if two entries get the same name.
-    """
+    """Rename tensors to the bare network's names, without wrappers' prefixes, and drop EMA wrappers' counters. State
+    dicts without an x_embedder lose only "_orig_mod." in names. Raises ValueError if two entries get the same name."""
     names = {name: name.replace("_orig_mod.", "") for name in state}
     heads = [name.removesuffix(FIRST) for name in names.values() if name.endswith(FIRST)]
     head = min((head for head in heads if WRAPPERS.fullmatch(head)), key=len, default=None)
@@ -167,7 +165,7 @@ def listed(names: Iterable[str], most: int = 4) -> str:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a .safetensors file with the umask's permissions. Errors of safetensors are raised as OSError too."""
+    """Write a .safetensors file with the umask's permissions. Raises OSError, also in place of safetensors' errors."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:

@@ -1,5 +1,6 @@
-"""Versions of Python, of the main packages and of this code, for a run's record."""
+"""Versions of Python, of the main packages and of this code, and the time, for a run's record."""
 
+import datetime
 import importlib.metadata
 import platform
 import subprocess
@@ -17,6 +18,11 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             numbers[package] = "not installed"
     return {**numbers, "git": git_revision()}
+
+
+def now() -> str:
+    """Return the time, UTC, to the second: 2026-01-31T12:00:00+00:00."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def git_revision() -> str:

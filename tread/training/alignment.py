@@ -6,8 +6,8 @@ mode "self"  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the p
              deeper block of the averaged network, the teacher, which sees all tokens of the same latents, noise and
              labels at a lower noise level.
 
-The aligned block may lie inside a route: its output then holds the kept tokens, and their targets are gathered by the
-same ids. The projector gets the output as the block returns it. Sampling needs neither projector nor targets.
+The aligned block may lie inside a route: it then outputs the kept tokens alone, which are compared with the targets at
+the same positions. The projector gets the block's output without a norm. Sampling needs neither projector nor targets.
 
 Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
 """
@@ -20,13 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from routing_module import Record, Route, check_routes, gather_tokens
+from routing_module import Record, Route, gather_tokens
 from tread.data.dataset import Batch
 from tread.diffusion.process import Process
 from tread.encoders.vision import Encoder
 from tread.models.backbone import Backbone
 from tread.models.conditions import Condition
-from tread.routing.ids import count_run
 from tread.runtime.device import Precision, has_bf16
 from tread.runtime.schema import Count, Positive, Share
 
@@ -48,13 +47,13 @@ class Alignment:
     precision: Precision = "fp32"
 
     def encoder_precision(self, training: str, device: torch.device) -> str:
-        """Return the precision of an encoder that runs in training (source="live"). "auto" becomes `training`, the
-        precision of the steps, on a GPU that has bf16, else fp32."""
+        """Return "fp32" or "bf16" for an encoder that runs during training (source="live"). precision="auto" means the
+        precision of the training steps, `training`, if `device` is a GPU with bf16, else fp32."""
         auto = training if has_bf16(device) else "fp32"
         return auto if self.precision == "auto" else self.precision
 
     def blocks(self, depth: int) -> tuple[int, int]:
-        """Return the 0-based indices of the aligned and the teacher's block. Raises ValueError if out of range."""
+        """Return the 0-based indices of the aligned and the teacher's block. Raises ValueError if not below `depth`."""
         blocks = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
         for name, value in (("block", self.block), ("teacher", self.teacher)):
             if value is not None and not -depth <= value < depth:
@@ -66,14 +65,14 @@ class Alignment:
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
     """Compute the loss of mode "repa" for each sample, −cosine averaged over the tokens: (B,) fp32.
 
-    projected  (B, K, z), the projector's output for the tokens ids_keep (B, K); for all N tokens if ids_keep is None.
+    projected  (B, K, z), the projector's output for the tokens at positions ids_keep (B, K); None: for all N tokens.
     targets    (B, N, z).
     """
     return -F.cosine_similarity(projected.float(), _kept(targets, ids_keep), dim=2).mean(dim=1)
 
 
 def self_distance(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """Compute the loss of mode "self" for each sample, smooth L1: (B,). Arguments are those of alignment_loss."""
+    """Compute the loss of mode "self" for each sample, smooth L1: (B,) fp32. Arguments are those of alignment_loss."""
     distance = F.smooth_l1_loss(projected.float(), _kept(targets, ids_keep), beta=BETA, reduction="none")
     return distance.mean(dim=(1, 2))
 
@@ -83,7 +82,7 @@ def _kept(targets: Tensor, ids_keep: Tensor | None) -> Tensor:
 
 
 def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Sequential:
-    """Build the MLP between the aligned block and the targets, (B, K, D) → (B, K, z), with Xavier weights and biases 0.
+    """Build the MLP that maps the aligned block's output to the targets, (B, K, D) → (B, K, z); its biases start at 0.
 
     width  z, the channels of the targets. Mode "repa" has two hidden layers alignment.width wide, "self" one 2D wide.
     """
@@ -97,7 +96,7 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
 
 
 class Aligned(nn.Module):
-    """A network and its projector as one module, so that DDP wraps both."""
+    """A network and the projector of one block's output as one module, so that DDP wraps both."""
 
     def __init__(self, network: Backbone, projector: nn.Module, block: int) -> None:
         super().__init__()
@@ -112,7 +111,7 @@ class Aligned(nn.Module):
         record: Record | None = None,
         path_drop: Tensor | None = None,
     ) -> Tensor:
-        """Return the network's output; `record` then holds the projected tokens (B, K, z) of the aligned block."""
+        """Return the network's output; record.outputs[block] is then (projected tokens (B, K, z), ids_keep)."""
         record = record or Record()
         record.blocks = (self.block,)
         dropped = {} if path_drop is None else {"path_drop": path_drop}  # SPRINT alone takes it
@@ -139,9 +138,9 @@ class Aligner:
     ) -> Tensor:
         """Return the targets (B, N, z): in mode "repa" the pictures' features, in mode "self" the teacher's output.
 
-        The teacher gets conditions y, and clean latents x with the same `noise` as the network's input, but at a lower
-        level. The network's level follows from standard normal numbers `normal` (B,), and Process.cleaner makes the
-        teacher's lower by alignment.gap · `back`; `back` (B,) is uniform in [0, 1).
+        x, y, noise  clean latents, conditions and noise of the network's input, which the teacher gets as well.
+        normal       (B,) standard normal numbers; process.noise_level makes the network's noise levels of them.
+        back         (B,) in [0, 1): process.cleaner lowers the teacher's noise levels by alignment.gap · back.
         """
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features
@@ -150,7 +149,7 @@ class Aligner:
         return self.teacher.output_of(block, *process.precondition(process.noised(x, level, noise), level), y)
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:
-        """Return the alignment loss (B,) fp32 between `targets` and the projected tokens of a forward pass."""
+        """Return the alignment loss (B,) fp32 between `targets` and the tokens that Aligned.forward recorded."""
         projected, ids_keep = record.outputs[self.module.block]
         return (alignment_loss if self.teacher is None else self_distance)(projected, targets, ids_keep)
 
@@ -158,14 +157,7 @@ class Aligner:
         """Return the FLOPs that alignment adds per sample: projector (forward and backward), teacher, encoder."""
         network = self.module.network
         layers = [layer.weight.numel() for layer in self.module.projector if isinstance(layer, nn.Linear)]
-        flops = self.encoder_flops + 3 * 2 * sum(layers) * tokens_at(self.module.block, routes, network)
+        flops = self.encoder_flops + 3 * 2 * sum(layers) * network.tokens_run(routes)[self.module.block]
         if self.teacher is not None:
             flops += self.teacher.forward_flops(upto=self.settings.blocks(len(network.blocks))[1])
         return flops
-
-
-def tokens_at(block: int, routes: Sequence[Route], network: Backbone) -> int:
-    """Return the number of tokens that a block sees under routes."""
-    tokens, grid = network.num_tokens, network.grid
-    around = [route for route in check_routes(routes, len(network.blocks)) if route.start <= block <= route.end]
-    return count_run(around[0], tokens, grid) if around else tokens

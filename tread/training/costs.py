@@ -1,8 +1,8 @@
 """Costs of training: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
 
 A step's predicted time is a sum: matrix products, attention, the blocks' other reads and writes, the embedding and the
-last layer, the optimizer and the averages; but at least the time that the host needs to launch the step. The constants
-are predicted, for compiled networks in bf16; benchmarks/gpu_check.py measures the real values.
+last layer, the optimizer and the averages; but at least the time that the host needs to launch the step. Its constants
+are estimates for compiled networks in bf16; benchmarks/gpu_check.py measures the real values.
 
 A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storage sizes but no
 numbers, and after each operation the bytes of all storages in use are counted.
@@ -22,21 +22,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from routing_module import Route
 from tread.checkpoints.network import build_network, process_of
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost, open_encoder
-from tread.models.backbone import Backbone
+from tread.models.backbone import Backbone, count_parameters
 from tread.models.cost_constants import END_BYTES, PREDICTED, UPDATE_BYTES, Constants, Device, block_bytes, blocks_run
 from tread.routing.ids import pair
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import Alive, autocast, wait_for
 from tread.runtime.files import size_text
-from tread.training.alignment import Aligned, Aligner, build_projector, tokens_at
+from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.settings import Settings
 from tread.training.step import active_routes
 
-USABLE = 0.94  # share of `memory`; the rest is CUDA's and fragments'
+USABLE = 0.94  # share of a device's memory for tensors; CUDA and fragmentation take the rest
 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
-    """Return the FLOPs of the given training steps on whole batches, with the routes that each step has."""
+    """Return the FLOPs of the training steps numbered `steps`, on whole batches under each step's own routes."""
     alike = itertools.groupby(active_routes(cfg, step) for step in steps)
     each = sum(sample_flops(network, routes, aligner) * sum(1 for _ in group) for routes, group in alike)
     return each * cfg.train.batch_size
@@ -51,7 +51,7 @@ class StepMemory(NamedTuple):
     """Bytes of memory that one training step takes on one device.
 
     weights    the weights of network and projector, in fp32; gradients take as much.
-    averages   the averaged weights.
+    averages   the averaged copies of the weights.
     optimizer  the optimizer's state.
     saved      what the forward pass keeps for the backward pass.
     peak       the most bytes in use at any moment of the step, with all of the above and temporary tensors.
@@ -67,7 +67,7 @@ class StepMemory(NamedTuple):
 def blank_loss(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: torch.device, precision: str
 ) -> Tensor:
-    """Return the mean loss of a forward pass under these routes on `images` blank samples."""
+    """Return the mean loss (0-d) of a forward pass under `routes` on `images` all-zero latents, to measure its cost."""
     x = torch.zeros(images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=device)
     level = torch.full((images,), 0.5, device=device)
     chosen = [pair(route, torch.zeros(images, network.num_tokens, device=device), network.grid) for route in routes]
@@ -76,7 +76,7 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Return the memory of a step of `images` samples under these routes, traced without compiling; see `memory`."""
+    """Return the memory of an uncompiled step of `images` samples under `routes`, traced on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
@@ -101,7 +101,7 @@ def step_seconds(
     aligner: Aligner | None = None,
     constants: Constants = PREDICTED,
 ) -> float:
-    """Predict the seconds of a compiled step of `images` samples on one device, with all blocks in bf16."""
+    """Predict the seconds of a compiled bf16 step of `images` samples; `constants`: shares of the GPU's peak speeds."""
     blocks = blocks_run(network, routes)
     head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
@@ -118,16 +118,12 @@ def step_seconds(
     return float(max(seconds, constants.launch * len(blocks)))
 
 
-def count_parameters(network: Backbone) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
 def projector_bytes(aligner: Aligner, routes: Sequence[Route], precision: str) -> int:
-    """Return what alignment's loss of one image keeps for the backward pass, and its targets, but for a live encoder's
-    own: the projector's input, each layer's output and its SiLU's, the last one's in fp32; in fp32 the targets."""
+    """Return the bytes that alignment's loss of one image keeps for the backward pass: the projector's input, its
+    layers' and activations' outputs, and the targets. An encoder's own memory is in `live_bytes`."""
     layers = [layer for layer in aligner.module.projector if isinstance(layer, nn.Linear)]
     network, width = aligner.module.network, layers[-1].out_features
-    tokens = tokens_at(aligner.module.block, routes, network)
+    tokens = network.tokens_run(routes)[aligner.module.block]
     kept = layers[0].in_features + 2 * sum(layer.out_features for layer in layers)
     return tokens * kept * (2 if precision == "bf16" else 4) + 4 * (network.num_tokens + tokens) * width
 
@@ -136,8 +132,8 @@ def memory(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool,
     aligner: Aligner | None = None,
 ) -> StepMemory:  # fmt: skip
-    """Return the bytes of a step on one device: traced for an eager network, else predicted from BLOCK_BYTES, twice as
-    many in fp32. train.memory=auto counts as plain, and so does budget for an eager network."""
+    """Return the bytes of a step on one device: traced if the blocks are not compiled, else predicted from tables of
+    bytes per token and channel. train.memory=auto counts as plain, and so does budget if nothing is compiled."""
     if aligner is not None:
         step = memory(cfg, network, routes, images, precision, compiled)
         weights = 4 * count_parameters(aligner.module.projector)
@@ -151,7 +147,7 @@ def memory(
     blocks, kind = blocks_run(network, routes), cfg.model.architecture
     sizes = [(count * width, block_bytes(kind, width)) for _, count, width in blocks]
     kept = sum(size * (block.budget if how == "budget" else block.saved) for size, block in sizes)
-    if how == "checkpointing":  # each block's fp32 input, and one block that is computed again
+    if how == "checkpointing":  # each block's fp32 input, and the activations of one block
         kept = sum(4 * size for size, _ in sizes) + max(size * block.saved for size, block in sizes)
     ends = network.hidden_size * END_BYTES.saved * network.num_tokens
     each = (kept + ends) * (1 if precision == "bf16" else 2)
@@ -160,8 +156,8 @@ def memory(
 
 
 class MemoryPlan(NamedTuple):
-    """How a run's steps save memory: `how` is a value of train.memory other than "auto", `said` is that choice and its
-    reason in words, and `warning` is a message if memory may not suffice, or train.memory can't be obeyed."""
+    """How a run's steps save memory: `how` is "plain", "budget" or "checkpointing", as train.memory; `said` states this
+    choice and its reason; `warning` tells if memory may not suffice or train.memory can't be obeyed (None: neither)."""
 
     how: str
     said: str
@@ -173,7 +169,7 @@ def plan_memory(
     compiled: bool, aligner: Aligner | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """Choose how steps on micro-batches of `images` samples save memory: as train.memory says; for auto, the first of
-    plain, budget (for compiled blocks only) and checkpointing that makes steps under all sets of routes in `kinds` fit
+    plain, budget (for compiled blocks only) and checkpointing with which steps under each set of routes in `kinds` fit
     into `room` bytes. If none does, the plan has a warning."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [()], {}, images
@@ -195,21 +191,21 @@ def plan_memory(
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
-    """Return the different sets of routes in these steps. Of sets that differ only by a scheduled selection_ratio,
-    only those at the first of these steps and at the schedule's first and last are returned."""
+    """Return the different sets of routes in the training steps `steps`. If train.ratio_schedule changes the ratio,
+    only the sets at the first of these steps and at the schedule's first and last step are returned."""
     schedule = cfg.train.ratio_schedule
     places = (steps.start, cfg.train.routes_until, *((schedule.first, schedule.last) if schedule else ()))
     return list(dict.fromkeys(active_routes(cfg, place) for place in places if place in steps))
 
 
 def picture_side(cfg: Settings) -> int:
-    """Return the side in pixels of a dataset's pictures: the latents' side if these are pictures, else 8 times it."""
+    """Return a picture's side in pixels: 8 times the latents' side, or that side if the latents are pictures."""
     return cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8)
 
 
 def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> int:
-    """Return the bytes that a live alignment encoder's fp32 weights and work on `images` pictures take; 0 if none runs.
-    Measured on one blank picture; encoder=None: estimated for the DINOv2 that alignment.encoder names."""
+    """Return the bytes of REPA's encoder and its activations for `images` pictures; 0 unless alignment.source=live.
+    They are measured on one blank picture; encoder=None: estimated for the DINOv2 in alignment.encoder."""
     alignment = cfg.alignment
     if alignment.kind != "repa" or alignment.source != "live":
         return 0
@@ -223,8 +219,8 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
-    """Return a run's aligner, whose projector has no memory (meta device), or None if the run aligns nothing. Loads the
-    encoder if its width or, for a live one, its cost is not known without."""
+    """Return an Aligner to count costs with, whose projector is on the meta device; None if the run aligns nothing.
+    Loads the encoder only if its width, or with alignment.source=live its FLOPs, can't be known without."""
     alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
     if alignment.kind == "none":
         return None
@@ -256,7 +252,7 @@ def largest_micro_batch(few: StepMemory, more: StepMemory, images: int, room: fl
 def measured_seconds(
     cfg: Settings, routes: Sequence[Route], images: int, device: torch.device, precision: str
 ) -> float:
-    """Measure forward and backward pass of `images` samples on this machine: the median of three, on blank samples."""
+    """Measure the seconds of a forward and backward pass on `images` blank samples: the median of three."""
     network = build_network(cfg).to(device)
     if device.type == "cuda":
         compile_blocks(network.compiled())

@@ -1,8 +1,8 @@
 """Averages of the weights over training: an exponential one, and EDM2's power-function EMAs.
 
 A power-function EMA gives the weights at time τ the factor τ^γ. σ_rel is the width of this profile, relative to the
-training so far (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.1). posthoc_ema.py makes averages of other
-widths from stored ones.
+training so far (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.1). From stored averages,
+tread/checkpoints/posthoc_ema.py computes averages of other widths.
 """
 
 import copy
@@ -15,7 +15,7 @@ from tread.checkpoints.posthoc_ema import exponent
 
 
 def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], float]:
-    """Return the profile of an exponential average: its decay as a function of the number n of earlier updates.
+    """Return a function from the number n of earlier updates to the decay of an exponential average.
 
     warmup  limit the decay to (1+n)/(10+n), so that initial weights do not dominate short runs; not in the TREAD paper.
     """
@@ -23,17 +23,17 @@ def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], f
 
 
 def power(sigma_rel: float) -> Callable[[int], float]:
-    """Return the power-function profile: decay (1 − 1/t)^(γ+1) at update t = 1, 2, … (EDM2, Eq. 2). γ is the `exponent`
-    of sigma_rel."""
+    """Return a function from the number n of earlier updates to a power-function EMA's decay, (1 − 1/(n+1))^(γ+1)
+    (EDM2, Eq. 2). σ_rel determines γ."""
     gamma = exponent(sigma_rel)
     return lambda step: (1 - 1 / (step + 1)) ** (gamma + 1)
 
 
 class EMA:
-    """Keeps an averaged copy of a network: e ← d·e + (1−d)·w after each step.
+    """Keeps an averaged copy of a network: e ← d·e + (1−d)·w after each step, with the weights w.
 
     profile  d as a function of the number of earlier steps, from `exponential` or `power`.
-    network  the network to copy; the attribute is the averaged copy, in eval mode: sample and evaluate with it.
+    network  the network to copy; the attribute of this name is the averaged copy, in eval mode, to be sampled from.
     """
 
     def __init__(self, network: nn.Module, profile: Callable[[int], float]) -> None:
@@ -48,8 +48,8 @@ class EMA:
 
     @torch.no_grad()
     def update(self, network: nn.Module, share: Tensor | float, skip: Tensor) -> None:
-        """Move the average towards the weights of `network` by `share`, a number or 0-d fp32. `skip` is 0-d fp32 on
-        the parameters' device, so that the host need not wait: 1 leaves the average as it is, 0 updates it."""
+        """Move the average towards the weights of `network` by `share` of the distance, a number or 0-d fp32, unless
+        `skip`, 0-d fp32 on the parameters' device, is 1. The host does not wait for the device."""
         if network is not self._of[0]:
             self._of = network, list(network.parameters())
         if skip.is_cuda and self._fp32:

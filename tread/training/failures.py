@@ -1,4 +1,4 @@
-"""Failures of a launch of train.py: messages and exit codes, running without torch.compile, advice on memory."""
+"""Failures of train.py: messages and exit codes, going on without torch.compile, and advice when memory runs out."""
 
 import math
 import sys
@@ -9,14 +9,15 @@ from types import TracebackType
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+from tread.runtime.compiling import first_line
 from tread.runtime.device import autocast
 from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
-from tread.training.run import Failure, Run, first_line, note_failure
+from tread.training.run import Failure, Run, note_failure
 from tread.training.step import loss, step_draws, training_step
 
 
 class Launch:
-    """Context of a launch of train.py: listens for signals, and ends the process with a message and exit code."""
+    """Context manager for train.py: listens for signals, and ends the process with a message and exit code."""
 
     def __init__(self) -> None:
         self.stop = Stop()
@@ -50,15 +51,15 @@ class Launch:
 
 
 def guarded_step(run: Run) -> None:
-    """Run a training step; after a failure of torch.compile, blocks run uncompiled. Raises Failure if the device's
-    memory does not suffice; its message names a micro-batch that would fit."""
+    """Run a training step; if torch.compile fails, run it and all later ones uncompiled. Raises Failure if the device's
+    memory does not suffice; its message names a micro-batch size that would fit."""
     full = None
     try:
         training_step(run)
     except torch.OutOfMemoryError as error:
         full = str(error)
     except BackendCompilerFailed as error:  # although the test in settle_compile succeeded
-        run.processes.say(f"warning: going on without torch.compile, which failed: {first_line(error)}")
+        run.say(f"warning: going on without torch.compile, which failed: {first_line(error)}")
         torch.compiler.set_stance("force_eager")
         run.optimizer.zero_grad()
         training_step(run)
@@ -82,19 +83,19 @@ def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int 
 
 
 def explain_memory(run: Run, error: str) -> str:
-    """Return a message for the out-of-memory error `error`; it names a micro-batch found to fit, if any."""
+    """Return a message for the out-of-memory error `error`; it names a micro-batch size found to fit, if any."""
     rows, cfg = run.micro_batches[0], run.cfg
     share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
     run.optimizer.zero_grad()
-    draws = step_draws(cfg, run.data.latents, run.step, run.processes.device).rows(rows)
+    draws = step_draws(cfg, run.data.latents, run.step, run.device).rows(rows)
     batch = run.loader.batches(run.step)[0]
     module = run.aligner.module if run.aligner else run.network
     parameters = list(module.parameters())
 
     def attempt(size: int) -> None:
-        few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # room for its later state
+        few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # for its future state
         room = [parameter.new_empty(math.ceil(copies * parameter.numel())) for parameter in parameters]
-        with torch.compiler.set_stance("force_eager"), autocast(run.processes.device, run.precision):
+        with torch.compiler.set_stance("force_eager"), autocast(run.device, run.precision):
             given = (batch.rows(few), draws.rows(few), run.network.null(1))
             total = sum(term.mean() for term in loss(cfg, module, run.data.latents, *given, run.aligner))
         torch.autograd.grad(total, parameters)  # not backward(), which would have DDP wait for other processes

@@ -1,10 +1,10 @@
 """Training steps as CUDA graphs: one launch replaces thousands, which can take longer than a small step's work.
 
-Steps of a kind have the same routes and shapes. The first ones run as usual, on the stream that records; then one is
-recorded, over buffers into which the inputs of each later step are copied, and replayed. All kinds share one pool of
-memory, as nothing in it outlives a step: weights, optimizer, averages and statistics lie outside. Before a graph is
-trusted, its results on two steps' inputs are compared with the usual step's, both with hold=1 (no update). If it fails
-or differs, the run goes on without graphs.
+Steps with equal routes and tensor shapes are of one kind. The first ones of a kind run without a graph, on the stream
+that records; then a graph is recorded, and later steps copy their inputs into its fixed buffers and replay it. All
+graphs share one memory pool, as nothing in it outlives a step: weights, optimizer, averages and statistics lie outside.
+A new graph must give the losses and gradient norms of the step without a graph, on the inputs of two steps and without
+an update (hold=1). If it fails or differs, the run goes on without graphs.
 """
 
 import contextlib
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tread.runtime.compiling import first_line
 from tread.runtime.device import beside
 from tread.training.optimizer import is_fused
-from tread.training.run import Failure, Run, first_line
+from tread.training.run import Failure, Run
 from tread.training.step import Draws, Inputs, step_on
 
 Replay = Callable[[], list[Tensor]]  # does the step, and returns what step_on returned
@@ -28,14 +29,14 @@ CLOSE = {"rtol": 0.01, "atol": 1e-6, "equal_nan": True}  # of losses and gradien
 
 @dataclass
 class StepKind:
-    done: int = 0  # steps that ran as usual
-    last: list[Tensor] = field(default_factory=list)  # the inputs of the last of them
-    buffers: list[Tensor] = field(default_factory=list)  # that the graph reads
+    done: int = 0  # steps that ran without a graph
+    last: list[Tensor] = field(default_factory=list)  # the inputs of the last such step
+    buffers: list[Tensor] = field(default_factory=list)  # the tensors that the graph reads
     replay: Replay | None = None
 
 
 class Graphs:
-    """Does a run's training steps, by CUDA graphs as soon as it can.
+    """Does a run's training steps, by CUDA graphs as soon as they are recorded.
 
     stream  the stream for recording graphs and for the first steps of each kind; None on a CPU.
     record  takes a function that does a step, records the step without doing it, and returns a function that replays
@@ -45,13 +46,13 @@ class Graphs:
     def __init__(self, run: Run, stream: "torch.cuda.Stream | None", record: Callable[[Replay], Replay]) -> None:
         self.run, self.stream, self.record = run, stream, record
         self.kinds: dict[tuple, StepKind] = {}  # by routes, and shapes and types of tensors
-        self.usual = 3 if run.processes.count == 1 else 11  # DDP settles in its first steps
+        self.usual = 3 if run.processes.count == 1 else 11  # DDP changes its buckets at first
 
     def take(self, inputs: Inputs) -> None:
         """Do a training step: the first few of each kind by `step_on`, later ones, if possible, by a CUDA graph."""
         leaves, layout = tree_flatten(inputs._replace(draws=vars(inputs.draws)))
         tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-        fixed = [leaf for leaf in leaves if isinstance(leaf, Hashable)]  # all but the samples' numbers
+        fixed = [leaf for leaf in leaves if isinstance(leaf, Hashable)]  # all but numpy arrays of sample numbers
         key = tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in fixed)
         kind, run, problem = self.kinds.setdefault(key, StepKind()), self.run, None
         try:
@@ -64,7 +65,7 @@ class Graphs:
         except Failure:
             raise
         except Exception as error:  # kernels, libraries and drivers refuse to be recorded in many ways
-            recorded = any(other.replay for other in self.kinds.values())  # and hold memory that a new kind may need
+            recorded = any(other.replay for other in self.kinds.values())  # and hold memory that this step may need
             if kind.done < self.usual and not (recorded and isinstance(error, torch.OutOfMemoryError)):
                 raise
             problem = first_line(error)
@@ -76,15 +77,15 @@ class Graphs:
             step_on(run, inputs)
 
     def leave(self, problem: str) -> None:
-        """Free the graphs, and say that the run goes on without them."""
+        """Free the graphs, and print that the run goes on without them because of `problem`."""
         self.kinds.clear()
         self.run.graphs = None
         self.run.optimizer.zero_grad()
-        self.run.processes.say(f"warning: going on without CUDA graphs: {problem}")
+        self.run.say(f"warning: going on without CUDA graphs: {problem}")
 
     def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
-        """Record a graph of a step of this kind, compare its results with the usual step's, and return the replay. The
-        run itself stays unchanged. An error in one process is raised in all. leaves, layout: the flattened inputs."""
+        """Record a graph of a step and compare its losses with the usual step's; returns a function that replays it.
+        The run stays unchanged. An error in one process is raised in all. leaves, layout: the inputs' pytree."""
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
         inputs, run = tree_unflatten(clones, layout), self.run
@@ -100,7 +101,7 @@ class Graphs:
                     inputs.hold.fill_(1.0)
                     results.append(torch.stack(replay()))
             except Exception as error:
-                if run.processes.count > 1:  # the others' sums wait for this process's
+                if run.processes.count > 1:  # the other processes wait for this one's gradients
                     raise Failure(f"a CUDA graph's rehearsal failed: {first_line(error)}; cuda_graphs=false") from error
                 raise
             return torch.stack(results)
@@ -118,27 +119,27 @@ class Graphs:
 
 
 def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], step: Replay) -> Replay:
-    """Record a step as a CUDA graph, without doing it. Returns a function that replays the graph and returns what the
-    step returned. Raises the error of whatever can't be recorded, or MemoryError if too little memory is left."""
+    """Record a step as a CUDA graph with memory of `pool`, without doing it. Returns a function that replays it and
+    returns what `step` returns. Raises the recording's error, or MemoryError if too little memory is left."""
     groups, graph = run.optimizer.param_groups, torch.cuda.CUDAGraph()
     before = [group["capturable"] for group in groups]
-    for group in groups:  # fused, the state is on the device in any case, and checkpoints do not see the change
+    for group in groups:  # a fused optimizer has its state on the device anyway
         group["capturable"] = True
-    threads = "thread_local"  # the loader's go on meanwhile
+    threads = "thread_local"  # the data loader's threads may use CUDA meanwhile
     try:
         with torch.cuda.stream(stream):  # to come back from it after a failure, too
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=threads):
                 results = step()
     except Exception:
-        with contextlib.suppress(RuntimeError, AttributeError):  # torch may leave it open, and free no batch any more
-            torch._C._cuda_endAllocateToPool(stream.device.index, pool)  # an error if the end of recording did it
+        with contextlib.suppress(RuntimeError, AttributeError):  # torch may leave the pool open, and free nothing
+            torch._C._cuda_endAllocateToPool(stream.device.index, pool)  # RuntimeError if it is closed
             torch._C._cuda_releasePool(stream.device.index, pool)
         raise
     finally:
         for group, capturable in zip(groups, before):
             group["capturable"] = capturable
     free, total = torch.cuda.mem_get_info(stream.device)
-    if free < total / 10:  # the pool keeps a step's memory, where usual steps give it back
+    if free < total / 10:  # the pool keeps a step's memory for good
         raise MemoryError("less than a tenth of the device's memory is left for evaluation and samples")
 
     def replay() -> list[Tensor]:
@@ -149,9 +150,9 @@ def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], s
 
 
 def open_graphs(run: Run) -> Graphs | None:
-    """Return the Graphs that take the run's steps, or None if it runs without CUDA graphs, as train.cuda_graphs says.
+    """Return the Graphs that do the run's steps, or None for steps without CUDA graphs, as train.cuda_graphs decides.
     Raises ValueError if that is true and the run can't use graphs."""
-    asked, device, never = run.cfg.train.cuda_graphs, run.processes.device, None
+    asked, device, never = run.cfg.train.cuda_graphs, run.device, None
     if device.type != "cuda":
         never = f"the run is on {device}, without a CUDA device"
     elif not is_fused(run.optimizer):

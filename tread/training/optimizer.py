@@ -17,7 +17,7 @@ SKIPPING = (torch.optim.AdamW, torch.optim.Adam)  # their fused kernels clip and
 
 
 def learning_rate(cfg: Settings, step: int) -> float:
-    """Return the rate of training step `step` (0, 1, …): it rises to optim.lr, then may fall to final_lr by the end."""
+    """Return the learning rate of training step `step` (0, 1, …), by optim.warmup_steps, schedule and final_lr."""
     optim = cfg.optim
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -32,7 +32,7 @@ def backward(loss: Tensor) -> None:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the kernel clips gradients and skips bad steps, and takes the learning rate as a tensor."""
+    """Return whether `optimizer` is a fused Adam(W): it clips, skips bad steps, and takes the rate as a tensor."""
     return type(optimizer) in SKIPPING and all(group["fused"] for group in optimizer.param_groups)
 
 
@@ -40,10 +40,10 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 def optimizer_step(
     optimizer: torch.optim.Optimizer, lr: Tensor | float, clip_norm: float | None, hold: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Update the parameters by their gradients, unless these are not finite, and clear the gradients. Gradients whose
-    norm exceeds clip_norm are scaled down to it; None: never. If `hold`, 0-d fp32, is 1, the step is skipped as well.
+    """Update the parameters by their gradients, unless the gradients are not finite, and clear the gradients. They are
+    first scaled down to the norm clip_norm (None: never). If `hold`, 0-d fp32, is 1, the update is skipped as well.
 
-    Returns the norm before clipping, and 1.0 if the step was skipped, else 0.0; both 0-d fp32 on the device.
+    Returns the norm before clipping, and 1.0 if the update was skipped, else 0.0; both 0-d fp32 on the device.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))

@@ -1,4 +1,4 @@
-"""The optimizers that optim.name chooses from, their settings, and how any of them skips a bad step."""
+"""The optimizers that optim.name chooses from, their settings, and how any of them skips a step with bad gradients."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
@@ -16,14 +16,15 @@ from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer for optim.name. Only its `state` and `param_groups` are saved, and restored after a skipped step.
+    """An optimizer that optim.name can choose. Checkpoints save, and skipped steps restore, its `state` and
+    `param_groups`.
 
-    make  the optimizer class, or a function that returns an instance. Arguments are the parameters and, by keyword,
-          lr, the settings named in `shared`, and those in optim.options.
+    make  the optimizer class, or a function that returns an instance. Arguments are the parameters and, by keyword, lr,
+          the settings of section optim named in `shared`, and those in optim.options.
     """
 
     make: Callable[..., torch.optim.Optimizer]
-    copies: Callable[[dict], float]  # optim.options → values of state per value of a parameter
+    copies: Callable[[dict], float]  # takes optim.options, returns how many numbers of state a parameter value has
     shared: tuple[str, ...] = ("weight_decay",)  # the other settings of section optim that it takes
 
 
@@ -72,7 +73,7 @@ class Optim:
         return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
 
     def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Build the optimizer of these parameters. Raises ValueError for options that it refuses."""
+        """Build the optimizer of these parameters. Raises ValueError if the optimizer refuses its settings."""
         try:
             optimizer = OPTIMIZERS[self.name].make(list(parameters), **self._arguments(), **(self.options or {}))
         except (TypeError, ValueError) as error:
@@ -81,21 +82,22 @@ class Optim:
         return optimizer
 
     def keeps_state(self, changed: Collection[str]) -> bool:
-        """Return whether the optimizer's state stays valid after the settings with these dotted keys changed."""
+        """Return whether the optimizer's state stays valid if settings change, given their dotted keys."""
         return not any(key.startswith(("optim.name", "optim.options")) for key in changed)
 
     @property
     def copies(self) -> float:
-        """The size of the optimizer's state, in values per value of a parameter (AdamW: 2)."""
+        """The size of the optimizer's state, in numbers per parameter value (AdamW: 2)."""
         return OPTIMIZERS[self.name].copies(self.options or {})
 
 
 def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
-    """Call optimizer.step(), but keep parameters and state bit for bit as they are if `bad`, a 0-d flag, is set.
+    """Call optimizer.step(), but keep parameters and state bit for bit as they are if `bad`, a 0-d bool tensor, is
+    true.
 
     The device chooses between the values before and after the step. The host waits for it only if a step creates state,
-    as the first does, or changes state elsewhere: Python numbers, or tensors on another device (with CUDA,
-    state["step"] of torch's optimizers unless their option `capturable` is true).
+    as the first does, or changes Python numbers or tensors on another device (with CUDA: state["step"] of torch's
+    optimizers, but not if capturable=True).
     """
     for gradient in gradients:
         gradient.masked_fill_(bad, 0.0)  # a step may raise an error for NaN
@@ -118,8 +120,8 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
 
 
 def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
-    """Return the parameters that have state, then a flat list and its pytree structure. The list has the values of
-    optimizer.state, and of optimizer.param_groups without their parameters."""
+    """Return the parameters that have state, and the values of optimizer.state and optimizer.param_groups (without
+    their parameters) as a flat list with its pytree structure."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
 

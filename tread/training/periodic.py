@@ -37,13 +37,13 @@ from tread.training.summary import forecast
 
 
 class Clock:
-    """Measures time and FLOPs of training, not of evaluating and saving: in all and, for the speed, since the last log.
-    Speed and forecast leave out the first steps (compiled; until a graph replays) unless a log is due right after."""
+    """Measures time and FLOPs of training, without evaluating and saving: in all, and since the last log for the speed.
+    The slow first steps (compiling, recording) count for neither speed nor forecast unless a log follows at once."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
         self.settled = run.step + (1 if run.graphs is None else run.graphs.usual + 1)
-        self.starting: dict[str, float] = {}  # seconds of the start, for the next record
+        self.starting: dict[str, float] = {}  # seconds that the start took, for the next record
         self.counted = run.step, self.began  # step and time up to which training is counted
         self.restart()
 
@@ -52,20 +52,20 @@ class Clock:
         self.first = self.run.step
 
     def tick(self, due: bool) -> None:
-        """Call after each step, before a log if one is `due`. Prints how long the start took, later the time left."""
+        """Call after each step, before the log if one is `due`. Prints how long the start took, later the time left."""
         if self.run.step in (self.start_step + 1, self.settled):
-            wait_for(self.run.processes.device)
+            wait_for(self.run.device)
             self.advance()
             if self.run.step == self.start_step + 1:
                 start, first = self.counted[1] - self.run.began, self.counted[1] - self.began
                 self.starting = {"cold_start_seconds": round(start, 2), "first_step_seconds": round(first, 3)}
-                self.run.processes.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
+                self.run.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
             if not due:
                 self.restart()
         elif self.run.step == self.settled + 2 and self.run.step < self.run.cfg.train.steps:
-            wait_for(self.run.processes.device)
+            wait_for(self.run.device)
             seconds = (time.perf_counter() - self.counted[1]) / (self.run.step - self.counted[0])
-            self.run.processes.say(forecast(self.run, seconds))
+            self.run.say(forecast(self.run, seconds))
 
     def advance(self) -> None:
         """Add the training since the last call to the run's seconds and FLOPs; the device must have finished it."""
@@ -78,16 +78,16 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context whose time is not counted as training; waits for the device first."""
-        wait_for(self.run.processes.device)
+        """Context manager whose time is not counted as training; waits for the device first."""
+        wait_for(self.run.device)
         self.advance()
         yield
         self.counted = self.run.step, time.perf_counter()
 
 
 def log(run: Run, clock: Clock) -> str:
-    """Record means and speed since the last log, and reset their sums; returns a short summary."""
-    sums = read_statistics(run)  # waits for the device, so the clock comes after
+    """Write mean losses and speed since the last log to metrics.jsonl; returns "loss …, … images/s" to print."""
+    sums = read_statistics(run)  # waits for the device, so the clock is read later
     clock.advance()
     values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(sums["bad"])}
     if sums["good"]:
@@ -98,15 +98,15 @@ def log(run: Run, clock: Clock) -> str:
     speed = (run.step - clock.first) * run.cfg.train.batch_size / clock.seconds
     flops = sample_flops(run.network, active_routes(run.cfg, run.step - 1), run.aligner) * speed
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
-    if (peak := peak_flops(run.processes.device, run.precision)) is not None:
+    if (peak := peak_flops(run.device, run.precision)) is not None:
         values["mfu"] = round(flops / (peak * run.processes.count), 4)
     run.record(**values, data_wait=round(run.loader.waited / clock.seconds, 5), **clock.starting)
     clock.starting = {}
-    if sums["bad"] and run.processes.main:
+    if sums["bad"] and run.main:
         with clock.paused():
             text = f"warning: {sums['bad']:.0f} steps up to step {run.step} were skipped: loss or gradient not finite"
             steps = recent_bad_steps(run, sums, int(sums["good"] + sums["bad"]))
-            run.processes.say(f"{text}; {look_at_samples(run, steps)[1]}" if steps else text)
+            run.say(f"{text}; {look_at_samples(run, steps)[1]}" if steps else text)
     run.statistics.restart()
     finish_saving(run, wait=False)
     clock.restart()
@@ -115,10 +115,10 @@ def log(run: Run, clock: Clock) -> str:
 
 def read_statistics(run: Run) -> dict:
     """Return the sums of StepStatistics by name; for loss and alignment, a list with each process's sum. Raises Failure
-    for too many bad steps: more than train.max_bad_steps in a row, or more than half of the last 100 steps."""
+    if more than train.max_bad_steps in a row, or more than half of the last 100 steps, were not finite."""
     sums, most, steps = run.statistics.read(), run.cfg.train.max_bad_steps, ()
     for name in ("loss", "alignment") if run.aligner else ("loss",):
-        sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.processes.device)).tolist()
+        sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.device)).tolist()
     recent = len(sums["recent"])
     known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints have no flags
     if sums["longest"] > most:
@@ -134,21 +134,21 @@ def read_statistics(run: Run) -> dict:
 
 
 def mostly_bad(sums: dict) -> bool:
-    """Return whether more than half of the last steps were bad, from the sums of read_statistics."""
+    """Return whether more than half of the last steps were not finite; `sums` come from read_statistics."""
     return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 
 def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """Return which of the run's last `steps` steps were bad, as step numbers (0 for the run's first), as far back as
-    StepStatistics keeps flags. `sums` are those of read_statistics."""
+    """Return the numbers (from 0) of the steps that were not finite among the run's last `steps`, as far back as
+    StepStatistics keeps flags. `sums` come from read_statistics."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
 
 def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
-    """Return a message on bad steps: their noise levels, their samples, and advice. `what` names the steps in it."""
-    process, device = process_of(run.cfg), run.processes.device
-    draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # the same numbers again
+    """Return a message on steps that were not finite: noise levels, samples, advice. `what` describes the steps."""
+    process, device = process_of(run.cfg), run.device
+    draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # the numbers used before
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
     spoilt, seen = look_at_samples(run, steps)
     finish_saving(run)
@@ -162,8 +162,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
 
 
 def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Read the training samples of these steps again; return whether any holds a number that is not finite, and a text
-    that names such samples. To limit the time, it reads the first 100 of these steps, fewer for large batches."""
+    """Read again the training samples of steps numbered `steps`, at most 100 steps. Returns whether any sample holds a
+    number that is not finite, and a text that names such samples."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
     spoilt = name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked))
@@ -172,7 +172,7 @@ def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
 
 
 def name_spoilt(data: LatentDataset, batches: Iterable[Batch]) -> str:
-    """Name samples with NaN or infinity: the first three by index, file and row, and how many more; "" if none."""
+    """Return a text that names samples with NaN or infinity: index, file and row of the first three; "" if none."""
     spoilt = set()
     for batch in batches:
         for read in (batch.stored, batch.features, *(batch.text or ())):
@@ -184,7 +184,7 @@ def name_spoilt(data: LatentDataset, batches: Iterable[Batch]) -> str:
     return named + (f" and {len(spoilt) - len(places)} more" if len(spoilt) > len(places) else "")
 
 
-# an untrained network's loss is about 1, its velocity error 1 + the data's variance, which is about 1, too
+# an untrained network's loss is about 1, or 2 for rectified flow: 1 + the data's variance
 ABSURD = 1000
 DIVERGED = "the training has diverged, or the data is of another scale. Try a smaller optim.lr, optim.clip_norm=1"
 
@@ -197,8 +197,8 @@ def interrupts(run: Run) -> bool:
 
 
 def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
-    """Do all work that is due after run.step steps, and save if an earlier save was `postponed`. Returns whether to go
-    on, and whether a save is now postponed.
+    """Do all work that is due after run.step steps, and save if an earlier save was `postponed`. Returns (whether
+    training goes on, whether a save is postponed now). Bad steps postpone a save.
 
     If anything but training fails, such as reading a file, the step is saved before the error is raised.
     """
@@ -210,7 +210,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
             if run.graphs is None or run.processes.count > 1:
                 raise
             full = True
-        if full:  # outside the except block, which holds memory
+        if full:  # not in the except block, where the traceback holds memory
             run.graphs.leave("evaluation and samples need their memory")
             torch.cuda.empty_cache()
             on = evaluate_and_draw(run, done_before(run))
@@ -219,7 +219,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
             finish_saving(run)
         raise
     except Exception:
-        with contextlib.suppress(OSError, RuntimeError, Failure):  # the first error is the one to tell
+        with contextlib.suppress(OSError, RuntimeError, Failure):  # the first error is raised
             save_due(run, True)
             finish_saving(run)
         raise
@@ -227,7 +227,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool) -> bool:
-    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` put the latter off."""
+    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` postponed the latter."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))
@@ -237,7 +237,7 @@ def save_due(run: Run, asked: bool) -> bool:
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
     """Evaluate, score and draw what is due after run.step steps; returns False if the run was asked to stop meanwhile.
 
-    done  the work done at this step before an interruption, to leave out: the evaluation's name, "fid", "grid".
+    done  work to leave out, as it was done at this step before an interruption: the evaluation's name, "fid", "grid".
     """
     metric, cfg = run.model.process.evaluation, run.cfg
     if run.heldout is not None and run.due(cfg.every.evaluate) and metric not in done:
@@ -254,7 +254,7 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
             raise Failure(doubt)
         run.record(**{metric: loss})
         if loss > ABSURD:
-            run.processes.say(f"warning: {doubt}")
+            run.say(f"warning: {doubt}")
     if run.due(cfg.eval.fid_every) and "fid" not in done and not log_fid(run):
         return False
     if run.due(cfg.every.sample) and "grid" not in done:
@@ -272,7 +272,7 @@ def done_before(run: Run) -> set[str]:
 
 def evaluate(run: Run) -> float:
     """Return the mean loss of the EMA weights on held-out data with all tokens, see tread/evaluation/heldout_loss.py.
-    If the run is asked to stop (see run.stop.agreed()), evaluation is cut short, and the value means nothing."""
+    It means nothing if the run was asked to stop meanwhile (run.stop.agreed()), which cuts the evaluation short."""
     options, processes, process, network = run.cfg.eval, run.processes, run.model.process, run.ema.network
     total = torch.zeros((), device=processes.device)
     mine = torch.arange(options.points)[processes.rank :: processes.count]
@@ -280,7 +280,7 @@ def evaluate(run: Run) -> float:
 
     def add_mine() -> None:
         for numbers in mine.split(size) if len(mine) else ():
-            padded = torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])  # one shape, one graph
+            padded = torch.cat([numbers, numbers[-1:].expand(size - len(numbers))])  # all of one shape
             with autocast(processes.device, run.precision):
                 losses = heldout_loss(process, network, run.heldout, padded, options.points, options.noise_levels)
             total.add_(losses[: len(numbers)].sum())
@@ -299,7 +299,7 @@ def evaluated(run: Run) -> Iterator[Batch]:
 
 
 def log_fid(run: Run) -> bool:
-    """Record the FID of a few EMA samples with fixed seeds, split over processes. Returns False if interrupted."""
+    """Record the FID of eval.fid_samples EMA samples with fixed seeds. Returns False if the run was asked to stop."""
     began, processes = time.perf_counter(), run.processes
     seeds = range(run.cfg.eval.fid_samples)[processes.rank :: processes.count]
     drawn_by, stopped = sampler(run, len(seeds)), lambda: run.stop.reason is not None
@@ -307,12 +307,12 @@ def log_fid(run: Run) -> bool:
     if run.stop.agreed():
         return False
     if processes.count > 1:
-        rows = processes.gather(total.pack().to(run.processes.device)[None])
+        rows = processes.gather(total.pack().to(run.device)[None])
         total = functools.reduce(Moments.merge, map(Moments.unpack, rows))
     value = processes.from_main(lambda: run.online_fid.fid(total, run.cfg.train.cpu_threads))
     seconds = time.perf_counter() - began
     run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
-    run.processes.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
+    run.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
     return True
 
 
@@ -327,7 +327,7 @@ def draw_grid(run: Run) -> None:
     classes = spread_classes(run.model.num_labels, sampling.classes)
     labels = torch.tensor(classes).repeat_interleave(sampling.per_class)
     share = math.ceil(len(labels) / processes.count)
-    seeds = torch.arange(processes.rank * share, (processes.rank + 1) * share) % len(labels)  # some twice, to be even
+    seeds = torch.arange(processes.rank * share, (processes.rank + 1) * share) % len(labels)  # some twice: equal shares
     mine = processes.together(lambda: draw_samples(run, seeds.tolist(), labels[seeds]))
     pictures = processes.gather(mine.to(processes.device))[: len(labels)].cpu().numpy()
 
@@ -340,7 +340,7 @@ def draw_grid(run: Run) -> None:
 
 
 def draw_samples(run: Run, seeds: Sequence[int], labels: Tensor, prompts: Text | None = None) -> Tensor:
-    """Generate EMA samples: (n, 1 or 3, H, W) uint8. Labels (n,) are classes, or indices of prompts."""
+    """Draw EMA samples: (n, 1 or 3, H, W) uint8. Labels (n,) are classes, or indices into prompts (None: the run's)."""
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
     return torch.cat(list(draw_pictures(model, run.decoder, seeds, labels, sampler(run, len(labels)))))
 
@@ -352,11 +352,10 @@ def sampler(run: Run, samples: int) -> Sampler:
 
 
 def save(run: Run) -> bool:
-    """Copy what a checkpoint holds, let a thread write it, and return True; or return False if this step or most of the
-    last ones were skipped. The last step of a run is saved in any case, but if it was skipped no older checkpoints are
-    removed. `finish_saving` waits for the thread; a second checkpoint waits for the first. Raises OSError if the one
-    before could not be written, Failure if the weights are not finite.
-    """
+    """Copy what a checkpoint holds, let a thread write it, and return True. Returns False, without saving, if this step
+    or most of the last ones were not finite. A run's last step is saved all the same, but then no older checkpoint is
+    removed. A second checkpoint waits for the first, see `finish_saving`. Raises OSError if the one before could not be
+    written, Failure if the weights are not finite."""
     with run.timed("save"):
         finish_saving(run)
     counted = read_statistics(run)
@@ -376,7 +375,7 @@ def save(run: Run) -> bool:
         "encoder": run.aligner and run.aligner.fingerprint,
         "config": run.config,
         "plugins": plugin_hashes(run.cfg.plugins) | (run.earlier.info.get("plugins", {}) if run.earlier else {}),
-        "versions": run.log.versions if run.processes.main else None,
+        "versions": run.log.versions if run.main else None,
     }
 
     def write(step: int, parts: dict[str, dict[str, Tensor]]) -> None:
@@ -395,7 +394,7 @@ def save(run: Run) -> bool:
 
 
 def finish_saving(run: Run, wait: bool = True) -> None:
-    """Wait until a thread has written the checkpoint in progress, if any; wait=False returns at once if it has not. All
+    """Wait until a thread has written the checkpoint in progress, if any; wait=False only looks whether it has. All
     processes must call this. Raises the thread's error, an OSError if the checkpoint could not be written."""
 
     def written() -> bool:
@@ -411,11 +410,11 @@ def finish_saving(run: Run, wait: bool = True) -> None:
 
 
 def judge_demo(run: Run) -> None:
-    """Draw and score EMA samples of digits or emoji, as many as run.demo_samples says, unless that was done. Raises
+    """Draw run.demo_samples EMA samples of digits or emoji, and record their scores, unless that was done. Raises
     ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
     judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())
-    if run.processes.main and count and not judged:
+    if run.main and count and not judged:
         with run.timed("judge"):
             values = judged_samples(run, count)
         run.record(**values, demo_samples=count)
@@ -430,5 +429,5 @@ def judged_samples(run: Run, count: int) -> dict[str, float]:
     asked = ask(run.data, run.heldout, count)
     pictures = draw_samples(run, range(count), torch.arange(count), asked.texts)
     weights = find_at_hand(cfg.eval.inception)
-    inception = weights and load_inception(weights, run.processes.device)
+    inception = weights and load_inception(weights, run.device)
     return judge_emoji(pictures, asked, real_emoji(run.data, run.heldout), inception)

@@ -1,4 +1,4 @@
-"""Continues a run by its recorded settings, except for those typed on the command line."""
+"""Continues a run with its recorded settings, except for those typed on the command line."""
 
 import os
 import re
@@ -15,23 +15,23 @@ from tread.runtime.tensor_files import listed
 from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
 from tread.training.settings import known_keys
 
-ON_DONE = ("report", "plugins")  # settings that a finished run takes anew when it is started again
-# group of configs → the key that names the chosen file in a run's config
+ON_DONE = ("report", "plugins")  # settings that may change when a finished run is started again
+# folder in configs/ → the key in it that states which of its files was chosen
 GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment": "kind"}
 
 
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
-    """Return the config of a launch, and warnings. If the launch continues a run, the config is the run's recorded one,
-    with values from `composed` for keys that were typed or that the record lacks. The warnings name the other keys
-    whose values differ in `composed`. A run whose steps are all done keeps its record, and a warning names typed keys
-    that have no effect.
+    """Return the config with which train.py starts, and warnings. If it continues a run, that is the run's recorded
+    config, with values from `composed` for keys that were typed or are not recorded. Warnings name the other keys whose
+    values differ in `composed`. For a run with all steps done, the record stays, and a warning names typed keys without
+    effect.
 
     composed   the config that Hydra made from today's files and the command line.
     arguments  the command line, which shows the keys typed. If it names another model, dataset, experiment or alignment
-               than the run has, all keys that this choice's file sets count as typed.
+               than the run has, all keys set in that choice's file count as typed.
     configs    the folder of config.yaml and of those files.
 
-    Raises FileNotFoundError if run=… names no run, ValueError if name=… or results=… is typed beside it.
+    Raises FileNotFoundError if run=… names no run, ValueError if name=… or results=… is typed as well.
     """
     typed = dict(match.groups() for match in map(re.compile(r"[+~]*([^-+~=\s][^=\s]*)=(.*)").match, arguments) if match)
     by_folder = composed["run"] is not None
@@ -45,7 +45,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     if not starts and checkpoint is None:
         return composed, []
     recorded = starts[-1]["config"] if starts else checkpoint.info["config"]
-    if "plugins" not in typed:  # else a start without the recorded ones would fail after this one
+    if "plugins" not in typed:  # recorded settings may need the recorded plugins
         import_plugins(recorded.get("plugins", ()))
         check_record(recorded, folder / "run.json" if starts else checkpoint.folder / "info.json")
     recorded = migrate(recorded)
@@ -55,7 +55,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         if not begun and recorded.get(group, {}).get(GROUPS[group]) != choice:
             set_there = keys_of(configs, f"{group}/{choice}") or {f"{group}.{key}" for key in composed.get(group) or ()}
             keys |= {key for key in set_there if not _left_open(key, value_at(composed, key))}
-    if "model" in recorded:  # its keys are the run's architecture's, and typed ones
+    if "model" in recorded:  # keep only keys that the run's architecture has, and typed ones
         kept = {key for key in composed["model"] if key in recorded["model"] or f"model.{key}" in keys}
         composed = {**composed, "model": {key: value for key, value in composed["model"].items() if key in kept}}
     config, in_file = take_typed(recorded, composed, {*keys, *LAUNCH}), keys_of(configs, "config")
@@ -73,7 +73,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     if _is_done(folder, config):
         places = {key: value_at(recorded, key) for key in ("dataset.path", "dataset.heldout")}
         moved = [key for key, place in places.items() if place and not Path(place).exists()]
-        typed_config, taken = config, {*LAUNCH, *ON_DONE, *moved, *decisive(keys, config)}  # `claim` compares the last
+        typed_config, taken = config, {*LAUNCH, *ON_DONE, *moved, *decisive(keys, config)}  # `claim` checks the last
         config = take_typed(recorded, config, taken)
         unused = differences(config, typed_config, nothing=NOTHING).items()
         if unused := [key for key, (_, now) in unused if key != "train.steps" and not _left_open(key, now)]:
@@ -88,7 +88,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
 
 
 def check_record(config: dict, file: Path) -> None:
-    """Raise ValueError for a setting that is not known here, as newer code may record; the message names the file."""
+    """Raise ValueError, which names `file`, if the config recorded there has settings unknown to this (older) code."""
     sections = [(name, section) for name, section in migrate(config).items() if isinstance(section, dict)]
     try:
         check_overrides([f"{name}.{key}=" for name, section in sections for key in section], known_keys())
@@ -97,15 +97,15 @@ def check_record(config: dict, file: Path) -> None:
 
 
 def _is_done(folder: Path, config: dict) -> bool:
-    """Return whether a run finished with all steps that `config` asks for, and its last checkpoint is there."""
+    """Return whether the run in `folder` has finished all train.steps of `config`, and its last checkpoint exists."""
     status, latest, steps = RunLog(folder).read_status(), newest(folder), config["train"]["steps"]
     done = status.get("state") == "finished" and isinstance(steps, (int, float)) and status.get("step", 0) >= steps
     return done and latest is not None and latest.resolve().name == f"step_{status['step']:07d}"
 
 
 def find_run(run: str) -> Path:
-    """Return the folder `run` of the run to resume, normalised, with links unresolved. Raises FileNotFoundError if it
-    holds no run; the message lists the runs beside it and in it."""
+    """Return run=…, the folder of the run to resume, as a normalised path with links unresolved. Raises
+    FileNotFoundError if it holds no run; the message lists runs inside and next to it."""
     folder = Path(os.path.normpath(run))
     folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))
 
@@ -121,7 +121,7 @@ def find_run(run: str) -> Path:
 
 
 def leaves(key: str, value: object) -> list[str]:
-    """Return the dotted keys that a typed key=value sets; for a section, the keys in it."""
+    """Return the dotted keys that key=value on the command line sets: the key, or for a dict value all keys in it."""
     if isinstance(value, str) and re.fullmatch(r"\{.+:.+\}", value):
         value = OmegaConf.to_container(OmegaConf.create(value))
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The state that a run carries from step to step, and how the run ends."""
+"""The state of a run between steps, and how the run ends."""
 
 import contextlib
 import time
@@ -18,7 +18,7 @@ from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
 from tread.encoders.autoencoder import Decoder
 from tread.evaluation.scorers import EMBEDDED, OnlineFID
-from tread.models.backbone import Backbone
+from tread.models.backbone import Backbone, count_parameters
 from tread.models.conditions import Text
 from tread.runtime.device import beside
 from tread.runtime.distributed import Processes
@@ -32,13 +32,13 @@ from tread.training.tracking import Tracker
 
 
 class StepStatistics:
-    """Sums over the steps since the last log, and which of the last steps were bad, on the device in fixed memory.
+    """Sums over the steps since the last log, and which of the last 100 steps were bad (not finite), on the device.
 
     values  what `read` returned, to continue from; None: begin at 0.
     sums    (8,) fp32 in the order of NAMES: loss and gradient norm of the good steps; counts of good and bad steps; bad
             steps in a row up to now, the longest such row since the last log, and how many steps ago it ended;
             alignment loss.
-    recent  (LAST,) fp32 for the last steps, the newest last: 1 for a bad step, 0 for a good one, 0.5 if unknown.
+    recent  (100,) fp32 for the last steps, the newest last: 1 for a bad step, 0 for a good one, 0.5 if unknown.
     """
 
     NAMES = ("loss", "grad_norm", "good", "bad", "in_a_row", "longest", "ago", "alignment")
@@ -51,7 +51,7 @@ class StepStatistics:
         self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
-        """Add one step's mean loss, the `norm` and `skip` that optimizer_step returned, and any mean alignment loss."""
+        """Add a step's mean loss and alignment loss (0-d), and what optimizer_step returned: `norm` and `skip`."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
         in_a_row, longest, ago, aligned = self.sums[4:].unbind()
@@ -64,8 +64,8 @@ class StepStatistics:
         self.recent.copy_(torch.cat([self.recent[1:], skip[None]]))
 
     def read(self) -> dict[str, float | str]:
-        """Return {name: sum} for NAMES, and "recent": a text with a character for each of the last steps, "1" if it was
-        bad, else "0". Waits for the device."""
+        """Return {name: sum} for NAMES, and "recent": a text with "1" for each bad and "0" for each good one of the
+        last steps. Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
@@ -93,10 +93,10 @@ class Run:
     heldout: LatentDataset | None
     network: Backbone
     ema: EMA
-    averages: list[EMA]  # `ema`, and those of ema.power
+    averages: list[EMA]  # `ema`, and an EMA for each width in ema.power
     aligner: Aligner | None  # for alignment=repa and alignment=self
     optimizer: torch.optim.Optimizer
-    trained: Trained  # the parts of checkpoints
+    trained: Trained  # all that checkpoints save
     decoder: Decoder
     online_fid: OnlineFID | None  # for eval.fid_every
     weights: str  # where its weights come from
@@ -111,26 +111,27 @@ class Run:
     spent: dict[str, float] = field(default_factory=dict)  # seconds of other work since the last record
 
     def __post_init__(self) -> None:
-        """Set what follows from the fields: the folder, the log, the loader, and how far the run has come."""
+        """Create the log, loader and statistics, with the counts of the checkpoint that the run continues."""
         cfg, info = self.cfg, self.earlier.info if self.earlier else {}
         self.folder = Path(cfg.results) / cfg.name
         self.log = RunLog(self.folder)
-        device, batch_size = self.processes.device, cfg.train.batch_size
+        self.device, self.main, self.say = self.processes.device, self.processes.main, self.processes.say
+        device, batch_size = self.device, cfg.train.batch_size
         self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, steps=cfg.train.steps)
         # in DDP if there are several processes; a graph can't record hooks that were made on the default stream
         apart = torch.cuda.Stream(device) if cfg.train.cuda_graphs is True and device.type == "cuda" else None
         with beside(apart):
             self.wrapped = self.processes.distribute(self.aligner.module if self.aligner else self.network)
-        self.graphs = None  # or what takes the steps by CUDA graphs: tread/training/graphs.py
+        self.graphs = None  # start() may set it to a Graphs, which runs the steps
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
         self.statistics = StepStatistics(device, tally)
         self.saved: int | None = self.earlier and self.earlier.step  # the step of the newest checkpoint
         self.saving: int | None = None  # the step whose checkpoint a thread is writing, in all processes
         self.writer = ThreadPoolExecutor(1, "checkpoint")
-        self.written: Future[None] | None = None  # of that thread; in the main process only
+        self.written: Future[None] | None = None  # the result of that thread; in the main process only
         self.step: int = self.saved or 0  # steps done
-        self.flops: int = info.get("flops", 0)  # of the training, as far as Clock has counted
-        self.seconds: float | None = info.get("seconds", None if self.step else 0.0)  # likewise; None: not counted
+        self.flops: int = info.get("flops", 0)  # of training so far, as counted by Clock
+        self.seconds: float | None = info.get("seconds", None if self.step else 0.0)  # likewise; None: unknown
 
     @property
     def model(self) -> Model:
@@ -138,40 +139,40 @@ class Run:
         return Model(process_of(self.cfg), self.ema.network, prompts=self.prompts)
 
     def due(self, interval: int | None) -> bool:
-        """Return whether work that is done every `interval` steps and after the last one is due now; None: never."""
+        """Return whether work done every `interval` steps, and after the last one, is due now; None: never."""
         last = self.step == self.cfg.train.steps
         return interval is not None and self.step > 0 and (last or self.step % interval == 0)
 
     @property
     def demo_samples(self) -> int:
-        """The number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)), or 0 if none are."""
+        """The number of digits or emoji scored at the end: min(eval.demo_samples, max(40, train.steps)); else 0."""
         cfg = self.cfg
         judged = (cfg.dataset.embedded, cfg.model.takes_text) in EMBEDDED
         return min(cfg.eval.demo_samples, max(40, cfg.train.steps)) if judged else 0
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of a checkpoint: weights, averages and the optimizer's state."""
+        """Return the bytes of a checkpoint: weights, averages and the optimizer's state."""
         copies = 1 + self.cfg.optim.copies
-        size = (copies + len(self.averages)) * sum(p.numel() for p in self.network.parameters())
+        size = (copies + len(self.averages)) * count_parameters(self.network)
         if self.aligner:
-            size += copies * sum(p.numel() for p in self.aligner.module.projector.parameters())
+            size += copies * count_parameters(self.aligner.module.projector)
         return round(4 * size)
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Context that measures the time of its block; the next record states it as <what>_seconds."""
+        """Context manager that measures its block's seconds, which the next `record` writes as <what>_seconds."""
         began = time.perf_counter()
         yield
         self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - began
 
     def take_spent(self) -> dict[str, float]:
-        """Return the seconds that `timed` has measured since the last call, keyed <what>_seconds, and reset them."""
+        """Return {<what>_seconds: seconds} that `timed` has measured since the last call, and reset them."""
         spent, self.spent = self.spent, {}
         return {f"{what}_seconds": round(seconds, 3) for what, seconds in spent.items()}
 
     def record(self, **values: float) -> None:
-        """Append values to metrics.jsonl, with FLOPs and seconds of training so far and seconds of other work."""
-        if self.processes.main:
+        """Append values to metrics.jsonl, with step, FLOPs and seconds of training, and what `timed` has measured."""
+        if self.main:
             values |= {"flops": self.flops, **self.take_spent()}
             if self.seconds is not None:
                 values["seconds"] = round(self.seconds, 3)
@@ -182,8 +183,8 @@ class Run:
 
 
 def statistics_of(info: dict, process: int, processes: int) -> dict[str, float | str]:
-    """Return the sums of StepStatistics that a checkpoint's `info` holds for process number `process`. Sums that differ
-    between processes are averaged if the number of `processes` has changed."""
+    """Return the `values` for StepStatistics from a checkpoint's `info`, for process number `process`. Values that
+    differ between processes are averaged if the number of `processes` has changed."""
     return {
         name: value if not isinstance(value, list) else value[process] if len(value) == processes else mean(value)
         for name, value in info["tally"].items()
@@ -191,14 +192,14 @@ def statistics_of(info: dict, process: int, processes: int) -> dict[str, float |
 
 
 def leave(run: Run, finished: bool) -> None:
-    """Report how the run ended, and release its folder."""
-    if run.processes.main:
+    """Write and print that the run is finished or interrupted, and unlock its folder."""
+    if run.main:
         state, reason = "finished", None
         if not finished:
             state, reason = "interrupted", run.stop.reason or "another process was asked to stop"
             saved = f"step {run.saved} is saved" if run.saved else "nothing is saved yet"
             stopped = f"{run.folder}: stopped by {reason} after step {run.step}"
-            run.processes.say(f"{stopped}; {saved}; start it again to go on")
+            run.say(f"{stopped}; {saved}; start it again to go on")
         run.log.status(state, run.step, reason, spent=run.take_spent())
         run.log.close()
     if run.tracker is not None:
@@ -206,15 +207,10 @@ def leave(run: Run, finished: bool) -> None:
 
 
 def note_failure(run: Run | None, reason: str) -> None:
-    """Write to status.json why the run failed, if the disk can be written to; run=None (not yet begun) does nothing."""
+    """Write to status.json why the run failed, if the disk can be written to. run=None (not begun): do nothing."""
     if run is not None:
         with contextlib.suppress(OSError):
-            time.sleep(0 if run.processes.main else 2)  # for a failure in all processes, the main one's is recorded
-            who = "" if run.processes.main else f"process {run.processes.rank}: "
+            time.sleep(0 if run.main else 2)  # for a failure in all processes, the main one's is recorded
+            who = "" if run.main else f"process {run.processes.rank}: "
             run.log.status("failed", run.step, who + reason)
         run.log.close()
-
-
-def first_line(error: Exception) -> str:
-    """Return an error's type and first line, at most 300 characters; compilers' errors have thousands of lines."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"

@@ -1,7 +1,6 @@
-"""A run's folder: what was started in it, whether a run may start in it, and its metrics, one JSON object per line."""
+"""A run's folder: the record of its starts, whether a run may start in it, and metrics.jsonl (an object per line)."""
 
 import contextlib
-import datetime
 import json
 import os
 import platform
@@ -14,22 +13,22 @@ from tread.checkpoints.checkpoint import Checkpoint, find_whole, newest, sweep
 from tread.models.architectures import TextSettings
 from tread.runtime.files import Lock, write_whole
 from tread.runtime.schema import fill, written
-from tread.runtime.versions import versions
+from tread.runtime.versions import now, versions
 from tread.training.alignment import Alignment
 from tread.training.settings import Settings
 
-# The settings that a resumed run must share with its checkpoint, besides the section of its objective.
+# The settings that must not change when a run is resumed, besides the section of its objective (edm or rf).
 FIXED = ("seed", "objective", "model", "ema.power", "init_from", *TextSettings().decisive)
 FIXED += tuple(f"alignment.{item.name}" for item in fields(Alignment) if item.name != "precision")
 FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
 FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))
 LAUNCH = ("name", "results", "resume", "run")  # settings of a launch, not of a run
-NOTHING = "nothing"  # stands for the value of a key that is not there
+NOTHING = "nothing"  # stands for a missing value
 
 
 def differences(before: dict, now: dict, prefix: str = "", nothing: object = None) -> dict[str, tuple[object, object]]:
-    """Return dotted key → (before, now) for all values that differ between nested dicts; `nothing` stands for a missing
-    value. Lists of dicts are compared item by item: model.routes.0.selection_ratio."""
+    """Return {dotted key: (before, now)} for values that differ between nested dicts; `nothing` stands for a missing
+    value, `prefix` is put before each key. Lists of dicts are compared item by item: model.routes.0.selection_ratio."""
     changed = {}
     for key in {**before, **now}:
         old, new = before.get(key, nothing), now.get(key, nothing)
@@ -49,30 +48,30 @@ def _by_number(value: object) -> dict | None:
 
 
 def value_at(config: dict, key: str) -> object:
-    """Return the value of a dotted key; None if there is none."""
+    """Return the value of a dotted key in a nested dict; None if it is missing."""
     for part in key.split("."):
         config = (_by_number(config) or {}).get(part)
     return config
 
 
 def decisive(keys: Iterable[str], config: dict) -> list[str]:
-    """Return those of the dotted keys whose settings a resumed run must share with its checkpoint."""
+    """Return those of the dotted keys whose settings must stay as they are when a run is resumed."""
     names = (*FIXED, config.get("objective", "edm"))
     return [key for key in keys if any(key == name or key.startswith(name + ".") for name in names)]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The decision on how a run starts in a folder."""
+    """How a run starts in a folder: anew, or from a checkpoint."""
 
     checkpoint: Checkpoint | None = None  # where it goes on; None: at step 0
     changed: dict[str, tuple[object, object]] = field(default_factory=dict)  # settings by dotted key: (before, now)
-    damaged: list[str] = field(default_factory=list)  # what is wrong with newer checkpoints, which are passed over
+    damaged: list[str] = field(default_factory=list)  # why newer checkpoints can't be used
 
 
 def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
-    """Decide how a run starts in `folder`, and touch nothing. Raises FileExistsError, FileNotFoundError or ValueError
-    if starting would mix two runs or lose one."""
+    """Decide how a run starts in `folder`, without changing files. Raises FileExistsError, FileNotFoundError or
+    ValueError if it would mix two runs or lose one, or if `resume`, the setting, forbids it."""
     other = "name=<another name> starts a run of its own"
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")
@@ -96,11 +95,11 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     if checkpoint is None and resume is True:
         raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
     said = {key: both for key, both in changed.items() if key not in LAUNCH and both[0] is not NOTHING}
-    return Claim(checkpoint, said, damaged)  # keys that are younger than the run have their defaults
+    return Claim(checkpoint, said, damaged)  # keys added since the run was recorded are left out
 
 
 def migrate(config: dict) -> dict:
-    """Convert a recorded config to today's keys; those that it lacks have their defaults. In the oldest records,
+    """Convert a config recorded by older code to today's keys; missing ones get their defaults. In the oldest records,
     section `recipe` is dropped, wandb.enabled becomes `tracker`, and train.activation_checkpointing `memory`."""
     kept = {key: value for key, value in config.items() if key != "recipe"}
     if "enabled" in config.get("wandb", {}):
@@ -113,35 +112,34 @@ def migrate(config: dict) -> dict:
 
 
 class RunLog:
-    """A run's metrics.jsonl, run.json and status.json; the main process alone writes them. Open it before `claim`."""
+    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Open it before `claim`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None
         self._seen = self._state()
 
     def _state(self) -> tuple[int, Path | None]:
-        """Return the number of starts and the newest checkpoint, on which the decision of `claim` depends."""
+        """Return the number of starts and the newest checkpoint's path or None; `claim` decides by both."""
         checkpoint = newest(self.folder)
         return len(self.starts()), checkpoint and checkpoint.resolve()
 
     def starts(self) -> list[dict]:
-        """Return run.json: time, step, command, versions and config of each start; [] if it can't be read."""
+        """Return run.json: a dict for each start (time, step, command, versions, config); [] if it can't be read."""
         starts = self._read("run.json")
         starts = starts if isinstance(starts, list) else []
         return [start for start in starts if isinstance(start, dict) and "config" in start]
 
     def start(self, step: int, config: dict, **facts: object) -> None:
-        """Lock the folder, record in run.json that a run starts or resumes after `step` steps, with `config` and
-        `facts`, and drop the metrics of steps that will be done again. Raises FileExistsError if another process uses
-        the folder, or has used it since this log was opened."""
-        self.versions = versions()  # of the running code, whatever is committed meanwhile
+        """Lock the folder, append this start at step `step` to run.json, with `config` and `facts`, and drop the
+        metrics of later steps, which will be done again. Raises FileExistsError if another process uses the folder, or
+        has used it since this RunLog was created."""
+        self.versions = versions()  # now: the code on disk may change later
         self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"another process is training in {self.folder}; name=… starts another run"
         self._lock = Lock(self.folder / ".lock", busy)
         if self._state() != self._seen:
             raise FileExistsError(f"another process trained in {self.folder} while this one was starting; start again")
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        start = {"time": now, "step": step, "command": sys.argv, **facts, "versions": self.versions, "config": config}
+        start = {"time": now(), "step": step, "command": sys.argv, **facts, "versions": self.versions, "config": config}
         write_whole(self.folder / "run.json", json.dumps([*self.starts(), start], indent=1) + "\n")
         kept = [record for record in self.records() if record["step"] <= step]
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
@@ -151,35 +149,34 @@ class RunLog:
         self.status("running", step)
 
     def status(self, state: str, step: int, reason: str | None = None, **facts: object) -> None:
-        """Write status.json: `state` (running, interrupted, finished or failed), the number of steps done, and more
-        facts. A recorded failure is kept, as other processes' failures follow from it; only "running" replaces it."""
+        """Write status.json: `state` (running, interrupted, finished or failed), the number of steps done, more facts.
+        Only "running" replaces a recorded failure, as other processes' failures follow from the first one."""
         if state == "running" or self.read_status().get("state") != "failed":
-            now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             who = {"host": platform.node(), "pid": os.getpid()}
-            content = {"state": state, "step": step, "reason": reason, "time": now, **who, **facts}
+            content = {"state": state, "step": step, "reason": reason, "time": now(), **who, **facts}
             text = json.dumps(content, indent=1) + "\n"
             try:
                 write_whole(self.folder / "status.json", text)
-            except OSError:  # a full disk still has the old one's room
+            except OSError:  # overwriting needs no room on a full disk
                 (self.folder / "status.json").write_text(text)
 
     def read_status(self) -> dict:
-        """Return status.json; {} if it can't be read."""
+        """Return status.json as a dict; {} if it can't be read."""
         return self._read("status.json") or {}
 
     def _read(self, name: str) -> list | dict | None:
         try:
             return json.loads((self.folder / name).read_text())
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
-            return None  # a damaged one stops nothing: checkpoints decide
+            return None  # training goes on without it: checkpoints suffice
 
     def close(self) -> None:
-        """Release the folder, if `start` has locked it."""
+        """Unlock the folder, if `start` has locked it."""
         if self._lock is not None:
             self._lock.release()
 
     def write(self, record: dict) -> None:
-        """Append one record to metrics.jsonl; its "step" is the number of steps done."""
+        """Append a record to metrics.jsonl; its "step" is the number of steps done."""
         with self.metrics.open("a") as file:
             file.write(json.dumps(record) + "\n")
 

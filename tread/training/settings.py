@@ -44,7 +44,7 @@ class Train:
     path_drop: Share = 0.0
     cuda_graphs: Literal["auto", True, False] = "auto"
     memory: Literal["auto", "plain", "budget", "checkpointing"] = "auto"
-    activation_checkpointing: bool | None = None  # an older name: true is memory=checkpointing
+    activation_checkpointing: bool | None = None  # older spelling: true means memory=checkpointing
     residual: Residual = "fp32"
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class Tags:
-    """Suffixes of a run's default name: that of its objective (edm, rf), then that of its alignment's kind."""
+    """Suffixes of a run's default name: one for its objective (edm, rf), then one for alignment.kind."""
 
     edm: str
     rf: str
@@ -191,12 +191,12 @@ class Settings:
                 "DINOv2, inception, or module:function"
             )
         process, steps = process_of(self), self.sampling.steps
-        process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for impossible ones
+        process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for impossible steps
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
 
 
-# reads a composed config as Settings; lists all dotted keys; puts ++ before overrides of keys that no file states
+# reads a config as Settings; lists all dotted keys; puts ++ before overrides of keys that are in no config file
 read = partial(schema.read, kind=Settings)
 known_keys = partial(schema.known_keys, Settings)
 add_unstated = partial(schema.add_unstated, kind=Settings)
@@ -205,11 +205,11 @@ MEASURES = ("channels", "size", "num_classes")
 
 
 def complete(config: dict) -> tuple[Settings, dict]:
-    """Return a composed config's settings and the config itself, both completed.
+    """Return a config composed by Hydra as Settings and as a dict, both completed.
 
-    From the dataset come dataset.channels, size and num_classes if they are null, and the text settings of a
+    Null dataset.channels, size and num_classes are read from the dataset, and so are the text settings of a
     text-conditional network. dataset.heldout=auto becomes the held-out data prepared with the dataset, or null. Section
-    `model` of the config gets exactly the keys of its architecture, with numbers for sizes left at null.
+    `model` of the dict gets exactly the keys of its architecture, with numbers for sizes left at null.
 
     Raises ValueError for settings that do not fit together, FileNotFoundError for missing data.
     """
@@ -221,7 +221,7 @@ def complete(config: dict) -> tuple[Settings, dict]:
         dataset = replace(dataset, heldout=prepared and str(prepared))
     if cfg.model.takes_text:
         text = read_text_settings(cfg)
-        words = text.vocabulary and list(text.vocabulary)  # a list, as JSON gives it back
+        words = text.vocabulary and list(text.vocabulary)  # a list, as after a round trip through JSON
         config = {**config, "text": {**asdict(text), "vocabulary": words}}
     if None in (measures := {key: getattr(dataset, key) for key in MEASURES}).values():
         latents = LatentDataset(dataset.path).latents
@@ -235,7 +235,7 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
 
 def read_text_settings(cfg: Settings) -> TextSettings:
-    """Return the text settings for a text-conditional network, as its dataset records them for encoder text.encoder.
+    """Return the text settings that the dataset records for encoder text.encoder; make a built-in dataset if missing.
     Raises FileNotFoundError for missing data, ValueError if `cfg` states other values."""
     prepare_embedded(cfg, cfg.dataset.path, "train")
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
@@ -249,9 +249,9 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Make part "train" or "heldout" of the dataset that dataset.embedded names, if any, where it is missing, with
-    encoded captions for a text-conditional network. Raises prepare_cifar10's errors, or FileNotFoundError if a missing
-    `path` of the others does not end in <embedded>/<part>: it is then likely to be a mistyped path of other data."""
+    """Make part "train" or "heldout" of the built-in dataset dataset.embedded (None: nothing to make) at `path`, if
+    missing, with encoded captions for a text-conditional network. Raises prepare_cifar10's errors; FileNotFoundError if
+    a missing `path` does not end in <embedded>/<part>, as it is then likely to be a mistyped path of other data."""
     kind = cfg.dataset.embedded
     if kind == "cifar10" and not Path(path).exists():
         cifar10.prepare_cifar10(Path(cfg.dataset.path), cfg.dataset.archive)

@@ -1,6 +1,5 @@
 """The start of training: begins or continues a run, with every check before any long work."""
 
-import datetime
 import math
 import time
 from collections.abc import Sequence
@@ -16,14 +15,14 @@ from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.weights import load_weights
 from tread.data.columns import check_grid
 from tread.data.dataset import LatentDataset
-from tread.data.index import read_index
+from tread.data.index import changed_files, files_of, read_index
 from tread.data.latents import LatentSpec
 from tread.diffusion.labels import spread_classes
 from tread.encoders import autoencoder
 from tread.encoders.autoencoder import Decoder
 from tread.encoders.vision import encoder_name, open_encoder
 from tread.evaluation.scorers import OnlineFID, open_online_fid
-from tread.models.backbone import Backbone
+from tread.models.backbone import Backbone, count_parameters
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
 from tread.runtime.device import avoid_faults, device_name, memory_of
@@ -37,7 +36,6 @@ from tread.training.alignment import Aligned, Aligner, Alignment, build_projecto
 from tread.training.costs import (
     MemoryPlan,
     blank_loss,
-    count_parameters,
     kinds_to_come,
     live_bytes,
     plan_memory,
@@ -54,7 +52,7 @@ from tread.training.tracking import check_tracker, open_tracker
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
-    """Begin or continue a run, and print the warnings. Raises ValueError or OSError for bad input."""
+    """Begin or continue the run of `cfg`, the settings in `config`; print warnings. Raises ValueError or OSError."""
     began = time.perf_counter()
     check_tracker(cfg.tracker)
     processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
@@ -73,7 +71,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
-    network.residual = cfg.train.residual  # and so are the copies that hold averages
+    network.residual = cfg.train.residual  # copied to the averaged networks, too
     weights, notes = bring_weights(cfg, network, claimed, data)
     network.to(processes.device)
     faulty = avoid_faults(processes.device, cfg.text.tokens if cfg.model.takes_text else None)
@@ -97,7 +95,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     run.graphs = open_graphs(run)
     run.warnings += [*settings_warnings(cfg), *data_warnings(run), *filter(None, [faulty, memory.warning])]
     if earlier and "flops" not in earlier.info:
-        run.flops = training_flops(cfg, network, range(run.step), aligner)  # an old checkpoint has no count
+        run.flops = training_flops(cfg, network, range(run.step), aligner)  # not recorded by older code
     processes.from_main(lambda: take_folder(run, claimed))
     for warning in warnings:
         processes.say(warning)
@@ -110,12 +108,12 @@ def prepare_blocks(
     cfg: Settings, network: Backbone, ema: EMA, aligner: Aligner | None, rows: slice, precision: str, steps: range,
     lasting: bool,
 ) -> tuple[MemoryPlan, str | None]:  # fmt: skip
-    """Choose how the steps save memory, and compile the blocks, forward and backward, before processes wait for one
-    another in a step. Returns the choice, and the reason if compiling is wanted but fails.
+    """Choose how the steps save memory, and compile the blocks, forward and backward, before the first step. Returns
+    the choice, and the reason if compiling is wanted but fails, else None.
 
     rows     the rows of a micro-batch.
-    steps    the steps of this launch, whose routes are the ones to compile for.
-    lasting  whether gradients stay in memory between passes.
+    steps    the steps still to be done, for whose routes blocks are compiled.
+    lasting  whether gradients stay in memory between passes (accumulation, DDP).
     """
     device, images, kinds = network.pos_embed.device, rows.stop - rows.start, kinds_to_come(cfg, steps)
 
@@ -148,7 +146,7 @@ def prepare_blocks(
 
 
 def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDataset) -> None:
-    """Raise ValueError unless `data` has the latents and number of samples that a checkpoint was trained on."""
+    """Raise ValueError unless `data` has the kind and number of latents that a checkpoint was trained on."""
     before = vars(LatentSpec.from_json(earlier.info["latents"])) | {"samples": earlier.info["samples"]}
     if changed := differences(before, vars(data.latents) | {"samples": len(data)}):
         said = f"{cfg.dataset.path} is not the data that {Path(cfg.results) / cfg.name} was trained on"
@@ -157,9 +155,9 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
 
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
-    """Raise ValueError, before the network is built, if training its blocks alone exceeds the device's memory."""
+    """Raise ValueError if training the blocks alone exceeds the device's memory; needs no network."""
     model, copies = cfg.model, 3 + cfg.optim.copies + len(cfg.ema.power)
-    least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of any architecture; most have more
+    least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of all architectures; most have more
     needed, room = int(4 * copies * least), memory_of(device)
     if needed > room:
         asked = f"model.hidden_size={model.hidden_size}, depth={model.depth} and mlp_ratio={model.mlp_ratio:g}"
@@ -168,7 +166,7 @@ def check_memory(cfg: Settings, device: torch.device) -> None:
 
 
 def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tuple[Decoder, OnlineFID | None]:
-    """Return the decoder that draws sample grids, and the FID scorer to use while training (None: no FIDs are due)."""
+    """Return the decoder for sample grids, and the scorer of FIDs during training (None without eval.fid_every)."""
     pictures, online_fid = None, None
     if cfg.sampling.decode or cfg.eval.fid_every:
         with processes.main_first():  # one process downloads the weights
@@ -180,15 +178,18 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
-    """Record the start, and reset the run's folder to the step from which it continues; in the main process only.
-    Raises OSError, also if the disk has no room for a checkpoint, or ValueError if the tracker can't be opened."""
+    """Record the start, and remove results after the step at which the run continues; in the main process only. Raises
+    OSError, also if the disk has no room for a checkpoint, or ValueError if the tracker can't be opened."""
     say, optim = run.processes.say, run.cfg.optim
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": device_name(run.processes.device), "precision": run.precision}
-    if claimed.checkpoint and (begun := [start["files"] for start in run.log.starts() if "files" in start]):
-        run.warnings += file_warnings(run.data, begun[-1])
-    else:
-        facts["files"] = files_of(run.data)
+    parts = {"files": run.data} | ({} if run.heldout is None else {"heldout_files": run.heldout})
+    for key, data in parts.items():
+        begun = [start[key] for start in run.log.starts() if key in start]
+        if claimed.checkpoint and begun and not (data is run.heldout and "dataset.heldout" in claimed.changed):
+            run.warnings += changed_files(data.folder, begun[-1], hashes_alone=data.verify == "full")
+        else:
+            facts[key] = files_of(data.folder)
     run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
     try:
         with explain_failure(run.folder):
@@ -206,7 +207,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
             before = ", from the checkpoint before" if claimed.damaged else ""
             say(f"{run.folder} goes on at step {run.step}{before}")
         for key, (before, now) in claimed.changed.items():
-            if not (finished and key == "train.steps"):  # train.py says that it is finished
+            if not (finished and key == "train.steps"):  # train.py prints that the run is finished
                 say(f"warning: {key} was {written(before)}, is {written(now)}")
         if claimed.checkpoint and not optim.keeps_state(claimed.changed):
             say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
@@ -222,7 +223,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
     """Load the weights of init_from if a run begins; give a text-conditional network the encoded empty caption. Returns
-    where the weights come from, and warnings. Raises FileNotFoundError, or ValueError if weights do not fit."""
+    the weights' source as text, and warnings. Raises FileNotFoundError, or ValueError if weights do not fit."""
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
@@ -238,8 +239,8 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
 
 
 def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset, precision: str) -> Aligner | None:
-    """Build the run's alignment, or return None if it has none. The projector is initialised from the run's seed;
-    `precision` is the training's. Raises ValueError if features do not fit the network."""
+    """Build the run's Aligner; None if alignment.kind is none. Its projector is initialised by the run's seed;
+    `precision` is that of training steps. Raises ValueError if the encoder's features do not fit the network."""
     alignment, device, encoder, flops, fingerprint = cfg.alignment, network.pos_embed.device, None, 0, None
     if alignment.kind == "none":
         return None
@@ -288,33 +289,10 @@ def settings_warnings(cfg: Settings) -> list[str]:
     return warnings
 
 
-def files_of(data: LatentDataset) -> dict[str, str]:
-    """Return {file name: text} for a dataset's latents; the text states recorded sha256, size and last change."""
-    files = {}
-    for shard in read_index(data.folder)["shards"]:
-        found = (data.folder / shard["file"]).stat()
-        changed = datetime.datetime.fromtimestamp(int(found.st_mtime), datetime.timezone.utc)
-        files[shard["file"]] = f"sha256 {shard['file_sha256']}, {found.st_size} bytes of {changed}"
-    return files
-
-
-def file_warnings(data: LatentDataset, before: dict[str, str]) -> list[str]:
-    """Return a warning if files differ from `before`, an earlier result of files_of; with verify=full, hashes alone
-    are compared."""
-    changed = differences(before, files_of(data), nothing="not there")
-    if data.verify == "full":
-        changed = {name: both for name, both in changed.items() if len({text.partition(",")[0] for text in both}) > 1}
-    for name, (then, now) in [*changed.items()][:1]:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        said = f"{data.folder / name}{more} changed since the run began: was {then}, is {now}"
-        return [f"{said}. Its latents may be others: dataset.verify=full checks the hashes"]
-    return []
-
-
 def data_warnings(run: Run) -> list[str]:
     """Return warnings: held-out data is trained on; photos decoded differently; an encoder or plugin has changed."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
-    ours, theirs = str(files_of(run.data)), files_of(run.heldout) if run.heldout else {}
+    ours, theirs = str(files_of(run.data.folder)), files_of(run.heldout.folder) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
         which = f"{len(same)} of {len(theirs)} files of latents in {dataset.heldout} are those of {dataset.path}"
         said = "the evaluation is of the training data, and says nothing about other pictures"
@@ -332,8 +310,8 @@ def data_warnings(run: Run) -> list[str]:
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
-    """Return the first captions of samples spread over the data, for sample grids: {"prompts": encoded captions,
-    "captions": the same as text, [] if an import has no text}, which are fields of Run."""
+    """Return the first captions of sampling.classes samples, for grids, as fields of Run: {"prompts": encoded captions,
+    "captions": the same as text, [] if imported captions have no text}."""
     samples = spread_classes(len(data), cfg.sampling.classes)
     captions = [data.captions[sample][0] for sample in samples] if "captions" in read_index(data.folder) else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
@@ -355,7 +333,7 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
         return data, None
     heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout")
     pairs = {key: (getattr(heldout.latents, key), getattr(data.latents, key)) for key in ALIKE}
-    if None in pairs["fingerprint"]:  # imports do not know it
+    if None in pairs["fingerprint"]:  # imported latents have none
         del pairs["fingerprint"]
     for key, ours in vars(data.text_spec).items() if data.text_spec else ():
         pairs[f"text.{key}"] = (getattr(heldout.text_spec, key), ours)
@@ -372,8 +350,8 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open part "train" or "heldout" of a dataset, and check that it fits the model. If missing, an embedded
-    dataset (dataset.embedded) is made first. Raises ValueError or FileNotFoundError."""
+    """Open part "train" or "heldout" of a dataset (a missing built-in one, dataset.embedded, is made first); see
+    LatentDataset for `placement`. Raises FileNotFoundError, or ValueError if it does not fit the model."""
     prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None

@@ -32,9 +32,9 @@ class Draws:
     level: Tensor  # (B,) standard normal, to become noise levels
     noise: Tensor  # (B, C, S, S) standard normal, to be added to the latents
     drop: Tensor  # (B,) uniform, to drop labels or texts
-    routes: tuple[tuple[Route, Tensor], ...]  # each with ids_keep (B, K), or draws (B, N) where its rule scores tokens
+    routes: tuple[tuple[Route, Tensor], ...]  # with ids_keep (B, K); draws (B, N) if the rule scores tokens
     posterior: Tensor | None  # (B, C, S, S) standard normal, to sample latents from moments; None if they are plain
-    back: Tensor | None = None  # (B,) uniform, the fraction of alignment.gap by which self's teacher sees less noise
+    back: Tensor | None = None  # (B,) uniform, lowers the noise of alignment=self's teacher
     path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
 
     def rows(self, rows: slice) -> "Draws":
@@ -45,8 +45,8 @@ class Draws:
 
 
 def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
-    """Return the model's routes at step `step` (0, 1, …), with the ratio of train.ratio_schedule if that is set;
-    () from train.routes_until on."""
+    """Return the model's routes at step `step` (0, 1, …), with the ratio of train.ratio_schedule if that is set; ()
+    from step train.routes_until on."""
     until, schedule = cfg.train.routes_until, cfg.train.ratio_schedule
     if until is not None and step >= until:
         return ()
@@ -55,9 +55,8 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
 
 
 def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
-    """Draw all random numbers of a training step, for the global batch, each kind from its own stream. A change of one
-    kind (routes on or off, say) leaves the others as they are, so that runs with and without routes see the same noise.
-    """
+    """Draw all random numbers of a training step, for the global batch, each kind from its own random stream: runs with
+    and without routes see the same noise."""
 
     def normal(stream: str, *size: int) -> Tensor:
         return torch.randn(size, generator=generator(cfg.seed, step, stream, device=device), device=device)
@@ -90,7 +89,7 @@ def loss(
     null: Condition,
     aligner: Aligner | None = None,
 ) -> list[Tensor]:
-    """Compute the losses of each sample, (B,) fp32: denoising and, with an aligner, alignment, not yet weighted.
+    """Compute a list of losses, each (B,) fp32: denoising and, with an aligner, alignment, not yet weighted.
 
     network  the run's network, or aligner.module if there is an aligner; wrapped in DDP if there are several processes.
     latents  the meaning of the batch's stored numbers.
@@ -114,13 +113,13 @@ def loss(
 
 
 class Inputs(NamedTuple):
-    """All values that differ between training steps of the same kind, as tensors on the device."""
+    """All values that differ between training steps with equal routes and tensor shapes, on the device."""
 
     draws: Draws  # for the global batch
     batches: list[Batch]  # this process's micro-batches
     rate: Tensor | float  # the learning rate, 0-d; a number for an optimizer that may take no tensor
-    shares: list[Tensor]  # of the weights in each average, 0-d
-    hold: Tensor  # 0-d; 1: the step computes everything and changes nothing but the statistics
+    shares: list[Tensor]  # EMA.share of each average at this step, 0-d
+    hold: Tensor  # 0-d; 1: the step changes nothing but the statistics
 
 
 def training_step(run: Run) -> None:
@@ -134,7 +133,7 @@ def training_step(run: Run) -> None:
 
 def step_inputs(run: Run) -> Inputs:
     """Return the inputs of step run.step: draws its random numbers and reads its samples."""
-    device, rate = run.processes.device, learning_rate(run.cfg, run.step)
+    device, rate = run.device, learning_rate(run.cfg, run.step)
     if is_fused(run.optimizer):  # a CPU's kernel reads fp64, a GPU's fp32
         rate = torch.full((), rate, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     return Inputs(
@@ -147,15 +146,15 @@ def step_inputs(run: Run) -> Inputs:
 
 
 def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
-    """Do a training step's work on the device; returns its mean losses and the gradients' norm, each 0-d. Nothing but
-    the inputs' tensors may change from call to call, as a CUDA graph replays one call for all steps of a kind."""
+    """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. It must read nothing
+    that changes between steps but tensors in `inputs`, as a CUDA graph of one call is replayed for later steps."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
     weights = (1.0, cfg.alignment.weight) if run.aligner else (1.0,)
     totals = [0.0] * len(weights)
     for rows, batch in zip(run.micro_batches, inputs.batches):
         last = rows is run.micro_batches[-1]
         with contextlib.nullcontext() if last else run.processes.no_sync(run.wrapped):
-            with autocast(run.processes.device, run.precision):
+            with autocast(run.device, run.precision):
                 terms = loss(cfg, run.wrapped, latents, batch, inputs.draws.rows(rows), null, run.aligner)
             means = [term.mean() / len(run.micro_batches) for term in terms]
             backward(sum(weight * mean for weight, mean in zip(weights, means)))

@@ -4,19 +4,19 @@ from routing_module import RULES, check_routes
 from tread.checkpoints.network import process_of
 from tread.diffusion.sampling import Sampler
 from tread.evaluation.metric_table import METRICS, with_real
+from tread.models.backbone import count_parameters
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.runtime.schema import written
-from tread.training.alignment import tokens_at
 from tread.training.costs import sample_flops
 from tread.training.run import Run
 from tread.training.step import active_routes
 
 
 def describe(run: Run) -> str:
-    """Describe data, network, weights, FLOPs, routes, batch and disk space, a line each, and add the warnings."""
+    """Return lines on data, network, weights, FLOPs, routes, batch and disk space, and the warnings."""
     cfg, network, data, train, optim = run.cfg, run.network, run.data, run.cfg.train, run.cfg.optim
-    parameters = sum(parameter.numel() for parameter in network.parameters())
+    parameters = count_parameters(network)
     active, tokens = active_routes(cfg, 0), network.num_tokens
     dense, routed = network.forward_flops(), network.forward_flops(active)
     fewer = f"{dense / routed:.3f} times fewer than without routes; " if routed < dense else ""
@@ -36,7 +36,7 @@ def describe(run: Run) -> str:
         "FLOPs": f"{3 * routed:.3e} a training image, {fewer}{dense:.3e} a forward pass of all tokens",
         "batch": f"{train.batch_size} = {split}; optimizer: {optim.name}"
         f"{f' {written(optim.options)}' if optim.options else ''}",
-        "device": f"{run.processes.device}, {run.precision}",
+        "device": f"{run.device}, {run.precision}",
         "memory": run.memory,
         "disk": f"{size_text(run.checkpoint_bytes())} a checkpoint, every {cfg.every.save:,} steps",
     }
@@ -58,7 +58,9 @@ def describe(run: Run) -> str:
         every, size = cfg.ema.snapshot_every or cfg.every.save, 2 * len(cfg.ema.power) * parameters
         lines["disk"] += f"; {size_text(size)} of averages stored every {every:,} steps"
     warnings = [f"warning: {text}" for text in run.warnings]
-    if dense != routed and dense / routed < 1.15 and not train.ratio_schedule:
+    if schedule:
+        routed = min(routed, network.forward_flops(active_routes(cfg, schedule.last)))
+    if dense != routed and dense / routed < 1.15:
         said = f"the routes save little: a training step takes {dense / routed:.3g} times fewer FLOPs than without"
         advice = "more blocks in a route, a higher selection_ratio or a deeper network (12 blocks: 1.4) save more"
         warnings.append(f"warning: {said}; {advice}")
@@ -71,26 +73,25 @@ def describe(run: Run) -> str:
 
 
 def describe_alignment(run: Run) -> str:
-    """Describe the aligned block, its targets, and the size of the projector."""
+    """Return a line on the aligned block, its targets, and the size of the projector."""
     settings, network = run.cfg.alignment, run.network
     block, teacher = settings.blocks(len(network.blocks))
-    kept = tokens_at(block, active_routes(run.cfg, 0), network)
+    kept = network.tokens_run(active_routes(run.cfg, 0))[block]
     targets = f"block {teacher} of the averaged network"
     if settings.kind == "repa":
         encoder = run.aligner.encoder
         targets = f"{'live' if encoder else 'stored'} features of {settings.encoder}"
         targets += f" in {encoder.precision}" if encoder else ""
     aligned = f"{settings.kind}, block {block} ({kept} tokens) with {targets}, weight {settings.weight:g}"
-    parameters = sum(parameter.numel() for parameter in run.aligner.module.projector.parameters())
-    return f"{aligned}; the projector has {parameters:,} parameters"
+    return f"{aligned}; the projector has {count_parameters(run.aligner.module.projector):,} parameters"
 
 
 def forecast(run: Run, seconds: float) -> str:
-    """Return a line that estimates the time left, from the seconds of a training step and the FLOPs of other work."""
+    """Return a line that estimates the time left; `seconds` is the time of a training step."""
     cfg, model, sampling, count = run.cfg, run.model, run.cfg.sampling, run.processes.count
     each = Sampler.of(model.process, sampling.steps, sampling.solver, 1, run.precision).flops(model)
     flops = sample_flops(run.network, active_routes(cfg, run.step - 1), run.aligner) * cfg.train.batch_size
-    speed = flops / count / seconds  # FLOP/s of a process
+    speed = flops / count / seconds  # FLOP/s of one process
 
     def times(interval: int | None) -> int:
         return 0 if interval is None else -(-cfg.train.steps // interval) - (run.step - 1) // interval
@@ -114,8 +115,8 @@ def forecast(run: Run, seconds: float) -> str:
 
 
 def describe_outcome(run: Run) -> str:
-    """Describe the last evaluation and demo metrics, and the paths of the results, a line each."""
-    lines, records = [], run.log.records() if run.processes.main else []
+    """Return lines with the last evaluation and demo metrics, and the paths of the results."""
+    lines, records = [], run.log.records() if run.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
         last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)
         if last:

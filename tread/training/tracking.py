@@ -10,7 +10,7 @@ from tread.training.settings import Settings
 
 
 def check_tracker(name: str) -> None:
-    """Raise ValueError unless the tracker's package is installed."""
+    """Raise ValueError unless the package of the tracker ("wandb", "tensorboard" or "none") is installed."""
     if name != "none" and importlib.util.find_spec(name) is None:
         raise ValueError(f"tracker={name} needs a package: pip install {name}, or set tracker=none")
 
@@ -38,7 +38,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Writes events to <run>/tensorboard, and hides those of steps that a resumed run repeats."""
+    """Writes events to <run>/tensorboard, and hides those of steps after `step`, which a resumed run repeats."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes seconds
@@ -48,7 +48,7 @@ class TensorBoard:
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # nothing is lost, however the run ends
+        self._writer.flush()  # so that a crash loses nothing
 
     def close(self, code: int) -> None:
         self._writer.close()
@@ -58,7 +58,7 @@ Tracker = Wandb | TensorBoard
 
 
 def open_tracker(cfg: Settings, config: dict, folder: Path, step: int) -> Tracker | None:
-    """Open a run's tracker, if it has one, to log steps after `step`. Raises ValueError if wandb refuses the run."""
+    """Open the tracker that cfg.tracker names, for steps after `step`; None if none. ValueError if wandb refuses."""
     if cfg.tracker == "wandb":
         return Wandb(cfg.wandb.project, cfg.name, config, folder)
     return TensorBoard(folder, step) if cfg.tracker == "tensorboard" else None

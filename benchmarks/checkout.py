@@ -1,0 +1,10 @@
+"""Imported first by each benchmark: puts the checkout on sys.path; Ctrl-C during imports ends with one line."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tread.runtime.import_guard import guard_imports
+
+guard_imports(vars(sys.modules["__main__"]))
