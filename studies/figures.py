@@ -26,7 +26,8 @@ Columns = dict[str, dict[str, str]]  # title → arm → cell
 
 
 class Figure(NamedTuple):
-    """A kind of figure: `draw` draws it into the image file at a path, `columns` returns more columns of the table."""
+    """How a study's results are shown: `draw` draws them into the image file at a path; `columns` returns columns that
+    table.md has beside those of every study, {title: {arm: cell}}."""
 
     draw: Callable[[Study, Results, Path], None]
     columns: Callable[[Study, Results], Columns] = lambda study, results: {}

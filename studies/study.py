@@ -140,7 +140,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Score:
-    """A measurement of a checkpoint by a script; {data} and {step N} in its overrides are placeholders."""
+    """A measurement of a checkpoint by a script, with the overrides `words`. In these {data} stands for the path of the
+    data's folder, and {step 500} for that of the checkpoint of step 500."""
 
     step: int
     script: Script
@@ -255,7 +256,8 @@ def _trials(study: Study) -> set[str]:
 
 
 def _chosen(study: Study, name: str, made: Mapping[str, dict] | None) -> Arm | None:
-    """Return an arm with the override that its trials found best; None if a trial is not made yet."""
+    """Return an arm with the override that its trials found best; None if a trial is not made yet. For `made` see
+    `plan`."""
     arm, trials = study.arms[name], study.trials.get(name, {})
     if not trials:
         return arm

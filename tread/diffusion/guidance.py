@@ -60,8 +60,9 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """A number that changes over the sampling steps, from `start` at the first noise level (u = 0) to `end` at the last
-    (u = 1). schedule "linear" is linear in u; "cosine" is end + (start − end)·(1 + cos πu) / 2."""
+    """A number that changes during sampling, from `start` at the first noise level to `end` at the last one above 0.
+    u counts steps: of n noise levels the i-th, from 0, has u = i / (n − 1), however far apart they lie. Schedule
+    "linear" is linear in u; "cosine" is end + (start − end)·(1 + cos πu) / 2."""
 
     schedule: Shape
     start: float

@@ -148,7 +148,8 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
 
 
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
-    """Return {picture: index of its class} and the class names, from a `table` returned by label_table."""
+    """Return {picture's file name: index of its class} and the class names, from `table`, label_table's result. `names`
+    are all files of the source; `where` is the source's name in errors."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
     classes = sorted(set(table.values()))
     if not any(isinstance(label, str) for label in classes):

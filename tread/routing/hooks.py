@@ -17,7 +17,7 @@ raises ValueError; the caller can pass two functions instead:
 
     select(args, kwargs, ids_keep) → args, kwargs    a block's inputs, with everything along a token axis gathered
     join(output, saved, ids_keep) → output           a block's output, put back into saved = (args, kwargs), its inputs
-                                                     before `select` (or those of block `rejoin` if that is earlier)
+                                                     before `select`; for a route with `rejoin`, those of that block
 
 With `tokens`, both functions find the tokens first in args, however the model called the block. With `output`, join
 gets and returns the tokens alone.
