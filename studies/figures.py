@@ -124,8 +124,8 @@ def seconds_alone(results: Results) -> dict[str, str]:
 
 
 def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tuple[Columns, list[str]]:
-    """Return the columns of a table of paired differences, each metric at equal images, FLOPs and seconds, and its row
-    names: the pairs that have a difference."""
+    """Return the columns of a table of paired differences, three for each metric (at equal images, at equal FLOPs, at
+    equal seconds), and the names of its rows: the pairs with runs to compare."""
     cells: dict[tuple[str, str], dict[str, Estimate]] = {}
     for (metric, name), (arm, other) in product(product(metrics, EQUAL), study.pairs):
         if less := paired(results.get(arm, ()), results.get(other, ()), metric, name):

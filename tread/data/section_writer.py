@@ -53,8 +53,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the section's entries that list the shards. `entries` has a dict per shard: {"count": rows, kind: file
-        name, kind_sha256: hash}."""
+        """Return the keys of the section in index.json that list its shards, {key: value}, from a dict per shard:
+        {"count": rows, kind: file name, kind_sha256: hash}."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:

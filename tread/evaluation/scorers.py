@@ -148,11 +148,11 @@ def open_scorer(
 
 
 def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Score generated digits: pictures (n, 1, 8, 8) uint8, labels (n,) of the classes they were drawn for.
+    """Score generated digits: pictures (n, 1, 8, 8) uint8 in 0..255, labels (n,) of the classes they were drawn for.
 
     label_agreement       share that a nearest-neighbour classifier, fitted on training digits, assigns to the label.
     label_agreement_real  the same share for the held-out digits: what to expect of perfect samples.
-    frechet_pixels        squared Fréchet distance to the held-out digits in raw pixels (64 values in 0..16).
+    frechet_pixels        squared Fréchet distance to the held-out digits in pixels (64, scaled to 0..16).
     frechet_pixels_real   the same distance between the training and the held-out digits.
     """
     from sklearn.neighbors import KNeighborsClassifier

@@ -102,7 +102,7 @@ class Photos:
             raise ValueError(f"{self.where}: " + "\n".join(texts))
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
-        """Return the photos with captions; pictures without a caption are dropped and added to the faults.
+        """Return the photos that have captions. The result's faults are ours, dropped pictures, and `faults`.
 
         captions  the captions of each picture, or the reason why it has none.
         faults    (name, reason) of captions without a picture.

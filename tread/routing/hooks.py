@@ -174,9 +174,9 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved), _in_forward()
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """Return, and forget, the inputs of block `rejoin` that were saved for route `number`. The route's last block,
-        `index`, is being called with `args`. Raises RuntimeError if nothing was saved, or if the saved inputs were
-        changed in place since."""
+        """Return, and forget, the inputs with all tokens that an earlier block, the route's `rejoin`, had in this
+        forward pass: with them the skipped tokens of route `number` go on. Its last block, `index`, is being called
+        with `args`. Raises RuntimeError if nothing was saved, or if it was changed in place since."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
