@@ -63,11 +63,6 @@ def is_rounded(said: str, exact: float) -> bool:
     return abs(abs(float(said)) - abs(exact)) <= 0.5000001 * 10**-places
 
 
-def published() -> list[str]:
-    """The names of the studies with results, by all pages' tables."""
-    return sorted(path.parent.name for path in (ROOT / "studies").glob("*/results.json"))
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_each_table_is_a_part_of_its_studys(page):
     marked = re.findall(r"<!-- study: (\w+) -->\n((?:\|.*\n)+)", (ROOT / page).read_text())
@@ -89,7 +84,8 @@ def test_each_exact_number_of_a_page_is_in_the_results(page):
         r"```.*?```|^\| (DiT|RWKV|Mamba|hybrid) \|.*$|<img.*?>", "", (ROOT / page).read_text(), flags=re.S | re.M
     )
     others = {".753", ".832", ".597", ".519"}  # of the ablations at XL/2
-    known = [float(each) for name in published() for each in numbers(tables(name)) if "." in each]
+    published = [path.parent.name for path in (ROOT / "studies").glob("*/results.json")]
+    known = [float(each) for name in published for each in numbers(tables(name)) if "." in each]
     for name in ("once", "floor"):
         known += [float(each) for each in numbers((ROOT / "studies" / f"{name}.json").read_text()) if "." in each]
     pairs = read("studies/once.json")["made on a CPU and on an H100"]["runs"].values()
