@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from studies.paired import EQUAL, Estimate, along, curve, differences, estimate, last_difference, paired, series
+from studies.paired import ENOUGH, EQUAL, Estimate, along, curve, differences, estimate, last_difference, paired, series
 from studies.results import Made, Results, finished, gather, missing
 from studies.study import HERE, Planned, Study, plan, read_study
 from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
@@ -188,6 +188,10 @@ def colours(study: Study) -> dict[str, str]:
     """Return {arm: colour}: that of COLOURS, else the next of OTHERS. Arms of one training share a colour."""
     counts = Counter(word for arm in study.arms.values() for word in arm.overrides)
     base = {word for word, count in counts.items() if 2 * count > len(study.arms) and not word.startswith("model=")}
+    if len({frozenset({*arm.overrides} - base) for arm in study.arms.values()}) < len(
+        {arm.overrides for arm in study.arms.values()}
+    ):
+        base = {word for word, count in counts.items() if count == len(study.arms)}
     words = {name: " ".join(sorted({*arm.overrides} - base)) for name, arm in study.arms.items()}
     words = {name: each.replace("_text", "") for name, each in words.items()}  # the same arms for captions
     others = [each for each in dict.fromkeys(words.values()) if each not in COLOURS]
@@ -217,10 +221,11 @@ def less_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour
     return Line(name, [x for x, _ in points], [point.mean for point in each], known, dashed, colour)
 
 
-def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2) -> None:
+def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, key: str = "") -> None:
+    """Draw panels under the study's headline and, in a second line, a `key` to what is drawn."""
     if panels:
         width = 4.6 if columns < 3 else 3.7
-        save_panels(path, panels, columns, study.headline, width)
+        save_panels(path, panels, columns, "\n".join(filter(None, [study.headline, key])), width)
 
 
 def over_training(
@@ -266,7 +271,7 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
     panels = []
     for metric in measured(study.metrics, results):
         panels += over_training(results, metric, ("images",), colours(study)) + less_panels(study, results, metric)
-    _save(study, path, panels, 3)
+    _save(study, path, panels, 3, "shaded: a standard deviation by seed; of differences, the 95% interval")
 
 
 def draw_differences(study: Study, results: Results, path: Path) -> None:
@@ -275,6 +280,7 @@ def draw_differences(study: Study, results: Results, path: Path) -> None:
         study,
         path,
         [panel for metric in measured(study.metrics, results) for panel in less_panels(study, results, metric)],
+        key="shaded: 95% intervals of three seeds",
     )
 
 
@@ -329,12 +335,16 @@ NOISE_OF = "convergence"  # the study whose paired differences tell of chance, w
 
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
     """Return two standard deviations of a pair's difference between seeds, at equal `name`, pooled over the study's
-    pairs with several seeds or, if there is none, borrowed from the published study NOISE_OF; None if that lacks it."""
+    pairs or, if those have fewer than three seeds, borrowed from the published study NOISE_OF, after the number of
+    images nearest to this study's; None if that lacks it."""
     pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
     each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
-    if not each and study.name != NOISE_OF and study.scale != "demo":
-        other = read_study(NOISE_OF, "small")
-        return chance(other, gather(plan(other), finished(HERE / "none")), metric, name)
+    if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
+        known = gather(plan(read_study(NOISE_OF, "small")), finished(HERE / "none"))
+        last = max(point["images"] for runs in results.values() for run in runs for point in run["points"])
+        found = along(known["routed"], known["dense"], metric, name.lower())
+        nearest = sorted(found, key=lambda at: abs(at[0]["images"] - last))[:1]
+        each = [less for _, values in nearest if (less := estimate(values)).spread is not None]
     freedom = sum(less.seeds - 1 for less in each)
     return 2 * math.sqrt(sum((less.seeds - 1) * less.spread**2 for less in each) / freedom) if each else None
 
@@ -369,7 +379,7 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
                     levels={"": 0.0},
                 )
             )
-    _save(study, path, panels)
+    _save(study, path, panels, key="dots: seeds; bars: their 95% interval; grey: two standard deviations by seed")
 
 
 def sampling_flops(results: Results) -> dict[str, float]:
@@ -445,7 +455,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
             title = f"{METRICS[metric].title}, less the dense one's"
             line = less_line("routes", points, "C1")
             panels.append(Panel(title, "blocks of the route", "", [line], levels={"even": 0.0}, noise=band))
-    _save(study, path, panels, 3)
+    _save(study, path, panels, 3, "grey: two standard deviations by seed")
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:

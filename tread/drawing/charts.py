@@ -71,10 +71,11 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = 
             colour = line.colour or f"C{names.index(line.name) % 10}"
             style = "" if panel.names else "--" if line.dashed else "-"
             marker = "o" + style if len(line.x) <= 30 else style
-            axis.plot(line.x, line.y, marker, color=colour, label=line.name, markersize=4, linewidth=1.2)
             if line.spread is not None and panel.names:
-                axis.errorbar(line.x, line.y, xerr=line.spread, fmt="none", color=colour, capsize=3)
-            elif line.spread is not None:
+                axis.errorbar(line.x, line.y, xerr=line.spread, fmt="|", markersize=10, color=colour, capsize=3)
+                continue
+            axis.plot(line.x, line.y, marker, color=colour, label=line.name, markersize=4, linewidth=1.2)
+            if line.spread is not None:
                 y, spread = np.array(line.y), np.array(line.spread)
                 axis.fill_between(line.x, y - spread, y + spread, color=colour, alpha=0.15, linewidth=0)
         for name, height in panel.levels.items():
@@ -161,8 +162,8 @@ def save_heat_maps(
     shared = {"vmin": np.nanmin(everything), "vmax": np.nanmax(everything)}
     matrices, longest = [*panels.items(), *others.items()], max(len(columns), len(rows))
     numbered = longest <= most
-    width, height, every = (0.75, 0.55, 1) if numbered else (0.15, 0.15, -(-longest // 15))
-    size = (len(matrices) * max(2.6, width * len(columns) + 1.4), height * len(rows) + 1.9)
+    width, height, every = (0.75, 0.55, 1) if numbered else (0.15, 0.15, max(2, -(-longest // 15)))
+    size = (len(matrices) * max(2.6, width * len(columns) + 0.7), height * len(rows) + 1.9)
     figure = Figure(figsize=size, layout="constrained")
     if title:
         figure.suptitle(title, fontsize=11)
