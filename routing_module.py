@@ -73,7 +73,9 @@ class Route:
             )
         if self.fp32 not in FP32_CHOICES:
             raise ValueError(f"fp32 is {self.fp32!r}, but must be one of {', '.join(FP32_CHOICES)}")
-        if isinstance(self.rejoin, str) and self.rejoin not in REJOINS:
+        if hasattr(self.rejoin, "__index__"):
+            object.__setattr__(self, "rejoin", self.rejoin.__index__())
+        elif self.rejoin is not None and self.rejoin not in REJOINS:
             names = ", ".join(name for name in REJOINS if name)
             raise ValueError(f"rejoin is {self.rejoin!r}, but must be null, a block, {names} or a plugin's")
         if RULES:
@@ -332,12 +334,13 @@ class Record:
 
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-    """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep itself or, for a rule that
-    scores tokens, uniform draws (B, N): the rule then chooses by these and its scores of `tokens` (B, N, D)."""
+    """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep or uniform draws (B, N): the
+    route's rule then chooses by these and, if it scores tokens, its scores of `tokens` (B, N, D)."""
     if chosen.is_floating_point():
         with torch.no_grad():
             rule = RULES[route.select]
-            chosen = rule.choose(route, chosen, grid, None, rule.scores(tokens))
+            scores = None if rule.scores is None else rule.scores(tokens)
+            chosen = rule.choose(route, chosen, grid, None, scores)
             check_count(route, chosen, tokens.shape[1], grid)
     check_ids(chosen, *tokens.shape[:2])
     return chosen
@@ -368,8 +371,8 @@ def run_blocks(
     tokens  (B, N, D).
     shared  further inputs of every block, without a token axis (e.g. the conditioning).
     routes  pairs (Route, ids_keep (B, K) int64). Blocks get the kept tokens in the order of ids_keep; selection_ratio
-            has no effect. For a rule that scores tokens, such as "norm", the pair is (Route, uniform draws (B, N)), and
-            the rule chooses right before block `start`.
+            has no effect. Or pairs (Route, uniform draws (B, N)): the rule, which may score tokens, as "norm" does,
+            chooses right before block `start`.
     along   tensors (B, N, …) with one row per token (e.g. rotary tables). On a route, blocks get the kept tokens' rows.
     grid    (rows, columns) of the tokens in raster order, which every block then gets as its argument `grid`. On a
             route it is the grid of the kept tokens, so the route must select whole rows.

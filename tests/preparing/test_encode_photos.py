@@ -54,6 +54,7 @@ from tread.runtime.distributed import share_work
 from tread.training import settings
 
 SIZES = {"ant": 7, "bee": 5, "cow": 9}
+FINISHED = "is finished; remove it to make it anew, if pictures changed since\n"
 PIXELS = ["autoencoder=none", "dtype=float32"]
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -156,7 +157,7 @@ def test_made_again_it_is_finished_and_worker_processes_change_nothing(prepare, 
     prepare("batch_size=1", "workers=2", f"out={tmp_path / 'again'}")
     assert contents(tmp_path / "again") == before
     (tmp_path / ".data.unfinished/done").mkdir(parents=True)  # as a process leaves it that is killed at the end
-    assert prepare() == f"{tmp_path / 'data'} is finished\n"
+    assert prepare() == f"{tmp_path / 'data'} {FINISHED}"
     assert names_in(tmp_path) == {"data", "again"} and contents(tmp_path / "data") == before
     with pytest.raises(FileExistsError, match="exists already; remove it or choose another(?s:.*) there, 24 here"):
         prepare("resolution=24")
@@ -192,7 +193,7 @@ def test_datasets_of_before_photos_were_turned_are_finished_and_open(prepare, tm
         for key in ("orientation", "alpha"):
             del tree.get("plan", tree)[key]
         write_json(tmp_path / "data" / name, tree)
-    assert prepare(*stored) == f"{tmp_path / 'data'} is finished\n"
+    assert prepare(*stored) == f"{tmp_path / 'data'} {FINISHED}"
     latents = LatentDataset(tmp_path / "data").latents
     assert (latents.orientation, latents.alpha) == ("stored", "drop")
 
@@ -319,10 +320,10 @@ def test_killed_beside_its_reading_processes_it_can_go_on_at_once(tree, tmp_path
 
 def test_a_reading_process_ends_with_the_one_it_reads_for():
     """Whoever its parent is: here a fork server, as under Python 3.14. Another's end does not matter."""
-    whole, other = (started(60, target=time.sleep) for _ in range(2))
+    whole, other = (started(600, target=time.sleep) for _ in range(2))
     ends, stays = (started(process.pid, target=reading_for) for process in (whole, other))
     whole.kill()
-    ends.join(timeout=10)
+    ends.join(timeout=60)  # it imports this file first
     assert (ends.exitcode, stays.exitcode) == (1, None)
     for process in (other, stays):
         process.kill()
@@ -330,7 +331,7 @@ def test_a_reading_process_ends_with_the_one_it_reads_for():
 
 def reading_for(process):
     end_with(process, 0)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_reading_processes_need_shared_memory_and_few_descriptors(tree, tmp_path):
@@ -660,7 +661,7 @@ def test_held_out_pictures_are_a_dataset_of_their_own(place, prepare, tmp_path):
         assert data.labels.tolist() == expected.labels.tolist() and data.latents == whole.latents
     assert read_index(tmp_path / "data")["heldout"] == "../data-heldout"
     assert read_index(tmp_path / "data-heldout")["train"] == "../data"
-    finished = [f"{tmp_path / 'data'}{part} is finished\n" for part in ("", "-heldout")]
+    finished = [f"{tmp_path / 'data'}{part} {FINISHED}" for part in ("", "-heldout")]
     assert prepare(*PIXELS, "heldout=0.2") == "".join(finished)
 
 

@@ -22,6 +22,7 @@ from diffusers import (
     PixArtTransformer2DModel,
     SD3Transformer2DModel,
 )
+from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from routing_module import Route, gather_tokens, run_blocks, scatter_tokens
@@ -715,3 +716,17 @@ def test_what_a_model_does_to_tokens_that_are_to_rejoin_is_refused():
         pytest.raises(ValueError, match="for 7 tokens, but block 1 gets"),
     ):
         model(X)
+
+
+@pytest.mark.parametrize("how", ["compiled before", "called by forward"])
+def test_a_context_in_which_nothing_was_routed_says_so(how):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    run = model
+    if how == "compiled before":
+        run = torch.compile(model, backend="aot_eager")
+        run(torch.randn(2, 6, 8))
+    routing, x = attach_routes(nn.ModuleList(model), Route(1, 2)), torch.randn(2, 6, 8)
+    with pytest.warns(UserWarning, match="nothing was routed"), routing.on(torch.rand(2, 6)):
+        run(x) if how == "compiled before" else model[2].forward(x)
+    with routing.on(torch.rand(2, 6)):
+        model(x)

@@ -110,6 +110,28 @@ class Network(nn.Module):
         return x
 
 
+class Gated(Block):
+    """Its gate (B, WIDTH) comes from outside, where it is zero at first."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x + gate[:, None] * (super().forward(x) - x)
+
+
+class GatedHanded(Gated):
+    def places(self, x: Tensor) -> Tensor:
+        return torch.zeros(x.shape[1])
+
+
+@pytest.mark.parametrize("kind", [Gated, GatedHanded])
+def test_a_gate_of_zeros_from_outside_hides_nothing(kind):
+    model, gate = Network(kind), torch.zeros(3, WIDTH)
+    refused = pytest.raises(ValueError, match="block 0 .Gated.") if kind is Gated else nullcontext()
+    with refused:
+        check_positions(model.blocks, tokens(), gate)
+    with refused, attach_routes(model.blocks, Route(0, 1), select_first).on(torch.rand(3, TOKENS)):
+        model.blocks[0](tokens(), gate)
+
+
 def tokens() -> Tensor:
     return torch.randn(3, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
 

@@ -2,6 +2,7 @@
 
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves as leaves_of
@@ -367,7 +368,9 @@ def test_a_route_rejoins_where_all_tokens_are():
     for rejoin in (3, 4, -8):
         with pytest.raises(ValueError, match=f"8→9 rejoins as before block {rejoin % 12}, which lies in the route 2→4"):
             check_routes([Route(8, 9, rejoin=rejoin), route], 12)
-    assert str(Route(8, -3, rejoin=-10).resolve(12)) == "r(8→9), rejoins as before block 2"
+    assert str(Route(8, -3, rejoin=np.int64(-10)).resolve(12)) == "r(8→9), rejoins as before block 2"
+    with pytest.raises(ValueError, match="rejoin is 2.0, but must be null, a block"):
+        Route(8, -3, rejoin=2.0)
     assert str(Route(8, -3, rejoin=8).resolve(12)) == str(Route(8, -3).resolve(12)) == "r(8→9)"
 
 

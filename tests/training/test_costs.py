@@ -228,6 +228,8 @@ def test_kinds_of_steps_to_come(composed):
     cfg = settings.read(composed(*words))
     assert kinds_to_come(cfg, range(0, 100)) == [cfg.model.resolved_routes, ()]
     assert kinds_to_come(cfg, range(80, 100)) == [()] and kinds_to_come(cfg, range(100, 100)) == []
+    endless = settings.read(composed(*words[:2], "train.steps=1e12"))
+    assert kinds_to_come(endless, range(10**12)) == [endless.model.resolved_routes]  # without a walk over the steps
     cfg = settings.read(composed(*words, "train.ratio_schedule={start: 0.75, end: 0.25, first: 10, last: 60}"))
     for begun, ratios in ((0, {0.75, 0.25}), (70, {0.25})):
         kinds = kinds_to_come(cfg, range(begun, 100))

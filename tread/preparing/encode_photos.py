@@ -235,7 +235,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
     work = [writer for writer in writers.values() if not writer.is_finished()]
     for writer in writers.values():
         if writer not in work:
-            processes.say(f"{writer.folder} is finished")
+            processes.say(f"{writer.folder} is finished; remove it to make it anew, if pictures changed since")
     if not work:
         return
 
@@ -358,6 +358,8 @@ def finish(
             classes = sum(map(bool, report["class_counts"].values()))
             counts = f"{report['count']:,} samples of {classes:,} classes"
             processes.say(f"  held out  {folder}: {counts}, for the evaluation loss")
+            if left_out := told("  left out  of the pictures held out", report["left_out"]):
+                processes.say(left_out[0])
             continue
         processes.say(report_text(report))
         if options.decode:

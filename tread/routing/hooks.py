@@ -30,6 +30,7 @@ Shapes: B samples, N tokens, K kept tokens, D channels.
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -118,6 +119,7 @@ class Routing:
         self._running: dict[int, tuple[Inputs, Tensor]] = {}  # block → inputs, ids_keep of its call
         self._rejoins: dict[int, tuple[Inputs, list[int], bool]] = {}  # route → inputs, write counts, _in_forward()
         self._last, self._handles = -1, []  # _last: the block that was called last
+        self._ran = False  # whether a block on a route was called in the context that is on
         for index, block in enumerate(blocks) if any(route.rejoin < route.start for route in routes) else ():
             self._handles.append(block.register_forward_pre_hook(partial(self._call, index)))
         for number, route in enumerate(routes):  # before the hooks below, which take tokens out
@@ -196,6 +198,7 @@ class Routing:
         self._running.pop(index, None)
         if self._ids is None:
             return None
+        self._ran = True
         args, kwargs = self._tokens_first(number, index, args, kwargs)
         ids_keep, route = self._ids[number], self.routes[number]
         if index in self._unverified and not torch.compiler.is_compiling():
@@ -253,11 +256,18 @@ class Routing:
             )
         if not self._handles:
             raise RuntimeError("the routes were removed from the model: attach them anew")
-        self._ids, self._tokens = ids_keep, counts
+        self._ids, self._tokens, self._ran = ids_keep, counts, False
         _ON.append(self)
         try:
             yield
             self._check_rejoined()
+            if not self._ran:
+                warnings.warn(
+                    "no block on a route was called in this context: nothing was routed. A model that was compiled and "
+                    "run before attach_routes keeps its old graph (attach first, or call torch._dynamo.reset()); one "
+                    "that calls block.forward(x) passes hooks by (call block(x))",
+                    stacklevel=3,
+                )
         finally:
             _ON.remove(self)
             self._ids, self._tokens, self._last = None, (), -1

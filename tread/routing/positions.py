@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from routing_module import gather_tokens, scatter_tokens
 
@@ -100,18 +101,28 @@ def order_matters(
 ) -> float:
     """Return by how much a block's output for inputs (args, kwargs) changes if its tokens at ids (B, K) are permuted.
 
-    The change is relative to what the block adds to its tokens args[0], and 0 within rounding. shared=True permutes all
-    samples alike. `select` gathers the inputs and `join` puts the output back, as in hooks.py. For a block with sharded
-    or quantized parameters, which can't be replaced by random ones, the function warns and returns 0.
+    The change is relative to what the block adds to its tokens args[0], and 0 within rounding. Tokens are replaced by
+    noise, and so are other inputs without a token axis that are all zero. shared=True permutes all samples alike.
+    `select` gathers the inputs and `join` puts the output back, as in hooks.py. For a block with sharded or quantized
+    parameters, which can't be replaced by random ones, the function warns and returns 0.
     """
     plain = (nn.Parameter, Tensor)
     if any(type(given) not in plain or given.is_meta for given in getattr(block, "parameters", list)()):
         what = f"{type(block).__name__} has sharded or quantized parameters: its positions are not checked"
         warnings.warn(what, stacklevel=2)
         return 0.0
+    noise = torch.Generator().manual_seed(1)
+
+    def drawn(given: Tensor) -> Tensor:
+        return torch.randn(given.shape, generator=noise).to(given)
+
+    def opened(given: Any) -> Any:  # a gate made outside the block is zero at first, and would hide what the block does
+        zero = isinstance(given, Tensor) and given.is_floating_point() and given.ndim > 1 and not given.any()
+        return drawn(given) if zero and ids.shape[1] not in given.shape[1:] else given
+
     if args and isinstance(args[0], Tensor) and args[0].is_floating_point():  # equal tokens would hide their order
-        noise = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(1))
-        args = (noise.to(args[0]), *args[1:])
+        args = (drawn(args[0]), *tree_map(opened, args[1:]))
+    kwargs = tree_map(opened, kwargs)
     outputs = []
     with _sandbox(block) as call:
         for order in (ids, permuted(ids, shared)):

@@ -195,7 +195,7 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
     only the sets at the first of these steps and at the schedule's first and last step are returned."""
     schedule = cfg.train.ratio_schedule
     places = (steps.start, cfg.train.routes_until, *((schedule.first, schedule.last) if schedule else ()))
-    return list(dict.fromkeys(active_routes(cfg, place) for place in places if place in steps))
+    return list(dict.fromkeys(active_routes(cfg, place) for place in places if place is not None and place in steps))
 
 
 def picture_side(cfg: Settings) -> int:
