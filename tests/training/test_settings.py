@@ -197,6 +197,8 @@ def test_bad_values_are_refused_by_name(composed, path, value, shown):
         (["alignment.weight=0.7"], ["alignment.weight is 0.7, but has no effect"]),
         (["alignment=self", "alignment.weight=0.7"], []),
         (["optim.name=sgd", "optim.betas=[0.8,0.9]"], ["optim.betas has no effect with optim.name=sgd"]),
+        (["optim.final_lr=1e-5"], ["optim.final_lr has no effect with optim.schedule=constant"]),
+        (["model=dit", "train.routes_until=3"], ["train.routes_until has no effect without routes"]),
         (["init_weights=model"], ["init_weights=model has no effect without init_from"]),
         (["eval.fid_reference=x.npz"], ["eval.fid_reference has no effect without eval.fid_every"]),
     ],

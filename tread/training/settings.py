@@ -171,8 +171,9 @@ class Settings:
             ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
             key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
             check_ratio(replace(route, selection_ratio=ratio), (side, side), key)
-        if not model.routes and (schedule or (self.train.loss_tokens != "all" and not model.masks)):
-            raise ValueError(f"train.ratio_schedule and train.loss_tokens are of routes, but {named} has none")
+        for key, given in {"ratio_schedule": schedule, "loss_tokens": self.train.loss_tokens != "all"}.items():
+            if given and not model.routes and (schedule or not model.masks):
+                raise ValueError(f"train.{key} is of routes, but {named} has none")
         if self.train.path_drop and not model.has_path:
             raise ValueError(f"train.path_drop is {self.train.path_drop:g}, but {named} has no sparse path")
         if model.takes_text and self.text.encoder is None:

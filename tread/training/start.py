@@ -279,6 +279,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
         (optim.warmup_steps >= cfg.train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
         (no_weight, f"alignment.weight is {alignment.weight}, but has no effect with alignment=none"),
         (no_betas, f"optim.betas has no effect with optim.name={optim.name}"),
+        (optim.schedule == "constant" and optim.final_lr, "optim.final_lr has no effect with optim.schedule=constant"),
+        (cfg.train.routes_until and not cfg.model.routes, "train.routes_until has no effect without routes"),
         (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
         (cfg.eval.fid_reference and not cfg.eval.fid_every, "eval.fid_reference has no effect without eval.fid_every"),
     ]
