@@ -16,10 +16,10 @@ from typing import Literal
 from tqdm import tqdm
 
 from studies.study import ROOT, Planned, Score, Training
+from tread.checkpoints.run_log import RunLog
 from tread.evaluation.metric_table import names_of
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.signals import INTERRUPTED
-from tread.training.run_folder import RunLog
 
 # KEPT: keys of metrics.jsonl that result.json keeps; LEFT_OUT: keys of a score's JSON that it drops
 KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tread.checkpoints.run_log import differences, value_at
 from tread.drawing.charts import Line, Panel
 from tread.evaluation.metric_table import METRICS
 from tread.reports.runs import Found, find_run, folders_of
 from tread.runtime.files import explain_failure
 from tread.runtime.schema import written
-from tread.training.run_folder import LAUNCH, differences, value_at
+from tread.training.run_folder import LAUNCH
 
 APART = ("seed", "report", "tracker", "wandb", *LAUNCH)  # settings in which runs of a SeedGroup may differ
 UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that groups' names leave out

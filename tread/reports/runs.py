@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 
 from tread.checkpoints import checkpoint
+from tread.checkpoints.run_log import RunLog, value_at
 from tread.runtime.plugins import import_plugins
-from tread.training.run_folder import RunLog, migrate, value_at
+from tread.training.run_folder import migrate
 
 FILES = ("run.json", "metrics.jsonl", "status.json")
 NEEDED = {"model.name": str, "train.steps": int, "train.batch_size": int, "dataset.name": str}  # keys of a config

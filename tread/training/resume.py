@@ -9,10 +9,11 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from tread.checkpoints.checkpoint import find_whole, newest
+from tread.checkpoints.run_log import RunLog, differences, value_at
 from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import check_overrides, written
 from tread.runtime.tensor_files import listed
-from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
+from tread.training.run_folder import LAUNCH, NOTHING, decisive, migrate
 from tread.training.settings import known_keys
 
 ON_DONE = ("report", "plugins")  # settings that may change when a finished run is started again

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tread.checkpoints.checkpoint import Checkpoint, Trained
 from tread.checkpoints.network import process_of
+from tread.checkpoints.run_log import RunLog
 from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
@@ -26,7 +27,6 @@ from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop
 from tread.training.alignment import Aligner
 from tread.training.ema import EMA
-from tread.training.run_folder import RunLog
 from tread.training.settings import Settings
 from tread.training.tracking import Tracker
 

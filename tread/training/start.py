@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.network import build_network, process_of
+from tread.checkpoints.run_log import differences
 from tread.checkpoints.weights import load_weights
 from tread.data.columns import check_grid
 from tread.data.dataset import LatentDataset
@@ -46,7 +47,7 @@ from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
 from tread.training.optimizers import OPTIMIZERS
 from tread.training.run import Run
-from tread.training.run_folder import Claim, claim, differences
+from tread.training.run_folder import Claim, claim
 from tread.training.settings import Settings, prepare_embedded
 from tread.training.tracking import check_tracker, open_tracker
 
