@@ -73,7 +73,7 @@ def main(options: Options) -> None:
     seeds = parse_seeds(options.seeds)
     precision = use_precision(options.precision, device)
     use_cores(options.cpu_threads, processes=1)
-    strong = open_network(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, options.shift)
+    strong = open_network(checkpoint.find(options.checkpoint), options.weights, options.shift)
     weak = open_weak(options.guidance, strong)
     prompts = read_prompts(options.prompt, options.prompts)
     rows = row_labels(strong, options.classes, prompts)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tread.runtime.device import wait_for
 from tread.runtime.files import plain_name, point_to, sha256, whole_folder
+from tread.runtime.hub import local
 from tread.runtime.tensor_files import save_tensors
 
 VERSION = 1
@@ -102,6 +103,11 @@ class Checkpoint:
         return self.info["step"]
 
     @property
+    def revision(self) -> str | None:
+        """The hash of the hub's revision that it was fetched as; None for other checkpoints."""
+        return self.folder.name if self.folder.parent.name == "snapshots" else None
+
+    @property
     def parts(self) -> list[str]:
         return [file.removesuffix(".safetensors") for file in self.info["files"]]
 
@@ -137,10 +143,11 @@ class Checkpoint:
         return load_file(self.verify(name))
 
 
-def find(path: Path) -> Checkpoint:
-    """Open the checkpoint at `path`: its own folder, a run's link `latest`, or a run's folder, which stands for the
-    checkpoint that `latest` names, else the newest. Raises FileNotFoundError if there is none, ValueError if it is
-    damaged or was not written by this code."""
+def find(path: Path | str) -> Checkpoint:
+    """Open the checkpoint at `path`: its own folder, a run's link `latest`, a run's folder, which stands for the
+    checkpoint that `latest` names, else the newest, or hf:user/name[@revision]. Raises FileNotFoundError if there is
+    none, ValueError if it is damaged or was not written by this code."""
+    path = local(path)
     if path.name == "latest" and not path.is_dir():
         other = newest(path.parent)
         use = f"; the newest checkpoint there is {other}" if other else ""

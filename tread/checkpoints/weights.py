@@ -17,6 +17,7 @@ from tread.checkpoints.network import Network, process_of
 from tread.data.latents import LatentSpec
 from tread.models.architectures import ARCHITECTURES, NetworkOptions, TextSettings, recognize
 from tread.models.rotary import ROUNDING, TABLES, check_tables
+from tread.runtime.hub import local
 from tread.runtime.schema import written
 from tread.runtime.tensor_files import FIRST, LABELS, MASKDIT, listed, read_kind
 
@@ -265,7 +266,7 @@ def load_weights(
 ) -> StoredWeights:
     """Load the weights "ema" or "model" of `path` (init_from) into `network`, built by the settings `model` and `text`.
     Raises FileNotFoundError, or ValueError if names, shapes or recorded settings do not match."""
-    stored = read_weights(Path(path).expanduser(), weights)
+    stored = read_weights(local(path), weights)
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored
 

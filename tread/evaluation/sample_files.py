@@ -50,7 +50,8 @@ def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: Sav
     completed from `sampler`."""
 
     def network(source: SavedNetwork) -> dict:
-        return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
+        told = {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
+        return told | ({"revision": source.found.revision} if source.found.revision else {})
 
     churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # JSON has no infinity
     known = {"shift": saved.shift, "churn": churn if sampler.churn.amount else None}

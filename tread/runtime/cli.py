@@ -153,6 +153,14 @@ def config_file(script: Path) -> Path:
     return config if config.is_file() else folder / "config.yaml"
 
 
+def read_choice(configs: Path, group: str, name: str) -> dict:
+    """Return the settings in configs/<group>/<name>.yaml. Raises ValueError for a name that is not there."""
+    names = sorted(path.stem for path in (configs / group).glob("*.yaml"))
+    if name not in names:
+        raise ValueError(f"{group} is {name!r}, but must be one of {', '.join(names)}")
+    return OmegaConf.to_container(OmegaConf.load(configs / group / f"{name}.yaml"))
+
+
 def answer_help(doc: str, config: Path | None = None) -> None:
     """If sys.argv holds --help or -h, print the script's docstring `doc` and its config file, and exit. "--help all"
     also prints the files that this config file extends."""
