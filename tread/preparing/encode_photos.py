@@ -124,7 +124,8 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError with the names of the pictures that the shards' notes list as damaged and the source still has."""
+    """Raise ValueError if the source still has pictures that the shards' notes list as damaged. Its message lists
+    them with the reasons."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
