@@ -84,12 +84,13 @@ class Sampler:
         guidance: Guidance = NO_GUIDANCE,
         churn: Churn | None = None,
     ) -> "Sampler":
-        """Create a Sampler. None means the process's default for `steps` and `solver`, and no churn for `churn`."""
+        """Create a Sampler. If steps or solver is None, the process's default is used; churn=None means no churn."""
         steps = process.default_steps if steps is None else steps
         return cls(steps, batch_size, precision, guidance, solver or process.default_solver, churn or Churn())
 
     def plan(self, process: Process) -> list[Call]:
-        """Return each denoiser call's guidance, in order. Raises ValueError if steps, solver or churn do not fit."""
+        """Return each denoiser call's guidance, in order. Raises ValueError if the steps, solver or churn do not suit
+        the process, or if no noise level lies in the guidance's interval."""
         if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
             raise ValueError(
                 f"churn={self.churn.amount:g} needs EDM and solver=heun: only these can add noise between steps"
@@ -119,7 +120,7 @@ class Sampler:
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
     """Raise ValueError if the guidance's ratios do not suit the networks' routes (see check_ratio in
-    tread/routing/ids.py), or if the guidance leaves out a sparse part (SPRINT's) that the network does not have."""
+    tread/routing/ids.py), or if the guidance leaves out SPRINT's sparse part and the network has none."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
         raise ValueError(
@@ -137,7 +138,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """Return the FLOPs per sample divided by those of the same steps without guidance and with all tokens."""
+    """Return the ratio of a sample's FLOPs to its FLOPs with the same steps, but all tokens and no guidance."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 

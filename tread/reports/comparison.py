@@ -67,8 +67,8 @@ class SeedGroup:
 
 
 def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
-    """Open runs, named by folders or glob patterns, and group them. Raises FileNotFoundError for a run that can't be
-    compared."""
+    """Open runs, named by folders or glob patterns, and group them. Raises FileNotFoundError if a pattern matches no
+    run, or if a run lacks readable settings or records."""
     runs = [find_run(folder) for folder in folders_of(patterns)]
     for run in runs:
         if not run.config or not run.records:
@@ -217,7 +217,8 @@ def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
 
 
 def unit(axis: str, most: float) -> tuple[str, float]:
-    """Return a unit's name and size, in FLOPs or seconds, in which to write values up to `most` along `axis`."""
+    """Choose a unit for an axis, "flops" or "seconds", with values up to `most`. Returns the unit's name and its size
+    in FLOPs or seconds, e.g. ("10^18", 1e18)."""
     if axis == "flops":
         power = int(math.log10(most)) // 3 * 3
         return f"10^{power}", 10.0**power

@@ -145,7 +145,8 @@ class Run:
 
     @property
     def demo_samples(self) -> int:
-        """The number of digits or emoji scored at the end: min(eval.demo_samples, max(40, train.steps)); else 0."""
+        """The number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)) for class-conditional
+        digits and text-conditional emoji, 0 for all other runs."""
         cfg = self.cfg
         judged = (cfg.dataset.embedded, cfg.model.takes_text) in EMBEDDED
         return min(cfg.eval.demo_samples, max(40, cfg.train.steps)) if judged else 0
