@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from PIL import Image
 import tread
 from tread.checkpoints import checkpoint
 from tread.drawing.grids import FACTS
+from tread.runtime.randomness import seeded_normal
 
 DIGITS = str(ROOT / "models/digits")
 BRIEF = {"seeds": range(2), "steps": 3}
@@ -65,6 +67,16 @@ def test_on_step_sees_each_step_once(model, solver):
         ours = model.process.denoise(model.network, x.double(), torch.tensor(level), labels)
         torch.testing.assert_close(predicted, ours.float().detach(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ends, seen[-1][3])  # the last step, to noise level 0, ends at the prediction
+
+
+def test_the_page_s_loop_draws_the_sampler_s_pictures(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = {"noise": seeded_normal([0, 1], (1, 8, 8)).double()}
+    for code in re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.M | re.S):
+        exec(code.replace("torch.randn(2, 1, 8, 8, dtype=torch.float64)", "noise"), page)
+    assert len(page["pictures"]) == 8
+    ours = page["model"].sample(labels=[3, 8], seeds=[0, 1], output="latent")
+    torch.testing.assert_close(page["x"].float(), ours)
 
 
 def test_what_does_not_fit_is_said_before_anything_is_drawn(model):
