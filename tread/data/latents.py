@@ -3,8 +3,9 @@
     pixels --encode--> stored (latents or moments) --to_network--> network latents      (autoencoder.py encodes)
     network latents --from_network--> the autoencoder's z --decode--> pixels
 
-Network latents are x = (z − shift)·scale for the autoencoder's z; runs that normalise channels then map x to
-(x − channel_shift)·channel_scale. No other file converts between stored and network latents.
+Network latents are x = (z − shift)·scale for the autoencoder's z; runs that normalise channels, and autoencoders with
+statistics of their own, then map x to (x − channel_shift)·channel_scale. No other file converts between stored and
+network latents.
 """
 
 import functools

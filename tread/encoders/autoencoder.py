@@ -27,7 +27,8 @@ from tread.runtime.tensor_files import listed, read_state_dict
 Decoder = Callable[[Tensor], Tensor]
 LatentEncoder = Callable[[Tensor], np.ndarray]
 HUB_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # weight files on the hub
-KINDS = ("AutoencoderKL", "AutoencoderTiny")
+RAE = "AutoencoderRAE"  # a frozen encoder's features as latents (Zheng et al. 2025, arXiv 2510.11690)
+KINDS = ("AutoencoderKL", "AutoencoderTiny", RAE)
 UNKNOWN = "unknown"
 INSTEAD = (
     "as autoencoder=… (in training sampling.autoencoder=…), or draw the latents themselves with decode=false "
@@ -55,7 +56,7 @@ def preview(x: Tensor) -> Tensor:
 
 
 def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module:
-    """Load a frozen diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
+    """Load a frozen diffusers AutoencoderKL, AutoencoderTiny or AutoencoderRAE in fp32 and eval mode.
 
     `name` is a hub id, a folder with config.json and weights, or a weight file. A weight file has no config, so it must
     hold one of two things: an AutoencoderKL with LDM's parameter names (Stable Diffusion, VA-VAE), whose sizes are read
@@ -65,7 +66,7 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
     try:
         local = Path(name).exists() or is_cached(name, HUB_FILES)
         model = _from_file(Path(name)) if Path(name).is_file() else _from_folder_or_hub(name, local)
-    except (OSError, ValueError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, UnpicklingError, SafetensorError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
             f"autoencoder {name!r} could not be loaded as one of {', '.join(KINDS)}: {why}\n"
@@ -88,6 +89,10 @@ def _from_folder_or_hub(name: str, local: bool) -> nn.Module:
         kind = diffusers.AutoencoderKL.load_config(name, local_files_only=local)["_class_name"]
         if kind not in KINDS:
             raise ValueError(f"it is a {kind}")
+        if not hasattr(diffusers, kind):
+            raise ValueError(f"an {kind} needs diffusers>=0.37, but {diffusers.__version__} is installed")
+        if kind == RAE and not diffusers.utils.is_transformers_available():
+            raise ValueError(f"an {RAE} needs transformers: pip install -r requirements-alignment.txt")
         return getattr(diffusers, kind).from_pretrained(name, torch_dtype=torch.float32, local_files_only=local)
 
 
@@ -139,6 +144,39 @@ def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
     return name
 
 
+def _is_rae(model: nn.Module) -> bool:
+    return type(model).__name__ == RAE
+
+
+def _encode(model: nn.Module, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Encode pixels (B, 3, R, R) in −1..1. Return latents and None, or mean and log-variance of an AutoencoderKL."""
+    out = model.encode((pixels + 1) / 2 if _is_rae(model) else pixels)
+    if hasattr(out, "latent_dist"):
+        return out.latent_dist.mean, out.latent_dist.logvar
+    return (out.latent if _is_rae(model) else out.latents), None
+
+
+def _decode(model: nn.Module, z: Tensor) -> Tensor:
+    """Decode z (B, C, S, S) to pixels (B, 3, R, R) in −1..1."""
+    pixels = model.decode(z).sample
+    return 2 * pixels.float() - 1 if _is_rae(model) else pixels
+
+
+def _scaling(model: nn.Module) -> dict[str, object]:
+    """Return LatentSpec's fields for x = (z − shift)·scale or, if the config has statistics by channel, for
+    (z − mean)·scale / std, as diffusers' pipelines compute them. An AutoencoderRAE applies its own itself."""
+    if _is_rae(model):
+        return {}
+    scale, shift = float(model.config.scaling_factor), float(getattr(model.config, "shift_factor", None) or 0.0)
+    mean, std = (getattr(model.config, f"latents_{name}", None) for name in ("mean", "std"))
+    if mean is None or std is None:
+        return {"scale": scale, "shift": shift}
+    if scale == SD_CONFIG["scaling_factor"]:  # diffusers' default: this config says none
+        scale = 1.0
+    channels = {"channel_shift": tuple(scale * value for value in mean)}
+    return channels | {"scale": scale, "channel_scale": tuple(1 / value for value in std)}
+
+
 def encoded(
     model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Content, **kept
 ) -> LatentSpec:
@@ -146,8 +184,8 @@ def encoded(
 
     name     the autoencoder's name, for the spec and for error messages.
     classes  the dataset's class names.
-    store    "moments": mean and log-variance of an AutoencoderKL's posterior; "latents": that mean, or an
-             AutoencoderTiny's latents; "auto": moments if there is a posterior.
+    store    "moments": mean and log-variance of an AutoencoderKL's posterior; "latents": that mean, or another
+             autoencoder's latents; "auto": moments if there is a posterior.
     kept     further fields of LatentSpec: dtype, views, orientation and alpha.
 
     Raises ValueError if store="moments" and the autoencoder has none, or if it does not decode the latents of such
@@ -159,12 +197,13 @@ def encoded(
     probe = torch.zeros(1, 3, resolution, resolution, device=next(model.parameters()).device)
     try:
         with torch.no_grad():
-            z = model.encode(probe).latent_dist.mean if posterior else model.encode(probe).latents
-            size = model.decode(z).sample.shape[-1]
+            z, _ = _encode(model, probe)
+            size = _decode(model, z).shape[-1]
     except RuntimeError as error:
         raise ValueError(f"resolution {resolution} does not fit the autoencoder {name}: {error}") from error
     if size != resolution:
-        raise ValueError(f"resolution {resolution} comes back as {size} from {name}: use a multiple of its step")
+        fits = f"resolution={size}" if _is_rae(model) else "a multiple of its step"
+        raise ValueError(f"resolution {resolution} comes back as {size} from {name}: use {fits}")
     moments = posterior and store != "latents"
     return LatentSpec(
         shape=tuple(z.shape[1:]),
@@ -172,9 +211,8 @@ def encoded(
         autoencoder=located(name),
         content="moments" if moments else "latents",
         spread="logvar" if moments else None,
-        scale=float(model.config.scaling_factor),
-        shift=float(getattr(model.config, "shift_factor", None) or 0.0),
         fingerprint=fingerprint(model),
+        **_scaling(model),
         **kept,
     )
 
@@ -206,10 +244,8 @@ def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32
         if model is None:
             return pixels
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            out = model.encode(pixels)
-        if latents.content == "moments":
-            return torch.cat([out.latent_dist.mean, out.latent_dist.logvar], dim=1)
-        return out.latents if hasattr(out, "latents") else out.latent_dist.mean
+            z, logvar = _encode(model, pixels)
+        return torch.cat([z, logvar], dim=1) if latents.content == "moments" else z
 
     @torch.no_grad()
     def encode(pictures: Tensor) -> np.ndarray:
@@ -236,7 +272,8 @@ def load_decoder(
         model = load_autoencoder(name, device)
     except ValueError as error:
         raise ValueError(f"{error}, {INSTEAD}") from error
-    if (channels := model.config.latent_channels) != latents.shape[0]:
+    channels = model.config.encoder_hidden_size if _is_rae(model) else model.config.latent_channels
+    if channels != latents.shape[0]:
         raise ValueError(
             f"{name} decodes latents of {channels} channels, but these have {latents.shape[0]}: name the autoencoder "
             "that made them as autoencoder=… (in training sampling.autoencoder=…)"
@@ -250,6 +287,6 @@ def load_decoder(
     @torch.no_grad()
     def decode(x: Tensor) -> Tensor:
         with computing(x.device, precision):
-            return to_uint8(model.decode(from_network(x, latents)).sample)
+            return to_uint8(_decode(model, from_network(x, latents)))
 
     return decode

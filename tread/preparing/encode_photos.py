@@ -415,10 +415,12 @@ def look_at(
 
 def dataset_numbers(data: LatentDataset) -> dict:
     """Return sample counts, in all and by class, and each channel's mean and std on the scale that networks see."""
-    mean, std = data.statistics
+    mean, std = map(np.array, data.statistics)
+    if data.latents.channel_scale:  # by the autoencoder's own statistics
+        mean, std = (mean - data.latents.channel_shift) * data.latents.channel_scale, std * data.latents.channel_scale
     counts = np.bincount(data.labels, minlength=len(data.latents.classes)).tolist()
     by_class = dict(zip(data.latents.classes, counts))
-    return {"count": len(data), "class_counts": by_class, "channel_mean": list(mean), "channel_std": list(std)}
+    return {"count": len(data), "class_counts": by_class, "channel_mean": mean.tolist(), "channel_std": std.tolist()}
 
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
@@ -465,7 +467,8 @@ def stored_meaning(latents: LatentSpec) -> str:
         return "pixels in −1..1"
     spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)
     content = f"posterior mean and {spread}" if spread else "latents"
-    network = f"(z − {latents.shift:g})·{latents.scale:g}"
+    normalised = ", normalised by the autoencoder's statistics" * bool(latents.channel_scale)
+    network = f"(z − {latents.shift:g})·{latents.scale:g}{normalised}"
     if latents.scale_applied:
         return f"{content}, on the network's scale {network}"
     return f"{content}, unscaled; network latents are {network}"
