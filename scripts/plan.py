@@ -2,10 +2,10 @@
 
 Prints parameters, FLOPs, device memory by part, the largest micro-batch that fits and the train.memory that it takes,
 images/s, hours, money and disk, in one column for dense and one for routed training. A live encoder is included. No GPU
-is needed, nor a dataset if the config states its shape and the model takes no text. device=this measures on this
-machine. For other devices, times are predictions for a compiled network in bf16 (tread/training/costs.py). If
-benchmarks/gpu_check.py has written a file for the device, the predictions use its measured constants. All options:
-configs/plan.yaml.
+is needed, nor a dataset if the config states its shape and, for models that take text, text.tokens and text.width.
+device=this measures on this machine. For other devices, times are predictions for a compiled network in bf16
+(tread/training/costs.py). If benchmarks/gpu_check.py has written a file for the device, the predictions use its
+measured constants. All options: configs/plan.yaml.
 """
 
 if __name__ == "__main__":
@@ -58,7 +58,9 @@ class Options:
 def main(tree: dict) -> None:
     options = schema.read({key: tree.pop(key) for key in KEYS}, Options)
     cfg = settings.read(tree)
-    if None in (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes) or cfg.model.takes_text:
+    if None in (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes) or (
+        cfg.model.takes_text and cfg.text.tokens is None
+    ):
         cfg, _ = settings.complete(tree)  # reads the dataset
     show(cfg, options)
 

@@ -634,8 +634,8 @@ def test_another_autoencoder_than_the_latents_own_is_refused(place, prepare, tmp
 
 
 def test_pixels_of_large_pictures_are_refused_and_many_tokens_named(prepare):
-    with pytest.raises(ValueError, match="resolution is 129.*at most 128.*autoencoder"):
-        prepare("autoencoder=none", "resolution=129", "enlarge=true")
+    with pytest.raises(ValueError, match="resolution is 1025.*at most 1024.*autoencoder"):
+        prepare("autoencoder=none", "resolution=1025", "enlarge=true")
     with pytest.raises(ValueError, match="store=moments needs an AutoencoderKL"):
         prepare("autoencoder=none", "store=moments")
     text = prepare("autoencoder=none", "resolution=48", "enlarge=true")

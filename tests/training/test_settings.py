@@ -17,7 +17,7 @@ from routing_module import Route
 from tread.checkpoints.network import TextSettings, build_network, process_of
 from tread.routing.ids import choose_ids
 from tread.runtime import schema
-from tread.training import settings
+from tread.training import costs, settings
 from tread.training.optimizers import OPTIMIZERS
 from tread.training.start import check_memory, settings_warnings
 
@@ -34,11 +34,17 @@ PAPER = {  # experiment → hidden size, depth, heads, end of the route (TREAD, 
 
 
 CHOSEN = [f"dataset={name}" for name in DATASETS] + [f"experiment={name}" for name in EXPERIMENTS]
+OWN_MODEL = {"experiment=ladder256_b1": "sprint", "experiment=prx1024": "tread_lightning_text"}
 OF_ALL_MODELS = "dataset=folder"  # of any shape, with labels or captions; models and datasets choose alone
 
 
 @pytest.mark.parametrize(
-    "chosen, model", [(this, model) for this in CHOSEN for model in (MODELS if this == OF_ALL_MODELS else ["tread"])]
+    "chosen, model",
+    [
+        (this, model)
+        for this in CHOSEN
+        for model in (MODELS if this == OF_ALL_MODELS else [OWN_MODEL.get(this, "tread")])
+    ],
 )
 def test_every_config_composes_and_builds(read_config, chosen, model):
     of_any_shape = ("dataset=folder", "experiment=small", "experiment=tiny")
@@ -113,6 +119,21 @@ def test_coco_states_what_it_costs(read_config, objective):
         with torch.device("meta"):
             network = build_network(with_text)
         actual.append(3 * network.forward_flops(cfg.model.routes) * cfg.train.batch_size * cfg.train.steps)
+    assert [f"{flops / 1e18:.0f}" for flops in actual] == list(stated[:2])
+    assert [f"{flops / (0.4 * 989e12 * 3600):.0f}" for flops in actual] == list(stated[2:])
+
+
+@pytest.mark.parametrize("experiment, dense", [("ladder256_b1", "lightning"), ("prx1024", "lightning_text")])
+def test_the_ladders_experiments_state_what_they_cost(read_config, experiment, dense):
+    head = (ROOT / f"configs/experiment/{experiment}.yaml").read_text()
+    stated = re.search(r"(\d+) EFLOP with the route, (\d+) without; (\d+) h and (\d+) h of one", head).groups()
+    cfg, without = read_config(f"experiment={experiment}"), read_config(f"experiment={experiment}", f"model={dense}")
+    actual = []
+    for each in (cfg, without):
+        with torch.device("meta"):
+            network = build_network(each)
+        flops = costs.sample_flops(network, each.model.resolved_routes, costs.blank_aligner(each, network))
+        actual.append(flops * each.train.batch_size * each.train.steps)
     assert [f"{flops / 1e18:.0f}" for flops in actual] == list(stated[:2])
     assert [f"{flops / (0.4 * 989e12 * 3600):.0f}" for flops in actual] == list(stated[2:])
 
@@ -269,10 +290,11 @@ def test_the_older_name_of_saving_memory_still_reads(read_config):
 
 
 def test_what_groups_set_stands_commented_out_in_config_yaml_with_its_default():
-    """Reference: the groups' files, as YAML. What they set and config.yaml does not show, people would not find."""
+    """Reference: the groups' files, as YAML. What they set and config.yaml does not show, people would not find. The
+    ladder's recipes set so many keys that these stand in defaults.yaml alone."""
     shown, defaults = commented_keys(), OmegaConf.load(ROOT / "configs/defaults.yaml")
     for path in (ROOT / "configs").glob("*/*.yaml"):
-        if path.parent.name in ("dataset", "experiment"):
+        if path.parent.name in ("dataset", "experiment") and f"experiment={path.stem}" not in OWN_MODEL:
             for key, value in OmegaConf.to_container(OmegaConf.load(path), resolve=False).items():
                 keys = [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
                 facts = ("defaults", "dataset.")  # of a dataset only path and heldout are for people to set

@@ -36,7 +36,7 @@ INSTEAD = (
 )
 Content = Literal["auto", "moments", "latents"]
 Decoding = Literal["fp32", "tf32", "bf16"]
-PIXELS_UP_TO = 128  # longest side in pixels of pictures stored without an autoencoder
+PIXELS_UP_TO = 1024  # longest side in pixels of pictures stored without an autoencoder
 # Stable Diffusion 1's autoencoder, for weight files in diffusers' names that come without a config
 SD_CONFIG = {
     "_class_name": "AutoencoderKL",
@@ -225,7 +225,7 @@ def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept)
     if resolution > PIXELS_UP_TO:
         raise ValueError(
             f"resolution is {resolution}, but autoencoder=none, which stores pixels, takes at most {PIXELS_UP_TO}: a "
-            "network on so many would be slow. Choose resolution=64, say, or an autoencoder"
+            "network on so many would be slow. Choose a lower resolution, or an autoencoder"
         )
     return LatentSpec((3, resolution, resolution), classes, "pixels", scale_applied=True, **kept)
 
