@@ -146,7 +146,11 @@ class NetworkOptions:
     def build(self, size: int, channels: int, num_classes: int, text: TextSettings) -> Backbone:
         """Create the network for latents (channels, size, size) on the default device, initialised from torch's global
         generator. Raises ValueError for sizes that do not fit together."""
-        return self.network(input_size=size, in_channels=channels, num_classes=num_classes, **self.arguments())
+        return self.network(**self.all_arguments(size, channels, num_classes, text))
+
+    def all_arguments(self, size: int, channels: int, num_classes: int, text: TextSettings) -> dict[str, object]:
+        """Return all arguments of the network's constructor, keyed by name; for those given here see `build`."""
+        return {"input_size": size, "in_channels": channels, "num_classes": num_classes, **self.arguments()}
 
     def arguments(self) -> dict[str, object]:
         """Return the arguments that these options give the network's constructor, keyed by name."""
@@ -210,15 +214,15 @@ class TakesText:
 
     network, takes_text = TextDiT, True
 
-    def build(self, size: int, channels: int, num_classes: int | None, text: TextSettings) -> Backbone:
+    def all_arguments(self, size: int, channels: int, num_classes: int | None, text: TextSettings) -> dict[str, object]:
         if text.tokens is None:
             raise ValueError(
                 f"text.tokens is null, but model={self.name} needs the tokens, and their width or vocabulary, that the "
                 f"dataset records for text.encoder={text.encoder}"
             )
-        shape = {"text_tokens": text.tokens, "text_width": text.width, "text_pooled": text.pooled}
         words = text.vocabulary and len(text.vocabulary)
-        return TextDiT(input_size=size, in_channels=channels, vocabulary=words, **shape, **self.arguments())
+        shape = {"text_tokens": text.tokens, "text_width": text.width, "text_pooled": text.pooled, "vocabulary": words}
+        return {"input_size": size, "in_channels": channels, **shape, **self.arguments()}
 
 
 @dataclass(frozen=True)
