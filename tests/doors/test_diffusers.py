@@ -23,7 +23,7 @@ SMALL = ("model.hidden_size=32", "model.depth=6", "model.patch_size=4", "train.p
 LATENTS = replace(RGB, shape=(4, 16, 16), scale=0.3, shift=0.1, channel_shift=(0.1,) * 4, channel_scale=(2.0,) * 4)
 KINDS = {  # name → overrides; the first two and the last draw pictures, the others only run once
     "dit": ("model=tread",),
-    "rectified": ("model=tread_lightning", "objective=rf", "rf.shift=0.5"),
+    "rectified": ("model=tread_lightning", "objective=rf", "rf.shift=0.5", "model.position_scale=0.5"),
     "text": ("model=tread_text", "objective=rf"),
     "sprint": ("model=sprint",),
     "maskdit": ("model=maskdit",),

@@ -42,6 +42,8 @@ class TreadTransformer(ModelMixin, {network}, ConfigMixin):
             self,
             {passed},
         )
+        if position_scale != 1:
+            self.scale_positions(position_scale)
         self._gradient_checkpointing_func = None
 '''
 
@@ -65,6 +67,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], latents: Mapping, 
     (folder / "transformer/model.py").write_text(network_file(saved), encoding="utf-8")
     stated = {"_class_name": "TreadTransformer", "_diffusers_version": version}
     stated |= {"auto_map": {"AutoModel": "model.TreadTransformer"}, **arguments(saved)}
+    stated["position_scale"] = saved.cfg.model.position_scale
     _write(folder / "transformer/config.json", stated)
     save_file(
         {name: value.contiguous() for name, value in tensors.items()},
@@ -138,9 +141,9 @@ def network_file(saved: SavedNetwork) -> str:
     bundle.add(network.__module__, network.__name__)
     bundle.outside |= {name: ("diffusers", name) for name in ("ConfigMixin", "ModelMixin")}
     bundle.outside["register_to_config"] = ("diffusers.configuration_utils", "register_to_config")
-    given = arguments(saved)
+    given = {**arguments(saved), "position_scale": saved.cfg.model.position_scale}
     signature = ",\n        ".join(f"{name}={value!r}" for name, value in given.items())
-    passed = ",\n            ".join(f"{name}={name}" for name in given)
+    passed = ",\n            ".join(f"{name}={name}" for name in arguments(saved))
     return bundle.text(_head("A network")) + NETWORK.format(
         network=network.__name__, signature=signature, passed=passed
     )

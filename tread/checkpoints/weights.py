@@ -6,7 +6,7 @@ record such facts in info.json beside their files; other people's files do not.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,10 +265,12 @@ def load_weights(
     weights: str = "ema",
     model: NetworkOptions | None = None,
     text: TextSettings | None = None,
+    adapt: Callable[[StoredWeights], StoredWeights] = lambda stored: stored,
 ) -> StoredWeights:
-    """Load the weights "ema" or "model" of `path` (init_from) into `network`, built by the settings `model` and `text`.
-    Raises FileNotFoundError, or ValueError if names, shapes or recorded settings do not match."""
-    stored = read_weights(local(path), weights)
+    """Load the weights "ema" or "model" of `path` (init_from) into `network`, built by the settings `model` and `text`,
+    after `adapt` has changed them. Raises FileNotFoundError, or ValueError if names, shapes or recorded settings do not
+    match."""
+    stored = adapt(read_weights(local(path), weights))
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored
 
