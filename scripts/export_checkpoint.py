@@ -125,9 +125,8 @@ def account(exported: checkpoint.Checkpoint, options: Options) -> str:
     lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored_dtype(info)}, {size}"]
     if options.public:
         lines += [f"  {options.weights}-public.safetensors there has the names of MaskDiT's released files"]
-    if info.get("predicts", "objective") == "objective":
-        lines += [f"  python sample.py checkpoint={options.out}{raw}"]
-        lines += [f"  python fid.py checkpoint={options.out}{raw} reference=…"]
+    lines += [f"  python sample.py checkpoint={options.out}{raw}"]
+    lines += [f"  python fid.py checkpoint={options.out}{raw} reference=…"]
     lines += [f"  python train.py init_from={options.out}{raw.replace('weights', 'init_weights')} name=…"]
     if files := [PurePath(name).name for name in info["config"].get("plugins", ()) if name.endswith(".py")]:
         lines += [f"  needs {', '.join(files)}: where there is none, plugins=[…] names a copy"]
