@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tread.checkpoints import checkpoint
+from tread.checkpoints.ema import EMA, exponential, fused_average, power
 from tread.runtime import schema
-from tread.training.ema import EMA, exponential, fused_average, power
 from tread.training.optimizer import backward, learning_rate, optimizer_step
 from tread.training.optimizers import OPTIMIZERS, Optim, OptimizerEntry
 from tread.training.run import StepStatistics

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tread.checkpoints.checkpoint import Checkpoint, Trained
+from tread.checkpoints.ema import EMA
 from tread.checkpoints.network import process_of
 from tread.checkpoints.run_log import RunLog
 from tread.data.dataset import LatentDataset
@@ -26,7 +27,6 @@ from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop
 from tread.training.alignment import Aligner
-from tread.training.ema import EMA
 from tread.training.settings import Settings
 from tread.training.tracking import Tracker
 

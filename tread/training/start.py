@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.adapting import new_classes, new_positions, position_scale
+from tread.checkpoints.ema import EMA, exponential, power
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.run_log import differences
 from tread.checkpoints.weights import StoredWeights, load_weights
@@ -44,7 +45,6 @@ from tread.training.costs import (
     plan_memory,
     training_flops,
 )
-from tread.training.ema import EMA, exponential, power
 from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
 from tread.training.optimizers import OPTIMIZERS
