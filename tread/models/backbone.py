@@ -130,6 +130,15 @@ def linear_products(block: nn.Module, tokens: int) -> int:
     return tokens * (layers - modulation) + modulation
 
 
+def block_matrices(network: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices of attention, MLP and other mixers: the weights of the linear layers in the network's blocks
+    (its ModuleLists) except those of their adaLN modulations."""
+    lists = [child for child in network.children() if isinstance(child, nn.ModuleList)]
+    named = [pair for blocks in lists for pair in blocks.named_modules() if isinstance(pair[1], nn.Linear)]
+    weights = [layer.weight for name, layer in named if "adaLN_modulation" not in name]
+    return [weight for weight in weights if min(weight.shape) > 1]
+
+
 class Backbone(nn.Module):
     """The network F(x; t, y): embedders, `depth` blocks and a last layer. Arguments are named as in public DiT.
 

@@ -153,10 +153,9 @@ class Run:
 
     def checkpoint_bytes(self) -> int:
         """Return the bytes of a checkpoint: weights, averages and the optimizer's state."""
-        copies = 1 + self.cfg.optim.copies
-        size = (copies + len(self.averages)) * count_parameters(self.network)
+        size = (1 + len(self.averages)) * count_parameters(self.network) + self.cfg.optim.state_size(self.network)
         if self.aligner:
-            size += copies * count_parameters(self.aligner.module.projector)
+            size += (1 + self.cfg.optim.copies) * count_parameters(self.aligner.module.projector)
         return round(4 * size)
 
     @contextlib.contextmanager

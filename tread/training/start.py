@@ -85,7 +85,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     with processes.main_first():  # the main process may fetch an encoder
         aligner = open_aligner(cfg, network, ema, data, precision)
     projector = aligner and aligner.module.projector
-    optimizer = cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
+    parameters = (parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
+    optimizer = cfg.optim.build(parameters, network)
     trained = checkpoint.Trained(network, ema.network, optimizer, {w: p.network for w, p in powers.items()}, projector)
     if earlier:
         trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))
@@ -169,7 +170,7 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
     """Raise ValueError if training the blocks alone exceeds the device's memory; needs no network."""
-    model, copies = cfg.model, 3 + cfg.optim.copies + len(cfg.ema.power)
+    model, copies = cfg.model, 3 + cfg.optim.matrix_copies + len(cfg.ema.power)
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of all architectures; most have more
     needed, room = int(4 * copies * least), memory_of(device)
     if needed > room:
