@@ -4,13 +4,15 @@ import sys
 from types import SimpleNamespace
 
 import diffusers
+import export_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_KL, launch, read_json, take_samples, write_json
+from conftest import TINY_KL, launch, launch_door, read_json, take_samples, write_json
 from PIL import Image
 from torch.testing import assert_close
 
+import tread
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec, from_network, to_network
 from tread.encoders import autoencoder
@@ -65,6 +67,13 @@ def test_a_rae_from_photos_to_samples(tmp_path, photos, rae, prepare_photos):
     take_samples(tmp_path, "checkpoint=results/rae", "classes=[0]", "seeds=0", "steps=2")
     for path in (tmp_path / "samples.png", *(tmp_path / "results/rae/samples").glob("*.png")):
         assert Image.open(path).mode == "RGB"  # decoded: latents would have been refused, or be 2×2
+    out = ("checkpoint=results/rae", "out=exported", "format=diffusers")
+    launch_door(export_checkpoint.main, "export_checkpoint", tmp_path, *out)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    drawn = pipe([0], seeds=0, num_inference_steps=2, output_type="np").images[0]
+    assert type(pipe.vae).__name__ == "AutoencoderRAE"
+    ours = tread.load(tmp_path / "results/rae", device="cpu").sample([0], seeds=0, steps=2, output="np")[0]
+    assert np.abs(drawn - ours).max() < 0.01 and drawn.std() > 0.05
 
 
 @pytest.mark.parametrize("config, scale", [({}, 1.0), ({"scaling_factor": 0.5}, 0.5)])

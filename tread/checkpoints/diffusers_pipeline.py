@@ -20,6 +20,7 @@ from tread.diffusion.labels import Label, class_labels, class_number
 from tread.diffusion.pictures import in_form, to_pictures
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.diffusion.solvers import Churn
+from tread.encoders.autoencoder import decoded
 from tread.encoders.language import encoder_for
 from tread.runtime.device import exact
 
@@ -194,4 +195,4 @@ class TreadPipeline(DiffusionPipeline):
             kind = diffusers.AutoencoderKL.load_config(self.config.autoencoder)["_class_name"]
             self.register_modules(vae=getattr(diffusers, kind).from_pretrained(self.config.autoencoder).to(x.device))
         with exact():
-            return to_uint8(self.vae.decode(z.to(self.vae.dtype)).sample)
+            return to_uint8(decoded(self.vae, z.to(self.vae.dtype)))

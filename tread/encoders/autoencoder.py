@@ -156,7 +156,7 @@ def _encode(model: nn.Module, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
     return (out.latent if _is_rae(model) else out.latents), None
 
 
-def _decode(model: nn.Module, z: Tensor) -> Tensor:
+def decoded(model: nn.Module, z: Tensor) -> Tensor:
     """Decode z (B, C, S, S) to pixels (B, 3, R, R) in −1..1."""
     pixels = model.decode(z).sample
     return 2 * pixels.float() - 1 if _is_rae(model) else pixels
@@ -198,7 +198,7 @@ def encoded(
     try:
         with torch.no_grad():
             z, _ = _encode(model, probe)
-            size = _decode(model, z).shape[-1]
+            size = decoded(model, z).shape[-1]
     except RuntimeError as error:
         raise ValueError(f"resolution {resolution} does not fit the autoencoder {name}: {error}") from error
     if size != resolution:
@@ -287,6 +287,6 @@ def load_decoder(
     @torch.no_grad()
     def decode(x: Tensor) -> Tensor:
         with computing(x.device, precision):
-            return to_uint8(_decode(model, from_network(x, latents)))
+            return to_uint8(decoded(model, from_network(x, latents)))
 
     return decode
