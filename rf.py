@@ -94,7 +94,7 @@ class RF(Process):
         return t if self.train_shift == 1 else self.train_shift * t / (1 + (self.train_shift - 1) * t)
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Return noise_level(normal) − step, times closer to the data, but at least 0; elementwise."""
+        """Return the times noise_level(normal) − step, which are closer to the data, clamped at 0; elementwise."""
         return (self.noise_level(normal) - step).clamp(min=0)
 
     def weight(self, t: Tensor) -> Tensor:
@@ -150,7 +150,8 @@ class RF(Process):
         return squared, noisy - level * v, noisy
 
     def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
-        """Return each sample's mean of `errors`' first tensor, (B,) fp32, for clean x and standard normal noise."""
+        """Return each sample's loss (B,) fp32, the mean of the first tensor that `errors` returns, for clean x and
+        standard normal noise."""
         squared = self.errors(network, x, y, t, noise, routes)[0]
         return squared.mean(dim=(1, 2, 3))
 

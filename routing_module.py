@@ -129,7 +129,7 @@ class Route:
 
     @property
     def rejoins(self) -> "Rejoin":
-        """How this route's skipped tokens return: the entry of the table REJOINS that `rejoin` stands for."""
+        """The entry of the table REJOINS for this route's `rejoin`; it says how the skipped tokens return."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
@@ -334,8 +334,8 @@ class Record:
 
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-    """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep or uniform draws (B, N): the
-    route's rule then chooses by these and, if it scores tokens, its scores of `tokens` (B, N, D)."""
+    """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep itself or uniform draws
+    (B, N), from which the route's rule chooses. A rule that scores tokens uses its scores of `tokens` (B, N, D) too."""
     if chosen.is_floating_point():
         with torch.no_grad():
             rule = RULES[route.select]
@@ -347,7 +347,7 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
 
 
 def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | None) -> None:
-    """Raise ValueError unless ids_keep (B, K) has the K that the rule's `count` returns, as FLOP counts assume."""
+    """Raise ValueError unless K in ids_keep (B, K) is what the rule's `count` returns; FLOP counts rely on it."""
     says = RULES[route.select].count(route, num_tokens, grid)
     if ids_keep.shape[1:] != (says,):
         raise ValueError(

@@ -73,7 +73,7 @@ def main(options: Options) -> None:
     seeds = parse_seeds(options.seeds)
     precision = use_precision(options.precision, device)
     use_cores(options.cpu_threads, processes=1)
-    strong = open_network(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights, options.shift)
+    strong = open_network(checkpoint.find(options.checkpoint), options.weights, options.shift)
     weak = open_weak(options.guidance, strong)
     prompts = read_prompts(options.prompt, options.prompts)
     rows = row_labels(strong, options.classes, prompts)
@@ -103,8 +103,8 @@ def main(options: Options) -> None:
 
 
 def open_decoder(options: Options, latents: LatentSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return the function from the network's latents (B, C, S, S) to what is saved: uint8 pictures, decoded or (with
-    decode=false) showing three latent channels; with save_latents, latents in the autoencoder's units."""
+    """Return the function that turns the network's latents (B, C, S, S) into what is saved: with save_latents, latents
+    in the autoencoder's units; else uint8 pictures, decoded or, with decode=false, of three latent channels."""
     if options.save_latents:
         return partial(from_network, latents=latents)
     how = (options.autoencoder, options.decode_precision)

@@ -43,7 +43,8 @@ def build(*overrides: str) -> Model:
 
 
 def cost(*overrides: str) -> tuple[int, int, int, int]:
-    """Return (tokens, parameters, multiply-adds of one image's forward pass with routes, and without) of a config."""
+    """Return (tokens, parameters, multiply-adds with routes, multiply-adds without routes) of a config's network. The
+    multiply-adds are those of one image's forward pass."""
     model = build(*overrides)
     training, sampling = (model.network.forward_flops(routes) // 2 for routes in (model.routes, ()))
     return model.network.num_tokens, count_parameters(model.network), training, sampling

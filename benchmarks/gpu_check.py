@@ -1,8 +1,8 @@
 """Measures where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py part=steps [options]
 
-Seven parts measure what keeps a step from the speed that its FLOPs would allow. A part begins no measurement after its
-minutes are over. Each number is printed beside its prediction and written at once to a file that later parts add to. A
-measurement that fails, or lacks memory or a package, is recorded with its reason, and the next one follows.
+Seven parts measure why a step is slower than its FLOPs would allow. A part begins no further measurement after its
+time limit. Each number is printed beside its prediction, and written at once to a file that all parts share.
+If a measurement fails, or lacks memory or a package, the reason is recorded and the next measurement follows.
 
     part=…     one of machine, host, steps, variants, peers, kinds, sampling; null: all, in this order
     sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]; null: each part's own
@@ -127,7 +127,8 @@ class Check:
             torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time each of `calls` {name: function} once per round; failed ones are recorded and left out of the result."""
+        """Time each of `calls` {name: function} once per round, and return {name: Turns} without the calls that failed.
+        Each failure is recorded with its reason."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
@@ -145,7 +146,7 @@ class Check:
 
 
 def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
-    """Return a function that makes `times` calls, to time a call that is shorter than its launch."""
+    """Return a function that calls `function` `times` times, to time GPU work that is shorter than its launch."""
 
     def call() -> None:
         for _ in range(times):
@@ -195,7 +196,7 @@ def machine(check: Check, options: Options) -> None:
 def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: int, rounds: int) -> None:
     """Time attention's forward and backward pass with each backend, and compare gradients with plain fp32 attention's.
 
-    shape   (samples, tokens, words, width of a head). Tokens attend to the words or, if there are 0, to each other.
+    shape   (samples, tokens, words, head width). Tokens attend to `words` text tokens or, if that is 0, to each other.
     times   the number of calls in one measurement.
     rounds  the number of measurements of each backend; the backends take turns.
     """
@@ -296,7 +297,7 @@ def steps(check: Check, options: Options) -> None:
 
 
 def planned_bytes(run: Run, cfg: Settings, compiled: bool) -> int:
-    """Return the peak memory that a run plans for a step with the settings `cfg`."""
+    """Return the peak bytes of device memory that the planner predicts for a run's step with the settings `cfg`."""
     cfg = replace(cfg, train=replace(cfg.train, memory=run.memory.partition(",")[0]))
     rows, routes = run.micro_batches[0], active_routes(cfg, run.step)
     return memory(cfg, run.network, routes, rows.stop - rows.start, run.precision, compiled, run.aligner).peak
@@ -322,7 +323,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Time gathering and averaging, then steps under other settings of torch, with the usual ones first and last."""
+    """Time token gathering and weight averaging, then steps under various torch settings, the usual first and last."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -348,8 +349,8 @@ def variants(check: Check, options: Options) -> None:
 
 
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
-    """Time gathering tokens, by elements and (as gather_tokens does) by rows. Also time the update of the averaged
-    weights, and one pass over a flat tensor of that size: no update can be faster."""
+    """Time gathering tokens in two ways: by elements, and by rows as gather_tokens does. Also time the update of the
+    averaged weights, and one lerp over a flat tensor with as many numbers; no update can be faster than that."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = random(batch, tokens, SIZES[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
@@ -372,8 +373,8 @@ def peers(check: Check, options: Options) -> None:
     """Time our dense steps beside plain training loops of diffusers' DiT and of our network, eager and compiled."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
-        """Return a function that trains `parameters`, the module that network(x, t, y) calls, for BLOCK steps as public
-        scripts do: autocast, AdamW, an EMA loop, loss.item()."""
+        """Return a function that takes BLOCK training steps of network(x, t, y) as public scripts do: autocast, AdamW,
+        an EMA loop, loss.item(). `parameters` is the module behind `network`, whose weights are trained."""
         optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-4, foreach=True)
         average, labels = copy.deepcopy(parameters), torch.randint(1000, (len(latents),), device=DEVICE)
 

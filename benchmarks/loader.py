@@ -1,14 +1,14 @@
 """Measures how fast latents reach the device: python benchmarks/loader.py [folder=…] [rounds=5]
 
-Prints latents/s of 4×32×32 float16 samples, from files to a device batch of 256. These take turns in one process:
+Prints how many 4×32×32 float16 latents per second reach the device in batches of 256. These ways take turns:
 
   ours        tread.data.loader.Loader, for each placement
   webdataset  a tar of the same latents, read with the webdataset library, in one process and with 2 workers
   npy files   a .npy per sample through a PyTorch DataLoader, in one process and with 2 workers
   memcpy      copying one array to another of the same size, by one thread
 
-Needs requirements-test.txt. Files are in the page cache; of the slow tar and .npy files only a part is read. Prints the
-median of the rounds, and its ratio to memcpy and to the faster of webdataset's two.
+Needs requirements-test.txt. Files are in the page cache. The tar and .npy files hold an eighth of the samples, as they
+are slow. Prints the median speed over the rounds, and its ratios to memcpy and to the faster of the webdataset runs.
 """
 
 if __name__ == "__main__":

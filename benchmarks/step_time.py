@@ -1,11 +1,11 @@
 """Measures the cost of a training step, with and without routes: python benchmarks/step_time.py [overrides]
 
 Runs train.py's own steps on random latents; dense and routed steps take turns in one process. Prints for each kind of
-step the median time, images/s, FLOP/s, MFU, peak memory, the ratio of times dense/routed with its confidence interval,
-and that ratio divided by the ratio of FLOPs; then the share of each stage in a step. If a kind fails, the others go on.
-Overrides are those of train.py, and
+step the median time, images/s, FLOP/s, MFU and peak memory; the speedup over dense steps, with its confidence interval;
+and the speedup divided by the ratio of FLOPs. Then prints each stage's share of a step. If a kind fails, the others go
+on. Overrides are those of train.py, and
 
-    beside=dit    further models, separated by commas; these ignore overrides of architecture-specific options
+    beside=dit    further models, separated by commas; they ignore overrides of options that only some models have
     pairs=24      turns to measure; a turn is one step (on a GPU 5 steps, to hide the time to launch the kernels)
     out=…         a JSON file to write as well
 
@@ -117,8 +117,9 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return {name: (run, settings)} of the kinds of steps to time: dense, routed (no block in fp32) and, in bf16 but
-    not for MaskDiT, routed with each route's last block in fp32. Raises ValueError for a model without routes."""
+    """Return {name: (run, settings)} of the kinds of steps to time: dense, and routed with no block in fp32. In bf16
+    there is a third, routed with each route's last block in fp32, except for MaskDiT. Raises ValueError for a model
+    without routes."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")

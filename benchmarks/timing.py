@@ -36,8 +36,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
-    """Return a benchmark's own options, an instance of the dataclass `kind`, and the other words of the command line,
-    which with others=True may be overrides of train.py. Raises ValueError for unknown keys or words without a value."""
+    """Split the command line into a benchmark's own options, an instance of the dataclass `kind`, and the other words.
+    With others=True these may be overrides of train.py. Raises ValueError for unknown keys or words without a value."""
     names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in (*own, "--cpu")]
@@ -165,7 +165,7 @@ def circumstances() -> dict[str, str]:
 
 
 def command() -> str:
-    """Return the command line, absolute paths made relative to this checkout, or cut to their last name if outside."""
+    """Return the command line. Absolute paths become relative to this checkout or, outside it, just their last name."""
     words = []
     for word in sys.argv[1:]:
         key, equals, value = word.rpartition("=")

@@ -44,9 +44,9 @@ def main(options: Options) -> None:
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
-    """Write the exported checkpoint, with either model or ema weights, and open it; if writing fails, nothing is left.
+    """Write a checkpoint with the weights options.weights alone, and return it; if writing fails, nothing is left.
     options.public adds a file with MaskDiT's released parameter names. Raises ValueError or OSError."""
-    source, out = checkpoint.find(Path(options.checkpoint).expanduser()), Path(options.out).expanduser()
+    source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"out={out} is there already; choose another folder")
     source.verify(options.weights)

@@ -1,10 +1,11 @@
 """Sweeps a guidance over ω, intervals and ratios: python scripts/guidance_sweep.py checkpoint=… reference=… out=…
 
-guidance=… chooses the kind. ω is the guidance weight, an interval the noise levels with guidance, and a ratio the
-fraction of tokens that a branch skips. Each setting is scored as fid.py scores it, in a folder of its own in `out`;
-started again, a stopped sweep goes on. Writes sweep.csv; curves.png, each metric against ω; and, for kinds with routes,
-sweep.png, heat maps over both ratios: of one metric for each ω and interval, and of the cost. Set ω, interval and
-ratios by sweep.…, not by guidance.…. All options: configs/guidance_sweep.yaml.
+guidance=… chooses the kind. ω is the guidance weight, an interval is the range of noise levels with guidance, and a
+ratio is the fraction of tokens that a branch skips. Set these by sweep.…, not by guidance.…. Each setting is scored as
+by fid.py, in a folder of its own in `out`; a stopped sweep goes on when it is started again.
+
+Writes sweep.csv, and curves.png with each metric against ω. For kinds with routes it also writes sweep.png, heat maps
+over both ratios: one metric for each ω and interval, and the cost. All options: configs/guidance_sweep.yaml.
 """
 
 import sys

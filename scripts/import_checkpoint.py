@@ -3,9 +3,9 @@
 python scripts/import_checkpoint.py weights=SiT-XL-2-256.pt experiment=sit256_xl2 model=dit rf.reverse=true \\
   model.learn_sigma=true name=sit-xl2
 
-A state dict does not say what it was trained on: the options must, and samples are noise where they are wrong. For a
-file of one of our checkpoints, the options are compared with the info.json beside it. All options:
-configs/import_checkpoint.yaml; which files are understood: tread/runtime/tensor_files.py.
+A state dict does not say what it was trained on, so the options must. With wrong options, samples are noise. If the
+file belongs to one of our checkpoints, the options are compared with the info.json beside the file. All options:
+configs/import_checkpoint.yaml; file formats: tread/runtime/tensor_files.py.
 """
 
 from pathlib import Path
@@ -107,8 +107,8 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
-    """Return the weights to import, {"model" or "ema": weights}. If the file does not say which they are, they count as
-    "ema", unless take=model."""
+    """Return the weights to import, keyed "model" or "ema". If the file does not say which it holds, they count as
+    "ema", or with take=model as "model"."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")

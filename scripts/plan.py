@@ -1,10 +1,11 @@
 """Predicts the cost of a run: python scripts/plan.py experiment=imagenet256_xl2 model=tread devices=8 price=3.5
 
-Parameters, FLOPs, device memory by part, the largest micro-batch that fits and the train.memory that it takes,
-images/s, hours, money and disk, each dense and routed; a live encoder is counted. No GPU or dataset is needed;
-device=this measures on this machine. Times of listed devices are predictions for a compiled network in bf16
-(tread/training/costs.py), with the constants that benchmarks/gpu_check.py has measured where its file for the device is
-there. All options: configs/plan.yaml.
+Prints parameters, FLOPs, device memory by part, the largest micro-batch that fits and the train.memory that it takes,
+images/s, hours, money and disk, in one column for dense and one for routed training. A live encoder is included. No GPU
+is needed, nor a dataset if the config states its shape and the model takes no text. device=this measures on this
+machine. For other devices, times are predictions for a compiled network in bf16 (tread/training/costs.py). If
+benchmarks/gpu_check.py has written a file for the device, the predictions use its measured constants. All options:
+configs/plan.yaml.
 """
 
 if __name__ == "__main__":
@@ -86,7 +87,8 @@ def show(cfg: Settings, options: Options) -> None:
 
 
 def constants_of(device: str) -> tuple[Constants, str]:
-    """Return a device's constants for predicted times, and a line to print that names the measured ones ("": none)."""
+    """Return a device's constants for predicted times, and a line to print that names the constants that were measured,
+    "" if none were."""
     file = max(RESULTS.glob(f"gpu_*{device}*.json"), default=None)
     constants = measured_constants(json.loads(file.read_text()), DEVICES[device]) if file else PREDICTED
     names = [name for name, value in constants._asdict().items() if value != getattr(PREDICTED, name)]

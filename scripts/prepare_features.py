@@ -1,7 +1,7 @@
 """Writes an encoder's patch features of a dataset: python scripts/prepare_features.py dataset=… encoder=…
 
-They serve alignment.source=stored. Started again after a stop, with any number of processes, it makes the missing
-shards. All options: configs/prepare_features.yaml; encoders: tread/encoders/vision.py.
+Training reads them with alignment.source=stored. Started again after a stop, with any number of processes, it makes the
+missing shards. All options: configs/prepare_features.yaml; encoders: tread/encoders/vision.py.
 """
 
 if __name__ == "__main__":

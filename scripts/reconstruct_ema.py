@@ -1,9 +1,9 @@
-"""Makes averaged weights of another width σ_rel after training: a checkpoint that sample.py, fid.py and init_from take.
+"""Computes, after training, an average of the weights with another EMA width σ_rel.
 
 python scripts/reconstruct_ema.py run=results/my-run sigma_rel=0.075 step=400000
 
-Combines the snapshots that a run with ema.power stored (tread/checkpoints/posthoc_ema.py). All options:
-configs/reconstruct_ema.yaml.
+Combines the snapshots that a run with ema.power stored (tread/checkpoints/posthoc_ema.py) into a checkpoint that
+sample.py, fid.py and init_from take. All options: configs/reconstruct_ema.yaml.
 """
 
 from pathlib import Path

@@ -54,7 +54,7 @@ def main(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_precision("fp32", device)
     use_cores(options.cpu_threads, processes=1)
-    saved = open_network(checkpoint.find(Path(options.checkpoint).expanduser()), options.weights)
+    saved = open_network(checkpoint.find(options.checkpoint), options.weights)
     routes = settle_routes(saved, options.routes)
     data = open_latents(saved, options.data)
     folder = Path(options.out).expanduser() if options.out else saved.found.folder

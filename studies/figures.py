@@ -26,15 +26,16 @@ Columns = dict[str, dict[str, str]]  # title → arm → cell
 
 
 class Figure(NamedTuple):
-    """How a study's results are shown: `draw` draws them into the image file at a path; `columns` returns columns that
-    table.md has beside those of every study, {title: {arm: cell}}."""
+    """How a study's results are shown. `draw` draws them into the image file at the given path. `columns` returns
+    {title: {arm: cell}}, the columns that this figure adds to table.md's usual ones."""
 
     draw: Callable[[Study, Results, Path], None]
     columns: Callable[[Study, Results], Columns] = lambda study, results: {}
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm of the study: its runs' values of a metric at the last number of images where all have it}."""
+    """Return {arm of the study: one value of a metric per run}. The values are read at the last number of images for
+    which all runs of the arm have the metric."""
     return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
 
 
@@ -44,13 +45,14 @@ def last_means(results: Results, metric: str) -> dict[str, float]:
 
 
 def measured(names: Sequence[str], results: Results) -> list[str]:
-    """Return the metrics in `names` that any run has, each once."""
+    """Return the metrics in `names` that all runs of at least one arm have, each once."""
     return [name for name in dict.fromkeys(names) if any(series(runs, name) for runs in results.values())]
 
 
 def table(study: Study, results: Results) -> str:
-    """Return Markdown tables with a line per arm, means ± standard deviations over the seeds, and with a line per pair,
-    its paired differences; then the outcome of the study's rule, if it has one, and notes."""
+    """Return table.md's text: a table of means ± standard deviations over the seeds, with a row per arm; a table of
+    paired differences, with a row per pair; the outcome of the study's rule, if it has one; and notes. With the figure
+    "balance", each metric has one table with both instead."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
@@ -100,20 +102,20 @@ def table(study: Study, results: Results) -> str:
 
 
 def networks_of(study: Study, results: Results) -> Results:
-    """Return the results without those of further ways of scoring."""
+    """Return the results without the arms that only score another arm's network in a further way (study.ways)."""
     return {arm: runs for arm, runs in results.items() if arm.rpartition(", ")[2] not in study.ways}
 
 
 def grid(columns: Columns, names: Iterable[str]) -> list[str]:
-    """Return the lines of a Markdown table with a row per name, and an empty one; [] without names."""
+    """Return the lines of a Markdown table with a row per name, and a blank line after them; [] without names."""
     rows = [[*columns], *([cells.get(name, "–") for cells in columns.values()] for name in names)]
     head, *lines = [f"| {' | '.join(row)} |" for row in rows]
     return [head, "|---" * len(columns) + "|", *lines, ""] if lines else []
 
 
 def seconds_alone(results: Results) -> dict[str, str]:
-    """Return {arm: the mean seconds of training, without the first step}, of arms all of whose runs had a device of
-    their own."""
+    """Return {arm: mean seconds of training, without the first step}. Arms are left out unless each of their runs had a
+    device to itself."""
     cells = {}
     for arm, runs in results.items():
         alone = runs and all(run["timed_on"] is not None and run["timed_on"][1:] == (1,) for run in runs)
@@ -124,8 +126,8 @@ def seconds_alone(results: Results) -> dict[str, str]:
 
 
 def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tuple[Columns, list[str]]:
-    """Return the columns of a table of paired differences, three for each metric (at equal images, at equal FLOPs, at
-    equal seconds), and the names of its rows: the pairs with runs to compare."""
+    """Return the columns and the row names of a table of paired differences. Each metric has a column at equal images,
+    one at equal FLOPs and one at equal seconds. Rows are the pairs with runs to compare."""
     cells: dict[tuple[str, str], dict[str, Estimate]] = {}
     for (metric, name), (arm, other) in product(product(metrics, EQUAL), study.pairs):
         if less := paired(results.get(arm, ()), results.get(other, ()), metric, name):
@@ -142,8 +144,9 @@ def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tupl
 
 
 def outcome(study: Study, results: Results) -> list[str]:
-    """Return a sentence on whether the arm of study.rule beats, at the end of training, the best of its rivals in every
-    metric of the rule beyond the interval of the paired difference. The best rival is that of the first metric."""
+    """Return lines that say whether the arm of study.rule beats its best rival at the end of training; [] if the study
+    has no rule. The best rival is the one that is best in the rule's first metric. To beat it, the arm must be better
+    in every metric of the rule, with a 95% interval of the paired difference that excludes 0."""
     if not (rule := study.rule):
         return []
     ends = last_means(results, rule["metrics"][0])
@@ -162,8 +165,8 @@ def outcome(study: Study, results: Results) -> list[str]:
 
 
 def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal: Sequence[str]) -> Columns:
-    """Return a column per metric and name in `equal` (keys of EQUAL): each arm's metric minus that of its pair, the arm
-    named in study.against."""
+    """Return a column for each metric at each of `equal` (keys of EQUAL). Its cells hold an arm's metric minus that of
+    the arm that study.against pairs it with."""
     columns = {}
     for metric, name in product(metrics, equal):
         pairs = {arm: (runs, results.get(study.against.get(arm), ())) for arm, runs in results.items()}
@@ -185,7 +188,8 @@ OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#
 
 
 def colours(study: Study) -> dict[str, str]:
-    """Return {arm: colour}: that of COLOURS, else the next of OTHERS. Arms of one training share a colour."""
+    """Return {arm: colour}, from COLOURS or, for arms that it lacks, the next of OTHERS. Arms that differ only in how
+    they are scored share a colour."""
     counts = Counter(word for arm in study.arms.values() for word in arm.overrides)
     base = {word for word, count in counts.items() if 2 * count > len(study.arms) and not word.startswith("model=")}
     if len({frozenset({*arm.overrides} - base) for arm in study.arms.values()}) < len(
@@ -206,7 +210,8 @@ def pair_name(arm: str, other: str) -> str:
 
 
 def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str | None = None) -> Line:
-    """Return a line through `points` (x, one value per seed): means ± standard deviations, if there are several."""
+    """Return a line through the means of `points` (x, one value per seed), with a band of ± one standard deviation if
+    every point has several seeds."""
     each = [estimate(values) for _, values in points]
     spreads = [point.spread for point in each]
     known = spreads if spreads and None not in spreads else None
@@ -214,7 +219,8 @@ def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour
 
 
 def less_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str, dashed: bool = False) -> Line:
-    """Return a line through paired differences, as `mean_line`, with 95% intervals if there are enough seeds."""
+    """Return a line through the means of paired differences (x, one per seed), with 95% intervals if every point has
+    enough seeds."""
     each = [estimate(values) for _, values in points]
     halves = [point.half if point.sign is not None else None for point in each]
     known = halves if halves and None not in halves else None
@@ -222,7 +228,7 @@ def less_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour
 
 
 def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, key: str = "") -> None:
-    """Draw panels under the study's headline and, in a second line, a `key` to what is drawn."""
+    """Draw panels under the study's headline and a second line, `key`, that explains what is drawn."""
     if panels:
         width = 4.6 if columns < 3 else 3.7
         save_panels(path, panels, columns, "\n".join(filter(None, [study.headline, key])), width)
@@ -231,8 +237,8 @@ def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, k
 def over_training(
     results: Results, metric: str, axes: Sequence[str], colour: Mapping[str, str] | None = None
 ) -> list[Panel]:
-    """Return a panel per axis, "images", "flops" or "steady_seconds": means over the seeds, with bands of ± one
-    standard deviation. `colour` is each arm's."""
+    """Return a panel per axis ("images", "flops" or "steady_seconds") with each arm's mean over the seeds and a band of
+    ± one standard deviation. `colour` maps arms to colours."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
     units = {
@@ -250,7 +256,7 @@ def over_training(
 
 
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
-    """Return two panels of a metric less its pair's, against images: at equal images, and at equal FLOPs."""
+    """Return two panels of a metric's paired differences against images: at equal images, and at equal FLOPs."""
     colour, panels = colours(study), []
     for axis, name in (("images", "images"), ("flops", "FLOPs")):
         lines = []
@@ -286,7 +292,8 @@ def draw_differences(study: Study, results: Results, path: Path) -> None:
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
     """Draw the first metric over the training of each network. Then draw the final FID against precision, and precision
-    against recall, for scores of equally many samples; a line joins scores that differ in guidance scale only."""
+    against recall. A line joins a network's scores that differ only in guidance scale; scores with another number of
+    samples than the network's own are left out."""
     networks = networks_of(study, results)
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
@@ -310,8 +317,8 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
 
 
 def precision_columns(study: Study, results: Results) -> Columns:
-    """Return a column per metric: an unguided arm's less the first arm's at the same precision, on the line through the
-    first arm's scales of cfg; where the precision is beyond them, none."""
+    """Return a column each for FID, KID and recall: an unguided arm's value less the first arm's at the same precision.
+    The first arm's is interpolated between its scores at the cfg scales, and the cell is empty where it can't be."""
     first, columns = next(iter(study.arms)), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
     for metric in ("fid", "kid", "recall"):
@@ -330,13 +337,13 @@ def precision_columns(study: Study, results: Results) -> Columns:
     return columns
 
 
-NOISE_OF = "convergence"  # the study whose paired differences tell of chance, where a study has no seeds of its own
+NOISE_OF = "convergence"  # the published study from which `chance` takes the noise if a study has too few seeds
 
 
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
-    """Return two standard deviations of a pair's difference between seeds, at equal `name`, pooled over the study's
-    pairs or, if those have fewer than three seeds, borrowed from the published study NOISE_OF, after the number of
-    images nearest to this study's; None if that lacks it."""
+    """Return two standard deviations, over seeds, of a pair's difference in a metric at equal `name` (a key of EQUAL).
+    They are pooled over the study's pairs. If those have too few seeds and the scale is not demo, they are those of the
+    published study NOISE_OF at the nearest number of images. None if there are none."""
     pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
     each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
@@ -350,8 +357,8 @@ def chance(study: Study, results: Results, metric: str, name: str = "images") ->
 
 
 def draw_ends(study: Study, results: Results, path: Path) -> None:
-    """Draw each pair's difference at the end of training, a row per pair: the first metric at equal images and FLOPs,
-    others at equal images; dots are seeds, bars 95% intervals, the grey band is `chance`."""
+    """Draw each pair's difference at the end of training, in a row per pair: the first metric at equal images and at
+    equal FLOPs, other metrics at equal images. Dots are seeds, bars are 95% intervals, the grey band is `chance`."""
     panels, colour = [], colours(study)
     metrics = measured(study.metrics, results)
     for metric, name in [(metrics[0], "images"), (metrics[0], "FLOPs"), *((m, "images") for m in metrics[1:])]:
@@ -392,7 +399,7 @@ def guidance_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric over the guidance scale ω, a line per network and guidance, from 0 on."""
+    """Draw each metric against the guidance scale ω, a line per network and kind of guidance; y axes start at 0."""
     known, panels, colour = sampling_flops(results), [], colours(study)
     others = iter(OTHERS)
     for metric in study.metrics:
@@ -442,8 +449,8 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """Draw how far each routed arm is above the dense one, over the number of blocks in its route: the training loss,
-    and the other metrics at equal images."""
+    """Draw the differences of routed arms from the dense one against the number of blocks in the route: in the training
+    loss, and in the other metrics at equal images."""
     lengths = {arm: 1 - int(np.subtract(*map(int, re.findall(r"\d+", arm)))) for arm in results if arm != "dense"}
     panels = []
     for metric in study.metrics:
@@ -499,7 +506,8 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return table columns: mean similarity of outputs of neighbouring blocks; that of embedding and last output."""
+    """Return table columns with two similarities: that of neighbouring blocks' outputs, averaged over the blocks, and
+    that of the embedding and the last block's output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -536,9 +544,9 @@ FIGURES = {
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write results.json (a line per finished training), figure.png and table.md to `folder`, beside the study's YAML.
-    They cover the runs in the study's file and the requested `runs`; `made` is {training's key: record} (results.py,
-    `finished`). table.md names the runs that are missing."""
+    """Write results.json (a line per finished training), figure.png and table.md to `folder`. They cover all runs in
+    the study's YAML file and the requested `runs`; table.md names the missing ones. `made` is {a training's key: its
+    record}, as results.finished returns it."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):

@@ -16,10 +16,10 @@ from typing import Literal
 from tqdm import tqdm
 
 from studies.study import ROOT, Planned, Score, Training
+from tread.checkpoints.run_log import RunLog
 from tread.evaluation.metric_table import names_of
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.signals import INTERRUPTED
-from tread.training.run_folder import RunLog
 
 # KEPT: keys of metrics.jsonl that result.json keeps; LEFT_OUT: keys of a score's JSON that it drops
 KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")
@@ -39,7 +39,7 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """The overrides for train.py and the scoring scripts, with their placeholders {data} and {step N}."""
+        """The overrides for train.py and the scoring scripts, in which {data} and {step N} are still placeholders."""
         return [*self.training.overrides, *(word for score in self.scores for word in score.words)]
 
     @property
@@ -49,7 +49,8 @@ class Job:
         return state == "finished" or (state == "interrupted" and self.over_time())
 
     def only_scores_lack(self, made: Mapping[str, dict]) -> bool:
-        """Return whether the records `made` have this training, but its checkpoints, to be scored, are not here."""
+        """Return whether `made` records this training as done, but its checkpoints are not here. To be scored, it must
+        be trained again."""
         return not self.trained and made.get(self.training.key, {"trained": False})["trained"]
 
     def over_time(self) -> bool:
@@ -85,8 +86,8 @@ class Job:
         return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
 
     def write_result(self, at_once: int | None = None) -> None:
-        """Write result.json from what exists: records over training, and all scores, keyed by Score.key. `at_once` is
-        the number of runs that shared the machine with this training; None: nothing was trained now."""
+        """Write result.json from what exists: the training's records, and all scores, keyed by Score.key. `at_once` is
+        the number of runs that shared the machine while this one was trained; None: it was not trained now."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
         for start in log.starts()[-1:]:
@@ -152,8 +153,8 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 
 
 def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children", part: Part = "both") -> str | None:
-    """Do what is missing of a job's training and scores (or of one `part`), and write its result. Return an error line,
-    or None."""
+    """Do what is missing of a job's training and scores (or of one `part`), and write its result.json. Return a line
+    that describes the error, or None if there was none."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
     lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock

@@ -1,8 +1,8 @@
-"""Compares arms that share draws, seed by seed: the mean difference, its standard error, and its 95% interval.
+"""Compares arms seed by seed: the mean difference, its standard error, and its 95% interval.
 
 With the same seed two runs see the same pictures in the same order, are evaluated on the same held-out points with the
-same noise, and draw samples from the same seeds. So a difference holds none of what those have in common, and its
-interval is of training seeds alone: not of other held-out photos or sampling seeds.
+same noise, and draw samples from the same seeds. The randomness that they share cancels in their difference. The
+interval shows how much this varies with the training seed, not with other held-out photos or sampling seeds.
 """
 
 import math
@@ -37,30 +37,31 @@ class Estimate:
 
     @property
     def sign(self) -> int | None:
-        """−1 or 1 if the whole interval lies below or above 0, 0 if it holds 0; None with fewer than ENOUGH seeds."""
+        """−1 or 1 if the whole interval is below or above 0, 0 if it includes 0; None with fewer than ENOUGH seeds."""
         if self.seeds < ENOUGH:
             return None
         return 0 if abs(self.mean) <= self.half else int(math.copysign(1, self.mean))
 
     def __str__(self) -> str:
-        """A level: "1.0203 ± 0.0011", the mean and standard deviation, or the value of a single seed."""
+        """Format the mean and standard deviation, "1.0203 ± 0.0011", or a single seed's value."""
         return f"{self.mean:.5g}" if self.seeds == 1 else f"{self._to(self.mean)} ± {self._to(self.spread)}"
 
     def signed(self) -> str:
-        """A difference: "+0.0114 (0.0001) [+0.0109, +0.0120]", the mean, its standard error and its interval."""
+        """Format a difference: "+0.0114 (0.0001) [+0.0109, +0.0120]" is the mean, its standard error and its interval;
+        with a single seed there is only its value."""
         if self.seeds == 1:
             return f"{self.mean:+.3g}"
         low, high = self.mean - self.half, self.mean + self.half
         return f"{self._to(self.mean, '+')} ({self._to(self.error)}) [{self._to(low, '+')}, {self._to(high, '+')}]"
 
     def _to(self, number: float, sign: str = "") -> str:
-        """Write a number to the place at which the standard error has its second digit."""
+        """Format a number with as many decimals as show two digits of the standard error; 4 if that is 0 or None."""
         places = max(0, 1 - math.floor(math.log10(self.error))) if self.error else 4
         return f"{number:{sign}.{places}f}"
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Return the estimate from one value per seed; None if there is none."""
+    """Return the estimate from one value per seed; None if there are no values."""
     if not values:
         return None
     mean, seeds = statistics.fmean(values), len(values)
@@ -86,13 +87,13 @@ def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
 
 
 def interpolate(values: Mapping[float, float], place: float) -> float | None:
-    """Interpolate a metric {FLOPs or seconds: value} linearly in their logarithm; None outside the curve."""
+    """Interpolate a metric {FLOPs or seconds: value} at `place`, linearly in log FLOPs or log seconds; None outside."""
     within = len(values) > 1 and min(values) <= place <= max(values)
     return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
 
 
 def last_difference(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's last value of a metric minus another's, whatever they were trained by; None if one has none."""
+    """Return one run's last value of a metric minus another's, however long each was trained; None if one has none."""
     ends = [[*curve(each, metric, "images").values()][-1:] for each in (run, other)]
     return ends[0][0] - ends[1][0] if all(ends) else None
 
@@ -104,8 +105,9 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 
 
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
-    """Return one run's metric minus another's, at the most "flops" or "steady_seconds" that both reach; None if one has
-    no value, or seconds are of other devices. Ends within 1% of the same seconds, as of a time budget, are equal."""
+    """Return one run's metric minus another's, at the most "flops" or "steady_seconds" (`axis`) that both reach. None
+    if one has no value there, or if the runs are not known to have been timed on the same device. Runs that end within
+    1% of the same seconds, as with a time budget, are compared at their ends."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
@@ -118,15 +120,17 @@ def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names), where not None, for each pair with equal seeds (same data order and noise)."""
+    """Return by(run, other, *names) for each pair of runs with equal seeds (same data order and noise), leaving out the
+    pairs where it is None."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
 
 
 def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) -> list[tuple[dict, list[float]]]:
-    """Return (the first run's point, [each seed's metric less that of its pair]) for each number of images where all
-    pairs have both. `axis` "images": at these images; "flops": at the run's FLOPs, on the line through the other's."""
+    """Return (the first run's point, [for each seed, the run's metric minus the other's]) for each number of images
+    where all pairs of equal seeds have both. With `axis` "images" the other's metric is read at the same images, with
+    "flops" it is interpolated at the run's FLOPs."""
     by_seed = {run["seed"]: curve(run, metric, axis) for run in others}
     runs, found = [run for run in runs if run["seed"] in by_seed], []
     for point, values in series(runs, metric):
@@ -137,7 +141,7 @@ def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) 
     return found
 
 
-EQUAL = {  # of what two runs have the same → how their difference there is found
+EQUAL = {  # quantity at which two runs are compared → the function that does it, and its argument `axis`
     "images": (at_equal_images,),
     "FLOPs": (at_equal, "flops"),
     "seconds": (at_equal, "steady_seconds"),
@@ -145,6 +149,7 @@ EQUAL = {  # of what two runs have the same → how their difference there is fo
 
 
 def paired(runs: Sequence[Made], others: Sequence[Made], metric: str, equal: str) -> Estimate | None:
-    """Return the estimate of one arm's metric less another's by equal seeds, at a key of EQUAL; None without pairs."""
+    """Return the estimate of one arm's metric minus another's, paired by seed, at equal images, FLOPs or seconds
+    (`equal`, a key of EQUAL); None without pairs."""
     by, *axis = EQUAL[equal]
     return estimate(differences(runs, others, by, metric, *axis))

@@ -82,7 +82,7 @@ def _made(run: Planned, record: dict) -> Made:
                 beyond = max(1.0, step / counted[-1][0])
                 point[axis] = round(beyond * float(np.interp(step, *zip(*counted))), 3)
         point |= points.get(step, {})
-        numbers = {name: score.get(name) for name in METRICS}  # "precision" is also what a judge without one ran in
+        numbers = {name: score.get(name) for name in METRICS}  # "precision" may also be a dtype, such as "bf16"
         points[step] = point | {name: each for name, each in numbers.items() if isinstance(each, int | float)}
     at_once, ordered = record.get("at_once", []), [points[step] for step in sorted(points)]
     timed_on = (record.get("device"), *at_once) if len(at_once) == 1 else None

@@ -1,13 +1,13 @@
 """Reproduces a figure or table of the paper: python studies/run.py study=convergence scale=demo|small|gpu|paper
 
     seeds=3        number of seeds, instead of the study's
-    jobs=2         runs at a time, with equal shares of the cores
-    again=true     run it anew: published numbers don't count as made, those in results= do
+    jobs=2         number of runs at a time, with equal shares of the cores
+    again=true     run everything that results= does not hold, even if published results have it
     dry=true       only print what would be run: images, FLOPs, samples
-    publish=true   copy results.json, figure.png and table.md to studies/<name>/ as each run ends (scale=small), or to
+    publish=true   write results.json, figure.png and table.md to studies/<name>/ as each run ends (scale=small), or to
                    studies/<name>_gpu/ (scale=gpu)
     arms=[dense]   only these arms (the kinds of run that the study compares), with all their ways of scoring
-    part=train     only train; part=score: only score what is trained
+    part=train     only train; part=score: only score finished trainings
     rehearse=true  a short trial of everything with a tiny network, where the study's file says how (cifar10)
     data=data      the folder of imagenette/ (scale=small) or imagenet256/ (paper)
     results=results/studies   the folder of the runs

@@ -38,7 +38,7 @@ class Arm:
 
     overrides  overrides for train.py; {data} stands for the data's folder, {75%} for that fraction of the run's steps.
     images     number of images to train on, with repetition.
-    flops      training FLOPs that end it in the place of `images`; None: images do.
+    flops      number of training FLOPs after which to end, instead of after `images`; None: after `images`.
     seeds      number of seeds first_seed, first_seed + 1, ….
     evaluate   images between evaluation losses.
     save       images between checkpoints.
@@ -47,8 +47,8 @@ class Arm:
     scoring    overrides for this script; {data} as above, {75%} stands for the checkpoint nearest to that step.
     samples    number of samples per score; 0: nothing is scored.
     needs      what the data's folder must contain, in words; None: nothing.
-    seconds    time budget: training ends after so many seconds of steps (without compilation) or after `images`; of
-               the scores before the last one only the first is planned. None: no budget.
+    seconds    time budget: training ends after so many seconds of steps (without compilation), or after `images` or
+               `flops` if that is earlier. With a budget, only the first and last score are planned.
     """
 
     overrides: tuple[str, ...]
@@ -74,9 +74,9 @@ class Study:
     against    {name of an arm: name of the arm that it is compared with}.
     besides    further pairs, as in `against`.
     figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
-    seen       what the figure of the published results shows, its title.
-    trials     {arm: {an override: name of the arm that tries it}}: the arm is trained with the override whose trial has
-               the best last value of the first metric, by seeds that no trial has.
+    seen       title of the published figure, which states what it shows.
+    trials     {arm: {an override: name of the arm that tries it}}. The arm is trained with the override whose trial has
+               the best last value of the first metric, and with other seeds than the trials.
     rule       what decides the study, fixed before it runs: `arm` against `rivals` in `metrics` (see `outcome`).
     ways       names of further ways of scoring; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
     rehearsal  {field of Arm: value} for a trial of the same commands with a tiny network; {}: none. See `rehearsed`.
@@ -104,7 +104,7 @@ class Study:
 
     @property
     def headline(self) -> str:
-        """The figure's title: what is seen, as far as it was published."""
+        """The figure's title: `seen` at the scale small, if there is one, else `title`."""
         return self.seen if self.seen and self.scale == "small" else self.title
 
 
@@ -123,8 +123,8 @@ class Training:
         return self.steps * self.batch_size
 
     def is_scored_at(self, step: int, reached: int) -> bool:
-        """Return whether to compute the score planned at `step`: not if a time budget ended the training before, at the
-        step `reached`, unless the score is the last one."""
+        """Return whether to compute the score planned at `step`. Scores are left out if a time budget ended training
+        earlier, at the step `reached`, but the last score is always computed."""
         return self.seconds is None or step == self.steps or step <= reached
 
     @property
@@ -175,11 +175,17 @@ def names() -> list[str]:
 
 
 def read_study(name: str, scale: ScaleName) -> Study:
-    """Read studies/<name>.yaml for one scale. Values of an arm override those in the study's section `scales`, which
-    override studies/scales.yaml or, with `like: small`, its section of that name, unless they say `alone: true`; an arm
-    or way that is null there is left out. Section `ways` names further ways of scoring: each arm, or those in a way's
-    `only`, has one more arm for each. `choose: {key: [values]}` adds an unscored arm of one seed for each arm and value
-    (see Study.trials). Raises ValueError for an unknown name or key, or a scale that the study does not have."""
+    """Read studies/<name>.yaml for one scale. An arm's values come from these sections, later ones overriding earlier:
+
+    scales.yaml             the section of this scale (with `like: small`, of that one; with `alone: true`, none)
+    scales.<scale>          the study's values for all arms at this scale
+    arms.<arm>              the study's values for the arm
+    scales.<scale>.arms     the arm's values at this scale; null leaves it out
+
+    `ways` and scales.<scale>.ways name further ways of scoring; null leaves a way out. For each way there is one more
+    arm per arm, or per arm in the way's `only`. `choose: {key: [values]}` adds an unscored arm of one seed for each arm
+    and value (see Study.trials). Raises ValueError for an unknown name or key, or a scale that the study does not have.
+    """
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
     tree, shared = (OmegaConf.to_container(OmegaConf.load(HERE / f"{file}.yaml")) for file in (name, "scales"))
@@ -239,11 +245,11 @@ def _over(base: dict, said: dict) -> dict:
 
 
 def plan(study: Study, seeds: int | None = None, made: Mapping[str, dict] | None = None) -> list[Planned]:
-    """Return a study's runs, seed by seed. Raises ValueError.
+    """Return a study's runs, seed by seed. Raises ValueError for overrides that train.py does not take.
 
-    seeds  number of seeds; None: each arm's own.
-    made   {a training's key: its record} by which trials are judged; arms whose trials are not all made are left out.
-           None: as if the first value that is tried were the best.
+    seeds  number of seeds of each arm except trials, which have one; None: each arm's own.
+    made   {a training's key: its record}, to find the best trials; arms with a trial that is not trained are left out.
+           None: the first override that is tried counts as the best.
     """
     arms = {name: _chosen(study, name, made) for name in study.arms}
     counts = {name: 1 if name in _trials(study) else seeds or arm.seeds for name, arm in arms.items() if arm}

@@ -44,6 +44,7 @@ from dit import DiT
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_network
 from tread.checkpoints.network import build_network, read_network
+from tread.checkpoints.run_log import RunLog
 from tread.data.latents import LatentSpec
 from tread.drawing.grids import FACTS
 from tread.encoders.inception import Inception, sizes_of
@@ -54,7 +55,6 @@ from tread.runtime import schema, versions
 from tread.runtime.cli import take_literally
 from tread.runtime.distributed import share_work
 from tread.training import periodic, settings
-from tread.training.run_folder import RunLog
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

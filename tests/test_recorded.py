@@ -21,9 +21,9 @@ from conftest import CPU, ROOT, launch, opened, read_json, score, take_samples
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from tread.checkpoints.run_log import RunLog
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, draw
-from tread.training.run_folder import RunLog
 
 RECORDED = ROOT / "tests/recorded"
 RUNS = {

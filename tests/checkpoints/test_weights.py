@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
+from tread.checkpoints.run_log import differences
 from tread.checkpoints.weights import load_weights, read_weights, usual_heads
 from tread.models.architectures import ARCHITECTURES, DiTOptions
 from tread.preparing import digits
-from tread.training.run_folder import differences, migrate
+from tread.training.run_folder import migrate
 
 SIZES = ["model.hidden_size=16", "model.depth=2", "model.num_heads=2", "model=dit"]
 LATENTS = replace(digits.MEANING, classes=tuple("abcdefghij"))

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from tread.training.run_folder import RunLog
+from tread.checkpoints.run_log import RunLog
 
 
 @pytest.mark.slow

@@ -23,13 +23,13 @@ from test_pages import COMMANDS
 from scripts import similarity
 from studies import cifar10, cost, figures, jobs, paired, results, run, study
 from studies.study import Planned, Training
+from tread.checkpoints.run_log import RunLog
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler
 from tread.encoders.inception import extract, load_inception
 from tread.evaluation.scoring import ScoringOptions
 from tread.models.text_dit import TextDiT
 from tread.runtime import schema
-from tread.training.run_folder import RunLog
 
 
 def planned(name: str, scale: str = "small") -> dict[tuple[str, int], Planned]:

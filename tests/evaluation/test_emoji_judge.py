@@ -13,6 +13,7 @@ import torch
 from conftest import launch, save_checkpoint, score
 from PIL import Image
 
+from tread.checkpoints.run_log import RunLog
 from tread.data.captions import add_captions
 from tread.data.dataset import LatentDataset
 from tread.data.section_writer import TextWriter
@@ -24,7 +25,6 @@ from tread.evaluation.metric_table import names_of, with_real
 from tread.preparing.emoji import MEANING
 from tread.preparing.encode_text import encoding
 from tread.runtime.randomness import generator
-from tread.training.run_folder import RunLog
 
 VALUES = with_real(names_of("demo"))
 

@@ -18,11 +18,11 @@ from PIL import Image
 from test_comparison import add_records, write_run
 
 import train
+from tread.checkpoints.run_log import RunLog
 from tread.evaluation.score_files import add_line
 from tread.reports import page, runs
 from tread.reports.report import time_of, troubles_of, write_report
 from tread.reports.runs import folders_of
-from tread.training.run_folder import RunLog
 
 SCORE = {"label_agreement": 0.9, "frechet_pixels": 30.5, "count": 500, "time": "2026-01-02T03:04:05+00:00", "step": 300}
 SCORE |= {"counts": {"label_agreement": 500, "frechet_pixels": 1442}, "unavailable": {"fid": "grey pictures"}}

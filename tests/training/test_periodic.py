@@ -19,12 +19,12 @@ from dit import DiT
 from routing_module import Route, draw_ids
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
+from tread.checkpoints.run_log import RunLog
 from tread.data.writer import write_dataset
 from tread.preparing import digits
 from tread.training import failures, periodic, settings
 from tread.training.costs import sample_flops
 from tread.training.run import StepStatistics
-from tread.training.run_folder import RunLog
 
 
 def test_the_last_steps_are_kept_whatever_cuts_them():

@@ -13,12 +13,13 @@ from conftest import ROOT, TINY, launch, launch_door, launch_processes, records,
 from omegaconf import OmegaConf
 
 import train
+from tread.checkpoints.run_log import RunLog
 from tread.reports.report import troubles_of
 from tread.reports.runs import find_run
 from tread.runtime.files import sha256
 from tread.training import settings
 from tread.training.resume import keys_of, settle, take_typed
-from tread.training.run_folder import RunLog, migrate
+from tread.training.run_folder import migrate
 
 RUN = Path("results/digits-tread")
 CONFIGS = ROOT / "configs"

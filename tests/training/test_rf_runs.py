@@ -30,6 +30,7 @@ import sample
 from rf import RF
 from routing_module import Route, draw_ids
 from tread.checkpoints.network import build_network
+from tread.checkpoints.run_log import RunLog
 from tread.data.dataset import Batch, LatentDataset
 from tread.data.latents import to_network
 from tread.diffusion import sampling
@@ -41,7 +42,6 @@ from tread.reports.known_scores import find_scores
 from tread.runtime import device
 from tread.runtime.randomness import generator
 from tread.training import periodic, settings
-from tread.training.run_folder import RunLog
 from tread.training.start import open_datasets
 from tread.training.step import loss, step_draws
 

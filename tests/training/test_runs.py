@@ -19,6 +19,7 @@ from test_optimizer import Watch
 import routing_module
 from dit import DiT
 from tread.checkpoints import checkpoint
+from tread.checkpoints.run_log import RunLog, differences
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
@@ -27,7 +28,7 @@ from tread.reports.runs import find_run
 from tread.runtime.signals import Stop
 from tread.training import failures
 from tread.training.run import Run
-from tread.training.run_folder import Claim, RunLog, claim, differences
+from tread.training.run_folder import Claim, claim
 from tread.training.start import start
 
 

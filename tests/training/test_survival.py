@@ -22,11 +22,11 @@ from PIL import Image
 from torch._dynamo.exc import BackendCompilerFailed
 
 from tread.checkpoints import checkpoint
+from tread.checkpoints.run_log import RunLog
 from tread.data.writer import write_dataset
 from tread.models import backbone
 from tread.preparing import digits
 from tread.training import failures, periodic, step
-from tread.training.run_folder import RunLog
 
 RUN = Path("results/digits-tread")
 

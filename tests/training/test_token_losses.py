@@ -15,12 +15,12 @@ from dit import DiT
 from rf import RF
 from routing_module import Route
 from tread.checkpoints.network import build_network
+from tread.checkpoints.run_log import RunLog
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.diffusion.token_losses import EPSILON, kept_error, reconstruction_error, to_patches
 from tread.models.rwkv import RWKV
-from tread.training.run_folder import RunLog
 from tread.training.step import active_routes, loss, step_draws
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)

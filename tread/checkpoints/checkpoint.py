@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tread.runtime.device import wait_for
 from tread.runtime.files import plain_name, point_to, sha256, whole_folder
+from tread.runtime.hub import local
 from tread.runtime.tensor_files import save_tensors
 
 VERSION = 1
@@ -102,6 +103,11 @@ class Checkpoint:
         return self.info["step"]
 
     @property
+    def revision(self) -> str | None:
+        """The hash of the hub's revision that it was fetched as; None for other checkpoints."""
+        return self.folder.name if self.folder.parent.name == "snapshots" else None
+
+    @property
     def parts(self) -> list[str]:
         return [file.removesuffix(".safetensors") for file in self.info["files"]]
 
@@ -137,10 +143,11 @@ class Checkpoint:
         return load_file(self.verify(name))
 
 
-def find(path: Path) -> Checkpoint:
-    """Open the checkpoint at `path`: its own folder, a run's link `latest`, or a run's folder, which stands for the
-    checkpoint that `latest` names, else the newest. Raises FileNotFoundError if there is none, ValueError if it is
-    damaged or was not written by this code."""
+def find(path: Path | str) -> Checkpoint:
+    """Open the checkpoint at `path`: its own folder, a run's link `latest`, a run's folder, which stands for the
+    checkpoint that `latest` names, else the newest, or hf:user/name[@revision]. Raises FileNotFoundError if there is
+    none, ValueError if it is damaged or was not written by this code."""
+    path = local(path)
     if path.name == "latest" and not path.is_dir():
         other = newest(path.parent)
         use = f"; the newest checkpoint there is {other}" if other else ""
@@ -247,7 +254,8 @@ def _step(folder: Path) -> int:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return a run's checkpoint folders by step, damaged ones too, up to that of the link `latest`, if it exists."""
+    """Return a run's checkpoint folders, damaged ones too, ordered by step. If the link `latest` exists, folders later
+    than the one it leads to are left out."""
     folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
     return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)
@@ -298,8 +306,9 @@ def optimizer_tensors(
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Convert `value`, entry `key` of parameter `name` in an optimizer's state, to JSON. Containers become [kind, …];
-    tensors, collected in `tensors`, become ["tensor", key there, whether they are on another device than `device`]."""
+    """Convert `value`, entry `key` of parameter `name` in an optimizer's state, to JSON. Containers become [kind, …].
+    A tensor is added to `tensors` and becomes ["tensor", its key there, whether it is on a device other than `device`].
+    """
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]
@@ -312,7 +321,8 @@ def _pack(value: object, key: str, name: str, device: torch.device, tensors: dic
 
 
 def _unpack(value: object, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Rebuild a value from `_pack`; tensors of the parameters' device go to `device`, others stay on the CPU."""
+    """Rebuild a value from `_pack`, removing its tensors from `tensors`. Those that were on the parameters' device go
+    to `device`, others stay on the CPU."""
     if not isinstance(value, list):
         return value
     kind, *items = value

@@ -1,9 +1,9 @@
 """Opens checkpoints for sampling, and checks what they record about their networks before any weights are read."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
+from torch import nn
 
 from routing_module import Route
 from tread.checkpoints import checkpoint
@@ -64,7 +64,18 @@ class SavedNetwork:
         network = build_network(self.cfg)
         network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))
-        return Model(self.process, network.to(device).eval(), self.routes(guidance))
+        return self.with_weights(network.to(device).eval(), guidance)
+
+    def with_weights(self, network: nn.Module, guidance: Guidance) -> Model:
+        """Return the model of a loaded network, with the routes that `guidance` asks for."""
+        return Model(self.process, network, self.routes(guidance))
+
+    def shifted(self, shift: float) -> "SavedNetwork":
+        """Return this network with sampling times shifted by `shift`, in the place of rf.shift. ValueError for EDM."""
+        if self.cfg.objective != "rf":
+            trained = f"{self.found.folder} was trained with objective={self.cfg.objective}"
+            raise ValueError(f"shift={shift:g} is of rectified flow, but {trained}")
+        return replace(self, cfg=replace(self.cfg, rf=replace(self.cfg.rf, shift=shift)))
 
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
@@ -92,12 +103,8 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
     except ValueError as error:
         raise ValueError(f"{source.folder / 'info.json'}: {error}") from error
     cfg = replace(cfg, model=cfg.model.anywhere)
-    if shift is not None:
-        if cfg.objective != "rf":
-            trained = f"{source.folder} was trained with objective={cfg.objective}"
-            raise ValueError(f"shift={shift:g} is of rectified flow, but {trained}")
-        cfg = replace(cfg, rf=replace(cfg.rf, shift=shift))
-    return SavedNetwork(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
+    saved = SavedNetwork(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
+    return saved if shift is None else saved.shifted(shift)
 
 
 def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
@@ -106,7 +113,7 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
     weak = None
     if guidance.checkpoint is not None:
         given = f"guidance.checkpoint={guidance.checkpoint}"
-        weak = open_network(checkpoint.find(Path(guidance.checkpoint).expanduser()), guidance.weights)
+        weak = open_network(checkpoint.find(guidance.checkpoint), guidance.weights)
         if weak.sha256 == strong.sha256:
             raise ValueError(f"{given} is the network of checkpoint=… itself")
         for name, ours in meaning(strong).items():

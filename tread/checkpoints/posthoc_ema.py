@@ -1,10 +1,10 @@
-"""Averages of the weights of any width, made after training from stored averages.
+"""Computes averages of the weights of any EMA width, after training, from averages stored during training.
 
 A run stores its power-function EMAs, of one or two widths, at regular steps. At these steps the average of another
 width is nearly a weighted sum of stored ones (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2, App. C).
 
 results/<run>/ema_snapshots/step_0001000.safetensors
-    keyed "<sigma_rel>/<parameter>"; fp16, or fp32 for a tensor with values that fp16 does not reach
+    keyed "<sigma_rel>/<parameter>"; fp16, or fp32 for a tensor with values that overflow fp16
 """
 
 import json
@@ -50,7 +50,7 @@ class Snapshot:
 
 
 def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
-    """Store averages after `step` steps in a file, whole or not at all, in place of an older one; returns its path.
+    """Write the averages after `step` steps to a file, atomically, replacing an existing one; returns its path.
 
     averages  parameters (not buffers) keyed "<sigma_rel>/<parameter>", the same parameters for each width.
 
@@ -140,8 +140,8 @@ def inner_products(profiles: Profiles) -> np.ndarray:
 
 
 def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays: the inner products of the stored profiles with one another and with the target profile, all
-    scaled to length 1; and the target's length before scaling, divided by that of each stored profile."""
+    """Return three arrays for n stored profiles: their inner products with one another (n, n) and with the target (n,),
+    all profiles scaled to L2 norm 1; and the target's norm before scaling, divided by that of each stored one (n,)."""
     products = inner_products([*stored, (step, sigma_rel)])
     lengths = np.sqrt(products.diagonal())
     scaled = products / lengths / lengths[:, None]
@@ -149,7 +149,7 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
-    """Return factors (len(stored),) by which the stored averages add up to nearly that of width sigma_rel at `step`.
+    """Return factors (len(stored),): the stored averages' weighted sum is nearly that of width sigma_rel at `step`.
 
     The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64. The factors sum to 1, so
     that parameters that do not move in training come out as they are; the paper leaves the sum free, which shrinks or
@@ -171,8 +171,8 @@ def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return the relative RMS error that fp16 storage of averages, `stored` as (step, sigma_rel), causes in a
-    reconstructed parameter. It is large for a sigma_rel far below the stored widths."""
+    """Return the relative RMS error of a reconstructed parameter that comes from storing the averages in fp16. It is
+    large for a sigma_rel far below the stored widths."""
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 

@@ -17,6 +17,7 @@ from tread.checkpoints.network import Network, process_of
 from tread.data.latents import LatentSpec
 from tread.models.architectures import ARCHITECTURES, NetworkOptions, TextSettings, recognize
 from tread.models.rotary import ROUNDING, TABLES, check_tables
+from tread.runtime.hub import local
 from tread.runtime.schema import written
 from tread.runtime.tensor_files import EXPAND, FIRST, LABELS, MASKDIT, listed, read_kind
 
@@ -107,7 +108,8 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return {dotted setting: value} that names and shapes reveal; only rotary tables reveal num_heads, positions."""
+    """Return {dotted setting: value} for the settings that names and shapes of a state dict reveal. For num_heads and
+    positions it must hold rotary tables."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -132,8 +134,8 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return {"model.<name>": value} for those defaults and constants of the architecture in `settings` that change
-    what its weights compute."""
+    """Return {"model.<name>": default or constant} of the architecture that `settings` name, for the options that have
+    one and change what its weights compute."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
@@ -218,7 +220,8 @@ class StoredWeights:
         return lines
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
-        """Return what decides the weights' meaning besides the network's options: {name: (recorded, present value)}."""
+        """Return {name: (recorded value, present value)} of everything besides the network's options that decides what
+        the network's inputs and outputs mean."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
@@ -244,8 +247,8 @@ class StoredWeights:
 
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
-    """Read the "ema" or "model" weights of a checkpoint or file. If the file is part of a checkpoint, its name decides
-    which ones it holds. Raises FileNotFoundError, or ValueError, also if weights="model" but the file holds ema.
+    """Read the "ema" or "model" weights of a checkpoint or file. The name of a checkpoint's file tells which of them it
+    holds. Raises FileNotFoundError, or ValueError, also if weights="model" but the file holds ema.
     """
     if not path.is_file():
         source = checkpoint.find(path)
@@ -267,13 +270,13 @@ def load_weights(
 ) -> StoredWeights:
     """Load the weights "ema" or "model" of `path` (init_from) into `network`, built by the settings `model` and `text`.
     Raises FileNotFoundError, or ValueError if names, shapes or recorded settings do not match."""
-    stored = read_weights(Path(path).expanduser(), weights)
+    stored = read_weights(local(path), weights)
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored
 
 
 def _conventions(cfg: Network) -> dict[str, object]:
-    """Return the process's settings that decide what a network's input and output mean, keyed by dotted name."""
+    """Return the diffusion process's settings that decide what a network's input and output mean, by dotted name."""
     process = process_of(cfg)
     return {f"{cfg.objective}.{name}": getattr(process, name) for name in process.conventions}
 

@@ -165,7 +165,8 @@ class LatentDataset:
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of whole batches in an epoch; the samples left over, others each time, are skipped."""
+        """Return the number of whole batches in an epoch. Samples left over are skipped; they differ between epochs.
+        Raises ValueError if the dataset is smaller than a batch."""
         if len(self) < batch_size:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size

@@ -67,7 +67,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 def changed_files(folder: Path, before: dict[str, str], hashes_alone: bool) -> list[str]:
     """Return a warning, in a list, if a dataset's files differ from `before`, an earlier result of files_of. With
-    `hashes_alone`, other sizes and times are no difference."""
+    `hashes_alone`, only hashes are compared, not sizes and times."""
     now, changed = files_of(folder), {}
     for name in before | now:
         both = [files.get(name, "not there") for files in (before, now)]

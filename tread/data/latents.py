@@ -35,7 +35,7 @@ class LatentSpec:
     fingerprint                   hash of the autoencoder's weights; None if unknown.
     channel_shift, channel_scale  the network then gets (x − channel_shift)·channel_scale per channel; (): it gets x.
     orientation, alpha            how photos were decoded, see images.read_rgb; the defaults are ADM's way.
-    dtype                         of the stored numbers; uint8, of pixels alone, 0..255 for −1..1.
+    dtype                         of the stored numbers; uint8 is for pixels only, and stores −1..1 as 0..255.
     """
 
     shape: tuple[int, int, int]

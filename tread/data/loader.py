@@ -24,7 +24,7 @@ class Loader:
     seed           decides the order of the data.
     micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
     beyond         samples to read after each micro-batch's own; after the batch's last one comes its first.
-    steps          the number of training steps, at which reading ahead ends; None: it does not end.
+    steps          the number of training steps, beyond which nothing is read ahead; None: no limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
     """
 

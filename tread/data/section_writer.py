@@ -33,7 +33,7 @@ class SectionWriter(ShardStore, ABC):
     folder     a finished dataset, or the folder `data` of a DatasetWriter after `assemble`.
     place      the keys in index.json that lead to the section: ("text", encoder) or ("features",).
     stem       the first part of the files' names.
-    facts      the section's entries besides its shards, as JSON: a section with other facts is a different one.
+    facts      the section's entries besides its shards, as JSON; a section with other facts has to be made anew.
     ranges     the rows of each shard.
     row_bytes  bytes of a row, to check the free space.
     """
@@ -53,8 +53,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the keys of the section in index.json that list its shards, {key: value}, from a dict per shard:
-        {"count": rows, kind: file name, kind_sha256: hash}."""
+        """Return the part {key: value} of the section in index.json that lists its shards. `entries` has a dict per
+        shard: {"count": rows, kind: file name, kind_sha256: hash}."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
@@ -67,8 +67,9 @@ class SectionWriter(ShardStore, ABC):
         return index, self._place[-1]
 
     def is_finished(self, again: bool = False) -> bool:
-        """Return whether index.json has this writer's section already. Raises ValueError or OSError if the section is
-        damaged or was made otherwise (other `facts`); with `again`, returns False for such a section."""
+        """Return whether index.json has this writer's section already; if so, remove unfinished work. Raises ValueError
+        or OSError if the section is damaged or has other `facts`. With `again`, hashes are checked too, and the result
+        for such a section is False."""
         index = read_index(self.folder)
         around, key = self._around(index)
         if (section := around.get(key)) is None:
@@ -155,7 +156,7 @@ class TextWriter(SectionWriter):
     """Writes a dataset's captions, encoded by one encoder. The last shard is the empty caption, one row.
 
     counts      (samples,) number of captions of each sample, at least 1.
-    shard_size  captions in a shard; interrupted work repeats unfinished ones. None: as many as fit into 256 MB.
+    shard_size  captions in a shard; after an interruption a shard is begun anew. None: as many as fit into 256 MB.
     """
 
     def __init__(self, folder: Path, spec: TextSpec, counts: Sequence[int], shard_size: int | None = None) -> None:

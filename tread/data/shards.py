@@ -22,7 +22,8 @@ PLACEMENTS = get_args(Placement)
 
 @dataclass(frozen=True)
 class Stream:
-    """An array to write whose parts, along its first axis, are made meanwhile, so that memory holds one at a time."""
+    """An array that is written part by part along its first axis. Each part is made when it is written, so that memory
+    holds one at a time."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -55,7 +55,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards of another plan, which otherwise raise ValueError.
-        begun  entries that replace those of `plan` when it is compared with the recorded plan of unfinished work.
+        begun  entries to take instead of those of `plan` when it is compared with the plan.json of unfinished work.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """
@@ -102,8 +102,8 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """Return the numbers of the shards still to be made. If `verify`, the processes to show a progress bar with, is
-        given, all files are hashed, and shards with changed files count as missing."""
+        """Return the numbers of the shards still to be made. With `verify`, the processes that show a progress bar, all
+        files are hashed, and shards with changed files count as missing."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
@@ -187,7 +187,7 @@ class ShardStore:
                 yield np.load(self.data / entry[kind], mmap_mode="r", allow_pickle=False)
 
     def whole(self, kind: str) -> np.ndarray:
-        """Return the arrays of one kind as one."""
+        """Return the arrays of one kind, concatenated."""
         return np.concatenate(list(self.arrays(kind)))
 
     def first(self, kind: str, count: int) -> np.ndarray:

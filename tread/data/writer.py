@@ -29,7 +29,7 @@ class DatasetWriter(ShardStore):
     folder    the future dataset.
     plan      JSON of what determines the shards; unfinished work is continued only if its plan is the same.
     pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: no pictures are kept.
-    besides   further settings, which change no shard; they are compared only with those of a finished dataset.
+    besides   further settings, which change no shard; unlike `plan`, they may change while the dataset is unfinished.
     ranges    the rows of each shard; may be set later.
     """
 
@@ -64,7 +64,8 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Lock the work folder and call ShardStore.begin. Raises FileExistsError if the dataset or a writer exists."""
+        """Lock the work folder and call ShardStore.begin. Also raises FileExistsError if the dataset exists or another
+        process is writing it."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # once more: another process may have made it before the lock

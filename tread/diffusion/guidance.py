@@ -61,7 +61,7 @@ KINDS = {
 @dataclass(frozen=True)
 class Schedule:
     """A number that changes during sampling, from `start` at the first noise level to `end` at the last one above 0.
-    u counts steps: of n noise levels the i-th, from 0, has u = i / (n − 1), however far apart they lie. Schedule
+    It depends on a level's index, not on its value: of these n levels, level i = 0..n−1 has u = i / (n − 1). Schedule
     "linear" is linear in u; "cosine" is end + (start − end)·(1 + cos πu) / 2."""
 
     schedule: Shape
@@ -93,8 +93,8 @@ def _show(value: float | Schedule) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """Settings of one denoiser call: scale is ω, strong and weak each branch's fraction of skipped tokens; weak=None:
-    only the strong branch runs."""
+    """Guidance's settings for one denoiser call: the weight ω (`scale`), and the fractions of tokens that skip the
+    routes' blocks in the `strong` and the `weak` branch. weak=None: only the strong branch runs."""
 
     scale: float
     strong: float
@@ -103,14 +103,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Guidance:
-    """How samples are guided; scale, strong and weak are numbers, or schedules over the noise levels.
+    """How samples are guided. scale, strong and weak are numbers, or schedules over the noise levels.
 
     kind          a key of KINDS, such as "cfg".
     scale         the guidance weight ω in D_weak + ω·(D_strong − D_weak).
-    strong, weak  fraction of tokens, in [0, 1), that skip the routes' blocks in each branch of the sparse kinds. Of N
-                  tokens int(N·fraction) skip; for routes with select="row" N counts rows.
-    interval      (lowest, highest) noise level, both included, EDM's σ or rectified flow's t; outside of it only the
-                  strong branch runs (Kynkäänniemi et al. 2024, arXiv 2404.07724).
+    strong, weak  fraction of tokens, in [0, 1), that skip the routes' blocks in this branch; 0 unless the kind is
+                  sparse, sparse_cfg or sparse_uncond. Of N tokens (with select="row": N rows) int(N·fraction) skip.
+    interval      (lowest, highest) noise level, both included, at which guidance is on: EDM's σ or rectified flow's t.
+                  At other levels only the strong branch runs (Kynkäänniemi et al. 2024, arXiv 2404.07724).
     checkpoint    path of the weak branch's network; None: the strong branch's network.
     weights       weights to load from that checkpoint, "ema" or "model".
     same_ids      True: both branches choose their tokens by the same random numbers.
@@ -188,8 +188,8 @@ class Guidance:
         return " ".join(parts)
 
     def plan(self, levels: Sequence[float], progress: Sequence[float]) -> list[Call]:
-        """Return the settings of each denoiser call. `levels` and `progress` hold each call's noise level and its place
-        u in the sampling, 0 to 1. Raises ValueError if no level lies in `interval`."""
+        """Return the settings of each denoiser call, given the calls' noise levels and their `progress`, u in 0..1 (see
+        Schedule). Raises ValueError if no level lies in `interval`."""
         low, high = self.interval or (-math.inf, math.inf)
         if not any(low <= level <= high for level in levels):
             raise ValueError(
@@ -212,7 +212,7 @@ class Branch:
 
     denoise  function (x, level, y, routes) → D, the predicted data.
     y        conditions: (B,) int64 labels, which may be the null class, or texts.
-    routes   function from the number of a denoiser call to pairs (Route, ids_keep), or to () for all tokens.
+    routes   function from the index of a denoiser call to pairs (Route, ids_keep), or to () for all tokens.
     """
 
     denoise: Callable[[Tensor, Tensor, Condition, Routes], Tensor]
@@ -221,9 +221,9 @@ class Branch:
 
 
 def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the guided denoiser (x, level) → D for one batch. `scale` maps the number of the denoiser's call (0, 1, …)
-    to ω; if ω is 1 or weak is None, only the strong branch runs. Branches with the same `denoise` and routes of equal
-    shape run as one batch, others one after the other."""
+    """Return the guided denoiser (x, level) → D for one batch. `scale` maps the index of a denoiser call (0, 1, …) to
+    ω. If ω is 1 or weak is None, only the strong branch runs. Both branches run as one batch if they have the same
+    `denoise` and routes of equal shape, else one after the other."""
     calls = itertools.count()
 
     def denoiser(x: Tensor, level: Tensor) -> Tensor:
@@ -246,8 +246,9 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """Return for each route the properties that must be equal in both branches so that these can run as one batch: the
-    shape of ids_keep, blocks, fp32 and rejoin; for rules that score tokens, the whole route."""
+    """Return for each route what must be equal in both branches if they are to run as one batch: the shape of ids_keep,
+    and the route's blocks, fp32 and rejoin. For rules that score tokens (ids_keep are then floats), it is the shape
+    and the whole route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

@@ -53,8 +53,8 @@ class Process(Protocol):
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Return lower noise levels than noise_level(normal), elementwise: each level's quantile in the distribution of
-        training levels falls by `step`, in [0, 1), but not below 0.001. Quantiles already below 0.001 stay."""
+        """Return lower noise levels than noise_level(normal), elementwise. Each level's quantile among the training
+        levels falls by `step` (0 to 1), but not below 0.001; levels whose quantile is below 0.001 already stay."""
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 

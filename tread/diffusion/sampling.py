@@ -5,6 +5,7 @@ A sample depends only on its label and its seed, from which its noise and its ro
 Shapes: B samples, N tokens; latents (B, C, S, S).
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,13 @@ from routing_module import Route
 from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from tread.diffusion.labels import check_labels
 from tread.diffusion.process import Process
-from tread.diffusion.solvers import Churn, call_order, solve
+from tread.diffusion.solvers import Churn, Denoiser, call_order, solve
 from tread.models.conditions import Condition, Text, count, pad, replaced, rows, to
 from tread.routing.ids import RULES, check_ratio, count_kept, pair, with_ratio
 from tread.runtime.device import autocast
 from tread.runtime.randomness import seeded_normal, seeded_uniform
+
+OnStep = Callable[[int, float, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,13 @@ class Sampler:
         guidance: Guidance = NO_GUIDANCE,
         churn: Churn | None = None,
     ) -> "Sampler":
-        """Create a Sampler. None means the process's default for `steps` and `solver`, and no churn for `churn`."""
+        """Create a Sampler. If steps or solver is None, the process's default is used; churn=None means no churn."""
         steps = process.default_steps if steps is None else steps
         return cls(steps, batch_size, precision, guidance, solver or process.default_solver, churn or Churn())
 
     def plan(self, process: Process) -> list[Call]:
-        """Return each denoiser call's guidance, in order. Raises ValueError if steps, solver or churn do not fit."""
+        """Return each denoiser call's guidance, in order. Raises ValueError if the steps, solver or churn do not suit
+        the process, or if no noise level lies in the guidance's interval."""
         if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
             raise ValueError(
                 f"churn={self.churn.amount:g} needs EDM and solver=heun: only these can add noise between steps"
@@ -116,7 +120,7 @@ class Sampler:
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
     """Raise ValueError if the guidance's ratios do not suit the networks' routes (see check_ratio in
-    tread/routing/ids.py), or if the guidance leaves out a sparse part (SPRINT's) that the network does not have."""
+    tread/routing/ids.py), or if the guidance leaves out SPRINT's sparse part and the network has none."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
         raise ValueError(
@@ -134,18 +138,24 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """Return the FLOPs per sample divided by those of the same steps without guidance and with all tokens."""
+    """Return the ratio of a sample's FLOPs to its FLOPs with the same steps, but all tokens and no guidance."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 
 def draw(
-    model: Model, seeds: Sequence[int], labels: Tensor, sampler: Sampler, weak: Model | None = None
+    model: Model,
+    seeds: Sequence[int],
+    labels: Tensor,
+    sampler: Sampler,
+    weak: Model | None = None,
+    on_step: OnStep | None = None,
 ) -> Iterator[Tensor]:
     """Draw samples batch by batch: yields latents (b, C, S, S) fp32 on the network's device, in the order of the seeds.
 
-    seeds   one for each sample; its noise and its routes' ids_keep are drawn from it.
-    labels  (n,) int64 classes, or indices of the model's prompts, on the CPU.
-    weak    guidance's second network; None: the weak branch uses `model` too.
+    seeds    one for each sample; its noise and its routes' ids_keep are drawn from it.
+    labels   (n,) int64 classes, or indices of the model's prompts, on the CPU.
+    weak     guidance's second network; None: the weak branch uses `model` too.
+    on_step  called at the start of each step with its number, the noise level, x and D(x), both (b, C, S, S) fp32.
 
     A sample does not depend on the others of its batch; another batch size changes it by rounding only.
     """
@@ -157,11 +167,19 @@ def draw(
         part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
         missing = sampler.batch_size - len(part)
         padded, y = part + part[-1:] * missing, pad(y, sampler.batch_size)
-        yield _draw_batch(model, weak, padded, y, sampler)[: len(part)]
+        told = on_step and _at_each_step(on_step, call_order(sampler.solver, sampler.steps), len(part))
+        yield _draw_batch(model, weak, padded, y, sampler, told)[: len(part)]
 
 
 @torch.no_grad()
-def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tensor, sampler: Sampler) -> Tensor:
+def _draw_batch(
+    model: Model,
+    weak: Model | None,
+    seeds: list[int],
+    labels: Tensor,
+    sampler: Sampler,
+    told: Callable[[Denoiser], Denoiser] | None,
+) -> Tensor:
     network, device = model.network, next(model.network.parameters()).device
     plan, row = sampler.plan(model.process), sampler.guidance.row
     y, weaker = model.condition(labels, device), weak or model
@@ -177,6 +195,7 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
         routes = _routes(weaker, seeds, [call.weak or 0.0 for call in plan], stream, device)
         other = Branch(denoise, y if row.weak_class else weaker.network.null(len(seeds)), routes)
     denoiser = guided(strong, other, lambda call: plan[call].scale)
+    denoiser = told(denoiser) if told else denoiser
     shape = (network.in_channels, network.input_size, network.input_size)
 
     def churn_noise(step: int) -> Tensor:
@@ -186,6 +205,23 @@ def _draw_batch(model: Model, weak: Model | None, seeds: list[int], labels: Tens
     networks = {network, weaker.network} if sampler.precision == "bf16" else ()
     with _casts_kept(device, networks):
         return solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise).float()
+
+
+def _at_each_step(on_step: OnStep, order: Sequence[int], count: int) -> Callable[[Denoiser], Denoiser]:
+    """Return a decorator of denoisers that calls on_step, for the first `count` samples, at the first call of each
+    step; `order` is call_order's. A step's first call is the last one at its noise level."""
+    first, calls = dict(zip(order, range(len(order)))), itertools.count()
+
+    def told(denoiser: Denoiser) -> Denoiser:
+        def denoise(x: Tensor, level: Tensor) -> Tensor:
+            predicted, call = denoiser(x, level), next(calls)
+            if first[order[call]] == call:
+                on_step(order[call], float(level), x[:count].float(), predicted[:count].float())
+            return predicted
+
+        return denoise
+
+    return told
 
 
 @contextmanager
@@ -240,10 +276,11 @@ def draw_pictures(
     sampler: Sampler,
     weak: Model | None = None,
     check: bool = False,
+    on_step: OnStep | None = None,
 ) -> Iterator[Tensor]:
     """Like `draw`, but yield pictures (b, 1 or 3, H, W) uint8 on the CPU, made from latents by `decoder`. check=True
     raises ValueError for samples that are not finite, which would be scored as black pictures."""
-    for x in draw(model, seeds, labels, sampler, weak):
+    for x in draw(model, seeds, labels, sampler, weak, on_step):
         if check and not x.isfinite().all():
             raise ValueError(
                 f"samples are not finite: the network's weights are broken, or {sampler.precision} is too coarse"

@@ -96,6 +96,6 @@ def heun(
 
 
 def solve(solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object) -> Tensor:
-    """Return the samples of solver "euler" or "heun". `churning`: churn and churn_noise of heun, unused by euler."""
+    """Return the samples of solver "euler" or "heun". `churning` is heun's churn and churn_noise; euler ignores it."""
     check("solver", solver, Solver)
     return heun(denoiser, noise, levels, *churning) if solver == "heun" else euler(denoiser, noise, levels)

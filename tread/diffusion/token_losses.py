@@ -1,13 +1,14 @@
 """The training loss over kept tokens alone, for several routes, as in the first arXiv version of TREAD (2501.04765v1).
 
-As far as that version is known, the denoising loss is averaged over the patches that each route keeps, and over the
-routes. A masked reconstruction of the skipped patches is added with a coefficient, as in MaskDiT (Zheng et al. 2023,
-arXiv 2306.09305), also averaged over the routes. Its target is the noisy input, normalised within each patch by the
-unbiased variance as in MaskDiT's code (0 if a patch is a single number). The published TREAD averages over all patches.
+The denoising loss is averaged over the patches that each route keeps, and over the routes. A reconstruction loss on
+the skipped patches, also averaged over the routes, is added with a coefficient, as in MaskDiT (Zheng et al. 2023, arXiv
+2306.09305). Its target is the noisy input, normalised within each patch with the unbiased variance, as in MaskDiT's
+code (0 if a patch is a single number). This follows what is known of that version; the published TREAD averages over
+all patches.
 
-MaskDiT is trained by the same two terms, for its one route. Only the denoising term has the process's weight: λ(σ) for
-EDM. For rectified flow the weight is 1 on the velocity's error, which is 1/t² on the error of D = x_t − t·v,
-since v − (ε − x) = (x − D)/t. So 1/t² takes the place of λ(σ), and the reconstruction compares D in both.
+MaskDiT is trained with the same two terms, for its one route. Only the denoising term has the process's loss weight:
+λ(σ) for EDM. For rectified flow the velocity's error has weight 1. With D = x_t − t·v that error is
+v − (ε − x) = (x − D)/t, so the squared error of D has weight 1/t². The reconstruction is D for both processes.
 
 Shapes: B samples, C channels, S×S latents, N = (S/p)² patches in raster order, K of them kept by a route.
 """

@@ -17,9 +17,10 @@ NUMBERED = 14  # rows or columns up to which a heat map shows numbers
 class Line:
     """A named curve of points (x, y), in the same colour in all panels.
 
-    spread  half the height of a band around y (in a panel of rows: half the length of a bar along x); None: none.
+    spread  for each point, half the height of a band around y; in a panel with `names`, half the length of a bar along
+            x instead. None: no band and no bars.
     dashed  True for a curve that must not be compared with solid ones.
-    colour  a colour of matplotlib's; None: by the place of the name in the figure.
+    colour  a matplotlib colour; None: chosen by the name's position among the names in the figure.
     """
 
     name: str
@@ -35,9 +36,10 @@ class Panel:
     """One pair of axes with its lines.
 
     log     axes with a logarithmic scale: "", "x", "y" or "xy".
-    levels  name → y of a dotted horizontal line; with `names`, x of a vertical one.
-    names   labels of the rows y = 0, 1, … from above, if y is a category; points are then not joined by lines.
-    noise   half the width of a grey band around 0 on the axis of values, of differences that chance alone makes.
+    levels  {name: y} of dotted horizontal lines; with `names`, {name: x} of vertical ones.
+    names   if y is a category, the labels of y = 0, 1, …, from the top; the points are then not joined by lines.
+    noise   half the width of a grey band around 0, for differences that chance alone can make: around y = 0 or, with
+            `names`, around x = 0. None: no band.
     zero    whether the y axis begins at 0.
     """
 
@@ -147,11 +149,11 @@ def save_heat_maps(
     title: str = "",
     most: int = NUMBERED,
 ) -> None:
-    """Draw matrices (rows, columns) side by side, with numbers in the cells; cells that are NaN stay empty. Beyond
-    `most` rows or columns the cells are small, with a colour bar instead of numbers and fewer ticks.
+    """Draw matrices (rows, columns) side by side, with numbers in the cells; cells that are NaN stay empty. With more
+    than `most` rows or columns, cells are small, ticks are fewer, and a colour bar takes the place of numbers.
 
-    panels         {title: matrix} of matrices that share one colour scale.
-    others         {title: matrix} of matrices with a colour scale each.
+    panels         {title: matrix}; these matrices share one colour scale.
+    others         {title: matrix}; each of these has a colour scale of its own.
     columns, rows  tick labels.
     labels         titles of the x and the y axis.
     title          common title.

@@ -57,10 +57,10 @@ def preview(x: Tensor) -> Tensor:
 def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module:
     """Load a frozen diffusers AutoencoderKL or AutoencoderTiny in fp32 and eval mode.
 
-    `name` is a hub id, a folder with config.json and weights, or a weight file. A weight file has no config: it must
-    be an AutoencoderKL with LDM's parameter names (Stable Diffusion, VA-VAE), whose sizes are read from its tensors, or
-    the autoencoder of Stable Diffusion 1 or TAESD with diffusers' names. A hub id is read from the local cache if it is
-    there, without asking the hub. Raises ValueError for anything else, or if the hub can't be reached.
+    `name` is a hub id, a folder with config.json and weights, or a weight file. A weight file has no config, so it must
+    hold one of two things: an AutoencoderKL with LDM's parameter names (Stable Diffusion, VA-VAE), whose sizes are read
+    from its tensors; or, with diffusers' names, the autoencoder of Stable Diffusion 1 or TAESD. A hub id in the local
+    cache is read from there, else downloaded. Raises ValueError for anything else, or if a download fails.
     """
     try:
         local = Path(name).exists() or is_cached(name, HUB_FILES)
@@ -150,7 +150,8 @@ def encoded(
              AutoencoderTiny's latents; "auto": moments if there is a posterior.
     kept     further fields of LatentSpec: dtype, views, orientation and alpha.
 
-    Raises ValueError if the autoencoder has no moments to store, or does not reproduce pictures of this resolution.
+    Raises ValueError if store="moments" and the autoencoder has none, or if it does not decode the latents of such
+    pictures to the same resolution.
     """
     posterior = type(model).__name__ == "AutoencoderKL"
     if store == "moments" and not posterior:

@@ -30,7 +30,7 @@ Branches = dict[str, list[tuple]]
 
 
 def sizes_of(narrow: int) -> dict[str, int]:
-    """Return {"pool": D, "spatial": D}, the numbers of features of a network with `narrow` times fewer channels."""
+    """Return {kind: number of features} for "pool" and "spatial", of a network with `narrow` times fewer channels."""
     return {"pool": 2048 // narrow, "spatial": max(1, 7 // narrow) * 17 * 17}
 
 
@@ -73,10 +73,11 @@ def halved(x: Tensor) -> Tensor:
 class Mixed(nn.Module):
     """An Inception block: parallel chains of convolutions and a pool, concatenated by channel.
 
-    branches  name → the chain's convolutions as (channels, size). Several convolutions are named <name>_1, <name>_2, …;
-              an entry (channels, size, size) is two of them side by side, such as <name>_2a and <name>_2b.
-    pool      the pooling before the chain "branch_pool"; without such a chain, the pooled input is a branch itself. If
-              the pooling is the function `halved`, the last convolution of each chain has stride 2.
+    branches  {name: list of a chain's layers}. A layer (channels, size) is one convolution; (channels, size, size) is
+              two of them on the same input, with concatenated outputs. Layers are named <name>_1, <name>_2, … (<name>
+              if there is only one), and the two convolutions of a layer <name>_2, say, <name>_2a and <name>_2b.
+    pool      the pooling, to whose output the chain "branch_pool" is applied; without such a chain the output itself
+              is concatenated. If it is the function `halved`, the last convolution of each chain has stride 2.
     """
 
     def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):
@@ -140,7 +141,7 @@ MIXED_7 = {  # 8×8 → 8×8
 class Inception(nn.Module):
     """The network from normalised pixels to features; with_classes adds the layer fc, which some weight files lack.
 
-    narrow  1, 2, 4, 8 or 16, divides all numbers of channels, for quick tests of code; above 1 it is not FID's network.
+    narrow  divisor of all numbers of channels: 1 for FID's network; 2, 4, 8 or 16 for quick tests of code.
     sizes   number of features of each kind for a picture.
     sha256  hash of the weight file.
     """
@@ -260,7 +261,8 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """Load a frozen network from a file with pytorch-fid's names, with or without fc. Raises ValueError for others."""
+    """Load a frozen network from a weight file with pytorch-fid's parameter names, with or without fc. Raises
+    ValueError for other weights."""
     state = read_state_dict(path, "any")
     channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 in FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)

@@ -191,8 +191,8 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """Return the number of tokens T for captions of these lengths: the next multiple of 8, with 72 in place of 64 (see
-    attention_fault in tread/runtime/device.py), but at most `limit` (None: no limit) and LONGEST."""
+    """Return the number of tokens T for captions of these lengths: the longest, rounded up to a multiple of 8. 72 takes
+    the place of 64 (see attention_fault in tread/runtime/device.py). T is at most `limit`, if given, and LONGEST."""
     tokens = -(-max([8, *lengths]) // 8) * 8
     return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 
@@ -208,7 +208,8 @@ def _minilm_folder() -> Path:
 
 
 def _load_encoder(name: str, place: str) -> tuple[nn.Module, Any]:
-    """Load the text model `place` (hub id or folder) and its tokenizer; `name` is for messages. Raises ValueError."""
+    """Return the text model at `place` (hub id or folder) and its tokenizer; `name` is for messages. Raises ValueError
+    if it can't be loaded, or if its tokenizer makes no token of an empty caption."""
     known = (
         "Encoders are words, minilm, clip-l, or a hub id (to be downloaded once while online) or folder of a CLIP "
         "text, T5 or sentence encoder"

@@ -32,8 +32,8 @@ RENAMED = (
 
 
 def own_part(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the autoencoder's tensors, keyed by LDM's names without prefixes of wrapping modules, and the names of all
-    other tensors (of a loss, an aligned or a diffusion network). Raises ValueError without an LDM autoencoder."""
+    """Return the autoencoder's tensors, keyed by LDM's names without prefixes of enclosing modules, and the names of
+    all other tensors, such as a loss's or a diffusion network's. Raises ValueError without an LDM autoencoder."""
     heads = [name.removesuffix(MARK) for name in state if name.endswith(MARK)]
     if not heads:
         raise ValueError("its names are neither diffusers', TAESD's nor LDM's (Stable Diffusion, VA-VAE)")

@@ -1,4 +1,4 @@
-"""Loads frozen transformers models from the hub, its cache or a folder, and refuses incomplete or unfitting weights."""
+"""Loads frozen transformers models from the hub, its cache or a folder; refuses missing or wrongly shaped weights."""
 
 import json
 import warnings
@@ -33,10 +33,10 @@ def load_pretrained(
     place         a hub id or a folder.
     kinds         model type in config.json → name of the transformers class.
     requirements  the requirements file to install if transformers is missing, for error messages.
-    others        class for model types not in `kinds`, if they have a hidden size and are no encoder-decoder; None:
-                  they are refused.
+    others        name of the class for model types not in `kinds`; None: they are refused. Encoder-decoders and models
+                  without a hidden_size are refused in any case, unless in `kinds`.
     parts         for each further part, possible class names; the first one in the installed transformers is used.
-    unused        weights whose names start with this prefix may be missing.
+    unused        prefix of the names of weights that may be missing.
 
     Raises ValueError if the model can't be loaded, lacks weights or has weights of other shapes.
     """

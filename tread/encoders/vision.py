@@ -152,8 +152,8 @@ def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor
 
 
 def _between(grid: int, size: int, device: torch.device) -> Tensor:
-    """Return weights (grid, 17) that interpolate Inception's 17×17 map along a picture's side of `size` pixels: row i
-    weighs the map's 17 cells for the centre of token i. Rows sum to 1."""
+    """Return weights (grid, 17) that interpolate Inception's 17×17 map along one side of a picture, `size` pixels long.
+    Row i holds the weights of the map's 17 cells at the centre of token i, and sums to 1."""
     centres = (torch.arange(grid, device=device) + 0.5) * size / grid - 0.5  # in the picture's pixels
     at = ((centres * SIZE / size - 21) / 16).clamp(0, 16)
     return (1 - (at[:, None] - torch.arange(17, device=device)).abs()).clamp(min=0)
@@ -167,7 +167,7 @@ def _dinov2_tokens(model: nn.Module, normalization: Tensor, pictures: Tensor) ->
 
     Pictures are normalised and then resized to 7/8 of their size, rounded to a whole number of patches, at least one:
     256×256 becomes 224×224, 16×16 patches of 14×14. The model resamples its position embeddings to them bicubically.
-    `normalization` holds mean and standard deviation, (2, 3, 1, 1), on the device: a step copies nothing from the host.
+    `normalization` (2, 3, 1, 1) is the mean and standard deviation. It lies on the device, so no step has to copy it.
     """
     mean, std = normalization
     patch = model.config.patch_size

@@ -87,8 +87,8 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
     seen_top1, seen_top5  for captions of training emoji: share of pictures whose nearest real emoji (or one of the five
                           nearest) has the caption.
     held_top1, held_top5  the same for held-out compositions.
-    …_real                the share for the prompted emoji's real pictures; below 1 if others look like them.
-    …_shifted             the share for these real pictures shifted by one pixel, as for good but inexact samples.
+    …_real                the share for the real pictures of the prompted emoji; below 1 if other emoji look like them.
+    …_shifted             the share for these real pictures, shifted by one pixel: what good but inexact samples get.
     …_inception…          the same shares, with distances between Inception features instead of pixels.
     """
     shown = real.pictures[torch.from_numpy(asked.numbers)]

@@ -39,8 +39,8 @@ def read_points(
 
     numbers  (n,) numbers of the points, in 0..points−1; the noise depends on them and on the text `stream` alone.
 
-    Other arguments are those of `heldout_loss`. Of stored moments (means and deviations of latents) the mean is read;
-    of several captions the first one.
+    Other arguments are those of `heldout_loss`. If the dataset stores moments (mean and deviation of each latent), the
+    mean is read; if a sample has several captions, the first one.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())

@@ -159,7 +159,8 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
 
 
 def hash_of(path: Path, processes: Processes) -> str:
-    """Return a file's sha256, in all processes; the main one computes it, after a message if the file is large."""
+    """Return a file's sha256, which the main process computes for all, after a message if the file is large. All
+    processes must call this together."""
     if (size := path.stat().st_size) > 2e8:
         processes.say(f"reading {path}, {size_text(size)}, for its hash")
     return processes.from_main(lambda: sha256(path))
@@ -231,7 +232,8 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
 
 
 def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
-    """Raise a ValueError that lists damaged pictures and those that are not RGB (`modes`), if any: [(name, reason)]."""
+    """Raise a ValueError that names the damaged pictures and those that are not RGB, if there are any. `damaged` is a
+    list of (name, reason), `modes` of (name, mode); `where` is their folder or file."""
     texts = told("damaged pictures", damaged, DAMAGED)
     texts += ["Replace or remove them, or leave them out with on_error=skip"] if damaged else []
     texts += told("pictures that are not RGB", modes, " is of mode {}")
@@ -246,7 +248,8 @@ def part_size(count: int, batch_size: int) -> int:
 
 
 def feature_store(pictures: Pictures, folder: Path, network: Inception) -> ShardStore:
-    """Return the store of the pictures' features in the cache `folder`, named by the hashes of pictures and weights."""
+    """Return the store of the pictures' features, a folder in the cache `folder`. Its name has the hashes of the
+    pictures and of the Inception's weights."""
     plan = {"pictures": pictures.sha256, "inception": network.sha256}
     pieces = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
     return ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, pieces)

@@ -25,14 +25,14 @@ class Metric:
     of        "samples": it is measured on samples, by fid.py and maybe during training; "demo": likewise, but only for
               dataset=emoji; "heldout": it is a loss on held-out data, measured during training, by which runs are
               compared; "training": it is in each line of the training log.
-    compared  whether tables that compare runs have a column for it.
-    curve     whether a training measures it repeatedly.
+    compared  whether tables that compare runs have a column for the metric.
+    curve     whether it is measured repeatedly during training, so that a curve can be drawn.
     log       whether its axis is logarithmic.
-    alike     settings that must be equal for runs' values to be comparable, besides those that all metrics need.
-    count     key under which a training records how many samples the value was measured on; "": none.
-    real      suffixes of the keys that hold the same metric for real pictures.
-    compute   function that computes it from features of samples and reference; None: another scorer computes it.
-    needs     "statistics" or "pictures", what `compute` uses of a reference; None: nothing.
+    alike     settings that must be equal for two runs' values to be comparable, besides those common to all metrics.
+    count     key under which training records the number of samples behind a value; "": none.
+    real      suffixes: each, added to the metric's key, gives the key of the same metric for real pictures.
+    compute   function that computes it from a FeatureSets; None: it is not computed from Inception features.
+    needs     what `compute` uses of the reference, "statistics" or "pictures"; None: nothing.
     """
 
     display: str

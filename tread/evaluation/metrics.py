@@ -98,8 +98,8 @@ def frechet_distance(mean1: np.ndarray, covariance1: np.ndarray, mean2: np.ndarr
 def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
     """Return exp(mean KL(p(y|x) ‖ p(y))) (Salimans et al. 2016, arXiv 1606.03498), averaged over splits.
 
-    probabilities  (n, classes), rows that sum to 1, in the pictures' order. Every `split` rows are scored alone, and a
-                   shorter last split too, as in ADM's evaluator.
+    probabilities  (n, classes), rows that sum to 1, in the pictures' order. Each `split` consecutive rows are one
+                   split; the last one may be shorter, and counts like the others, as in ADM's evaluator.
     """
     scores = []
     for start in range(0, len(probabilities), split):
@@ -114,7 +114,7 @@ def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = nobody) ->
 
     Precision is the share of samples inside the reference's manifold; recall is the share of the reference inside the
     samples' manifold. A manifold is the union of closed balls around a set's points; a ball reaches from its point to
-    the k-th nearest other point, k = NEIGHBOURS. Distances are fp32; ADM's evaluator uses fp16 where they are finite.
+    the k-th nearest other point, k = NEIGHBOURS. Distances are fp32; ADM's evaluator uses fp16 where that is finite.
 
     Both sets must be on one device and have more than k points. BLOCK_NUMBERS distances are in memory at a time. `seen`
     is called with the number of rows just done; these numbers add up to 2·(n + m).
@@ -146,9 +146,9 @@ def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float
 
 
 def kernel_distance(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> float:
-    """Return KID, unbiased squared MMD with kernel (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401), of all pairs
-    of features (n, D), (m, D) fp32, n and m at least 2; other code averages over random subsets. `seen` is called with
-    the number of rows just done; these numbers add up to n + 2·m."""
+    """Return KID, the unbiased squared MMD with kernel (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401), between
+    features (n, D) and (m, D) fp32, n and m at least 2. All pairs are used; other code averages over random subsets.
+    `seen` is called with the number of rows just done; these numbers add up to n + 2·m."""
 
     def sums(rows: Tensor, columns: Tensor) -> Iterator[float]:
         for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):

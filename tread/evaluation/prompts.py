@@ -39,9 +39,10 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
 
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
-    """Return the labels to sample, one for each row of a grid: `classes` (an item None: no class; None: ten, spread
-    over all) or, for a text-conditional network, the indices of prompts. Raises ValueError for unknown classes, prompts
-    of a class-conditional network, and classes or missing prompts of a text-conditional one."""
+    """Return the labels to sample, one for each row of a grid. For a class-conditional network they are `classes`, in
+    which None means no class; classes=None chooses up to ten, spread over all. For a text-conditional network they are
+    the prompts' indices. Raises ValueError for unknown classes, for prompts given to a class-conditional network, and
+    for classes or no prompts given to a text-conditional one."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
@@ -57,9 +58,9 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
 def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
-    """Encode prompts for the network; also return the notes of prompt_warnings. `place` is the text encoder's hub id or
-    folder; None: the one that the training used. Raises ValueError if it can't be loaded or its hash differs from that
-    of the training's encoder."""
+    """Encode prompts for the network; also return notes on prompts that are cut off or have unknown words. `place` is
+    the text encoder's hub id or folder; None: the one used in training. Raises ValueError if the encoder can't be
+    loaded, or its hash differs from that of the encoder used in training."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(
             f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"
@@ -108,8 +109,8 @@ def heldout_folder(saved: SavedNetwork) -> Path:
 
 def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPrompts:
     """Open the captions to score a network on: those of its run's held-out data if `asked` is "heldout", else those of
-    the dataset in the folder `asked`. Raises ValueError or FileNotFoundError, also if the captions were not encoded
-    by the training's encoder, or if with_words is set and only encodings are stored."""
+    the dataset in the folder `asked`. Raises FileNotFoundError or ValueError if they can't be opened, if another
+    encoder than that of the training encoded them, or if with_words is set and only encodings are stored."""
     folder = heldout_folder(saved) if asked == HELDOUT else Path(asked).expanduser()
     wanted = TextSpec(**asdict(saved.cfg.text))
     data = LatentDataset(folder, text=wanted.encoder)

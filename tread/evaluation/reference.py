@@ -2,10 +2,10 @@
 
     .npz with mu, sigma      mean and covariance of pool features, for FID (EDM's and TTUR's files)
     .npz with mu_s, sigma_s  mean and covariance of spatial features too, for sFID
-    .npz with sigma_triu     in place of sigma, and sigma_s_triu of sigma_s: the upper triangle, row by row
+    .npz with sigma_triu     the upper triangle of sigma, row by row, in its place; likewise sigma_s_triu for sigma_s
     .npz with arr_0          pictures; ADM's batches have pictures and all four statistics
     folder or tar            pictures, as in image_sets.py
-    cifar10                  the statistics of CIFAR-10's 50,000 training pictures, unflipped, which come along
+    cifar10                  the statistics of CIFAR-10's 50,000 training pictures, unflipped; included in this package
 
 If a file has statistics and pictures, FID and sFID use the statistics, and precision, recall and KID the pictures, as
 in ADM's evaluator.
@@ -48,7 +48,7 @@ class Reference:
     pictures    the pictures, from whose features missing statistics are computed; None: there are none.
     resolution  (H, W); None: unknown.
     count       number of its pictures, or of those behind its statistics; None: unknown.
-    lacking     why it has no pictures, for the metrics that need them.
+    lacking     message for metrics that need pictures if there are none: why there are none.
     """
 
     where: str
@@ -135,8 +135,8 @@ class Unavailable(ValueError):
 
 @dataclass(frozen=True)
 class FeatureSets:
-    """Inception features of the samples (`samples`) and of the reference's pictures (`features`; None if it has none),
-    from which metrics are computed. Methods raise Unavailable if something that they need is missing."""
+    """Inception features from which metrics are computed: those of the samples (`samples`) and of the reference's
+    pictures (`features`; None: it has no pictures). Methods raise Unavailable if something they need is missing."""
 
     samples: ShardStore
     features: ShardStore | None
@@ -199,8 +199,8 @@ class FeatureSets:
 def save_statistics(
     path: Path, pictures: Pictures, features: ShardStore, processes: Processes, packed: bool = False
 ) -> None:
-    """Write mu, sigma, mu_s, sigma_s and the pictures' count and resolution as an .npz that open_reference reads;
-    `packed` as float32, with the upper triangles of sigma and sigma_s."""
+    """Write mu, sigma, mu_s, sigma_s and the pictures' count and resolution to an .npz that open_reference reads. With
+    `packed`, statistics are float32, and only the upper triangles of sigma and sigma_s are stored."""
     if processes.main:
         arrays = {}
         for kind, keys in KEYS.items():

@@ -26,7 +26,8 @@ MEANING = "the autoencoder's z, which its decoder takes: the network's latents, 
 
 
 def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
-    """Return "0-15" as range(16), and a number or a list of numbers as a list. Raises ValueError for others."""
+    """Return the seeds as a sequence: "0-15" as range(16), a number or a list of numbers as a list. Raises ValueError
+    for anything else."""
     if isinstance(seeds, str) and (match := re.fullmatch(r"(\d+)-(\d+)", seeds)) and int(match[1]) <= int(match[2]):
         return range(int(match[1]), int(match[2]) + 1)
     seeds = [seeds] if isinstance(seeds, int) else seeds
@@ -36,7 +37,8 @@ def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
 
 
 def check_name(out: str | None, latents: bool) -> None:
-    """Raise ValueError if the suffix of `out` is unknown, or not .safetensors for latents; None: the default name."""
+    """Raise ValueError unless `out` can be a grid's .png, a batch's .npz or a folder or, if `latents` is set, a
+    .safetensors file. None, which stands for the default name, is allowed."""
     suffix = ".safetensors" if out is None and latents else Path(out or "").suffix.lower()
     if latents != (suffix == ".safetensors"):
         raise ValueError(f"out is {out!r}, but save_latents=true writes a .safetensors file, and nothing else does")
@@ -46,11 +48,12 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """Return how samples were made, as a dict for JSON: networks, NFE, versions, and `settings`, those that are null
-    completed from `sampler`."""
+    """Return how samples were made, as a dict for JSON: the networks, NFE, versions, and `settings`. The values of
+    `sampler` and the network's time shift replace those given in `settings`, which may be null."""
 
     def network(source: SavedNetwork) -> dict:
-        return {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
+        told = {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
+        return told | ({"revision": source.found.revision} if source.found.revision else {})
 
     churn = {key: value for key, value in asdict(sampler.churn).items() if math.isfinite(value)}  # JSON has no infinity
     known = {"shift": saved.shift, "churn": churn if sampler.churn.amount else None}
@@ -113,7 +116,8 @@ class SampleFiles:
         return list(itertools.product(self.labels, self.seeds))
 
     def check(self) -> None:
-        """Create the folder. Raises OSError if it is not writable, ValueError for files that may not be replaced."""
+        """Create the folder. Raises OSError if it is not writable. Raises ValueError if existing files may not be
+        replaced, two pictures would have the same name, or latents' seeds do not fit into 64 bits."""
         if self.latents and (large := [seed for seed in self.seeds if not -(2**63) <= seed < 2**63]):
             raise ValueError(f"seed {large[0]} does not fit into the 64 bits that a file of latents has for it")
         if self.out is None:
@@ -130,7 +134,8 @@ class SampleFiles:
 
     def write(self, batches: Iterable[np.ndarray], facts: Mapping) -> tuple[Path, bool]:
         """Write batches of pictures (b, 1 or 3, H, W) uint8 or of latents, in the order of self.pairs, with `facts` as
-        metadata. Returns the path, and whether grey pictures became RGB, as in a folder's files and ADM's format."""
+        metadata. Returns the path, and whether grey pictures were written as RGB, as they are in a folder and in ADM's
+        format."""
         grey, labels = False, [label for label, _ in self.pairs]
         grid_facts = {**facts, "rows": [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]}
 
@@ -158,7 +163,8 @@ class SampleFiles:
         return path, grey
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
-        """Return a line on the files. `grey`: their RGB channels are equal; `seeds` are as the user wrote them."""
+        """Return a line of text on the files at `path`. grey=True notes that grey pictures were written as RGB; `seeds`
+        are shown as the user wrote them."""
         what = f"classes {json.dumps([None if label == len(self.classes) else label for label in self.labels])}"
         if self.prompts:
             first = json.dumps(brief(self.classes[0]), ensure_ascii=False)

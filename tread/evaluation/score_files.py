@@ -14,14 +14,15 @@ NAMES = ("samples.npz", "fid.png", "fid.json")
 
 
 class ScoreFiles:
-    """The files fid.json, fid.png and samples.npz of scores in a folder; `stem` begins their names. It is "" in a
-    checkpoint's folder, and "photos." for scored pictures named photos, beside which other picture sets may lie."""
+    """The files fid.json, fid.png and samples.npz of the scores in a folder. Their names begin with `stem`: "" for a
+    checkpoint, "photos." for the pictures in photos.npz or photos/, as other sets may be scored in the same folder."""
 
     def __init__(self, folder: Path, stem: str = "") -> None:
         self.folder, self.stem = folder, stem
 
     def path(self, name: str, number: int | None = None) -> Path:
-        """Return the path of "fid.json", say, for the newest score; with number=1, of an older score's fid-1.json."""
+        """Return the path of the file `name`, such as "fid.json", of the newest score. With number=1 it is that of an
+        older score: fid-1.json."""
         head, _, suffix = name.rpartition(".")
         return self.folder / f"{self.stem}{head}{'' if number is None else f'-{number}'}.{suffix}"
 
@@ -43,8 +44,8 @@ class ScoreFiles:
         return record if same else None
 
     def find(self, settings: dict, with_samples: bool = False, **values: str) -> tuple[Path, dict] | None:
-        """Return (path, content) of the fid.json with these settings and `values` by key (and a samples.npz, if
-        with_samples), or None."""
+        """Return (path, content) of the fid.json or fid-1.json, … with these settings and with each of `values` under
+        its key; None if there is none. with_samples=True: the score must have a samples.npz too."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
             same = record and all(record.get(key) == value for key, value in values.items())
@@ -67,7 +68,8 @@ class ScoreFiles:
 
 
 def table(record: dict) -> str:
-    """Format fid.json's content for people: a line for each value with its counts, unavailable metric, and warning."""
+    """Format fid.json's content for people: a line for each value (with its counts), each unavailable metric, and each
+    note or warning."""
     pictures = f" against {record['reference_count']:,}" if record.get("reference_count") else ""
     against = {"pictures": pictures, "statistics": pictures * (record.get("reference_statistics") == "pictures")}
 
@@ -86,7 +88,8 @@ def table(record: dict) -> str:
 
 
 def sampler_told(values: Mapping) -> str | None:
-    """Return the name of fid.json's sampler, with its time shift unless that is 1; None for pictures from files."""
+    """Return the sampler's name in fid.json's `values`, with the time shift unless that is 1 or null. It is None if the
+    scored pictures were read from files."""
     shift = values.get("shift")
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 
@@ -99,7 +102,8 @@ def columns(record: Mapping) -> list[str]:
 
 
 def add_line(path: Path, record: dict) -> None:
-    """Append fid.json's content to a .csv. A file whose columns are not columns(record) is renamed first."""
+    """Append fid.json's content to the .csv `path`. If that file has other columns than columns(record), it is first
+    renamed, and a new one begun."""
     head = columns(record)
     if path.exists() and path.read_text().partition("\n")[0].strip() != ",".join(head):
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())

@@ -40,8 +40,8 @@ class Scorer(Protocol):
     metrics    keys of METRICS that it may compute, the most important one first.
     reference  the reference that samples are compared with, opened from a path; None: the scorer has none.
     seconds    time that extracting the reference's features took.
-    prompts    the captions to sample, each equally often; None: options labels=… and prompts=… choose.
-    hashes     sha256 of the "reference" and "inception" that decide its numbers, as recorded in fid.json.
+    prompts    captions that the scorer wants sampled, each equally often; None: options labels=… and prompts=… choose.
+    hashes     {"reference": sha256, "inception": sha256}, of files that decide its numbers; fid.json records them.
     """
 
     metrics: Collection[str] = ()
@@ -51,8 +51,8 @@ class Scorer(Protocol):
     hashes: Mapping[str, str | None] = {}
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Return {name: array of n rows}, such as features, of pictures (n, C, H, W) uint8, to be stored with them for
-        `score`."""
+        """Return what `score` needs of pictures (n, C, H, W) uint8, such as their features: {name: array of n rows}.
+        The arrays are stored with the pictures."""
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
@@ -182,7 +182,7 @@ class DigitsJudge(Scorer):
 class EmojiJudge(Scorer):
     """Scores `count` samples with `judge_emoji`, not by FID. Their captions are those of the emoji that `ask` chooses.
 
-    inception  weight file of the Inception network, to compare its features besides pixels; None: see `find_at_hand`.
+    inception  weight file of the Inception network, by whose features emoji are compared too; None: see `find_at_hand`.
 
     Raises FileNotFoundError or ValueError if the emoji cannot be opened, or the weight file does not exist.
     """
@@ -227,7 +227,7 @@ class OnlineFID:
     def moments(
         self, model: Model, seeds: Sequence[int], sampler: Sampler, stopped: Callable[[], bool] = lambda: False
     ) -> Moments:
-        """Draw a sample for each seed, with a class drawn by the seed, and return mean and covariance of the samples'
+        """Draw a sample for each seed, of a class drawn from the seed, and return the moments of the samples' "pool"
         features. `stopped` is called after each batch; if it returns True, no more samples are drawn."""
         labels = seeded_labels(seeds, model.network.num_classes, "random")
 
@@ -254,8 +254,8 @@ def open_online_fid(
     reference: Path, samples: int, inception: str | None, latents: LatentSpec, decoder: Decoder, processes: Processes
 ) -> OnlineFID:
     """Open a reference that has mu and sigma, and an Inception network (see find_weights). `samples` is the number of
-    samples of all processes together. Raises FileNotFoundError, or ValueError, also if decoded pictures have another
-    size than the reference's."""
+    samples of all processes together. Raises FileNotFoundError or ValueError if that fails, and ValueError if there is
+    less than one sample for each process, or decoded pictures have another size than the reference's."""
     if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
     scorer = open_scorer(reference, inception, None, processes)

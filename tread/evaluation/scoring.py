@@ -1,5 +1,5 @@
-"""Scores checkpoints or pictures, see `run`. All checks come before the long work, which processes share in parts; the
-same command, run again after an interruption, makes the missing parts."""
+"""Scores checkpoints or pictures, see `run`. All checks come before the long work. That is split into parts, which the
+processes share; after an interruption, the same command run again makes only the missing parts."""
 
 import datetime
 import glob
@@ -169,9 +169,9 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
 
 
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
-    """Resolve the checkpoints' paths once, because `latest` may soon name another checkpoint. Returns the options, in
-    which the weak network's path is resolved, and the checkpoint folders that options.checkpoint (a path, or a pattern
-    with *) names, without repeats, sorted by run and step. Raises FileNotFoundError or ValueError."""
+    """Resolve the checkpoints' paths once, because `latest` may soon name another checkpoint. Returns the options with
+    the weak network's path resolved, and the folders of the checkpoints to score, each once, sorted by run and step.
+    options.checkpoint names these: a path, or a pattern with *. Raises FileNotFoundError or ValueError."""
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
     if pattern and not Path(pattern).exists():
@@ -224,8 +224,8 @@ class ScoringPlan:
         return None if asked == "fp32" or self.decoder == "pixels" else asked
 
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
-        """Return a dict for JSON of everything that decides a score, by which an earlier equal one is found. The
-        arguments are the sha256 of the reference, the Inception's weights and CLIP's; None: not used."""
+        """Return everything that decides a score, as a dict for JSON. An earlier score with an equal dict need not be
+        made again. Arguments are the sha256 of the reference, of Inception's weights and of CLIP's; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
         routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
@@ -262,8 +262,8 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """Return a process's constants by name, without newer ones that have their default, so that settings still equal
-    those recorded with older scores."""
+    """Return a process's constants by name. Constants that older scores did not record are left out if they have their
+    default, so that the settings equal those recorded then."""
     added = ("direction", "shift", "train_shift", "predicts", "loss_of", "clamp", "contrastive")
     given = asdict(process).items()
     return {key: value for key, value in given if key not in added or value != getattr(type(process), key)}
@@ -309,7 +309,7 @@ def plan_scoring(
 
 def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPrompts | None:
     """Open the captions on which a text-conditional network is scored; return None for a class-conditional one. Raises
-    FileNotFoundError, or ValueError, also if a class-conditional network is given prompts or clip."""
+    the errors of open_prompts, and ValueError if options.prompts or options.clip is set for a class-conditional one."""
     if saved.text is not None:
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
     for key in ("prompts", "clip"):
@@ -319,9 +319,10 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """Return the options with options.reference as a folder: "cifar10-test" is CIFAR-10's test pictures, "heldout" the
-    networks' held-out data, and so is None when a text-conditional network is scored without EmojiJudge. Raises
-    ValueError or FileNotFoundError if the networks have different held-out data, or none."""
+    """Return the options, with a reference "cifar10-test" or "heldout" replaced by the folder that it means: CIFAR-10's
+    test pictures, or the networks' held-out data. A text-conditional network without reference is scored against
+    "heldout" too, unless EmojiJudge scores it or save_samples is set. Raises ValueError or FileNotFoundError if the
+    networks have different held-out data, or none."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if options.reference == "cifar10-test":  # the test pictures of CIFAR-10
@@ -350,7 +351,8 @@ def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
     """Add CIFAR-10's training pictures to the reference "cifar10", which has only statistics, if reference_features is
-    set or their features are cached. Raises ValueError if there are not as many as the statistics are of."""
+    set or their features are cached. With reference_features, raises ValueError if the folder can't be opened, or holds
+    another number of pictures than the statistics were made of."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():
@@ -369,9 +371,9 @@ def add_shipped_pictures(
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """Return how photos of a reference or of samples are cropped and read: as the options say, else as the training
-    photos were read, else with "exif" and "white"; None if options.crop is null. Raises ValueError if the checkpoints'
-    photos were read in different ways and the options do not choose one."""
+    """Return how photos of a reference or of samples are cropped and read; None if options.crop is null. Orientation
+    and alpha are those of the options, else those of the training photos, else "exif" and "white". Raises ValueError
+    if the checkpoints' training photos differ in one of these, and the options do not set it."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}
@@ -387,7 +389,8 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
-    """Return the ScoreFiles for options.samples: in options.out, else beside the samples and named after them."""
+    """Return the files for the score of options.samples: in the folder options.out, or if that is null, beside the
+    samples and named after them."""
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
@@ -425,8 +428,8 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """Return and print the record of an earlier score with the same settings; None if there is none, or if
-        samples.npz or metrics of the reference's pictures (reference_features) are wanted but missing."""
+        """Print and return the record of an earlier score with the same settings; return None if there is none. If
+        save_samples is set, it must have a samples.npz; if reference_features is, metrics of the same pictures."""
         options = self.plan.options
         of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
         before = self.files.find(self.settings, with_samples=options.save_samples, **of)
@@ -448,8 +451,9 @@ class CheckpointScoring:
             check_place(self.lines.parent, 0)
 
     def score(self, decoder: autoencoder.Decoder) -> dict | None:
-        """Return fid.json's content in the main process. Samples are drawn into the store `parts`, scored and removed;
-        none are drawn if another process has made the score meanwhile."""
+        """Draw samples into the store `parts`, score them, and remove them. Returns fid.json's content in the main
+        process, None in the others. If another launch has made the score meanwhile, its content is returned in all
+        processes, and nothing is drawn."""
         began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
         with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
             record = processes.from_main(self.find_score)
@@ -549,8 +553,9 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """Return what all fid.json files hold: the values, the number of samples behind each, and how they were made.
-    `pictures` are samples read from files, whose damaged ones are counted; None: the samples were generated."""
+    """Return the entries that every fid.json has: the metrics' values and the number of samples behind each, warnings,
+    the reference, and time, command, device and versions. `pictures` are the samples if they were read from files;
+    their damaged ones are counted. None: the samples were generated."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {

@@ -1,4 +1,4 @@
-"""Measures how alike the tokens between a network's blocks are: the cosine similarity of every two states.
+"""Measures how alike the tokens between a network's blocks are: the cosine similarity of each pair of states.
 
 A state is the whole sequence between two blocks: state 0 is the embedding, state k follows block k − 1, after a route
 that ends there has returned its tokens. Within a route the sequence holds only the kept tokens, so two states are
@@ -70,8 +70,9 @@ def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Rou
 
 
 def similarity(batches: Iterable[States]) -> Tensor:
-    """Return the mean cosine similarity of every two states over tokens that both hold: (L + 1, L + 1) fp64 on the CPU.
-    The states are the tokens before the first and after each of the L blocks; within a route, only the kept ones.
+    """Return the mean cosine similarity of each pair of states over the tokens that both hold, as a matrix
+    (L + 1, L + 1) fp64 on the CPU. The states are the tokens before the first and after each of the L blocks; within a
+    route, only the kept ones.
 
     All tokens of all samples weigh the same; NaN for two states that never hold the same token. One batch is in memory
     at a time. A token whose channels are all 0 has similarity 0 to every token, itself included.

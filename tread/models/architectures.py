@@ -64,8 +64,8 @@ class NetworkOptions:
     masks       True: after a route, mask tokens replace the skipped tokens, so sampling runs all tokens.
     along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
-    constants   names of attributes that change the function of trained weights and are options in other architectures.
-    undecisive  names of options that do not change the function of trained weights.
+    constants   names of attributes that change what trained weights compute; in other architectures they are options.
+    undecisive  names of options that do not change what trained weights compute.
     marks       tensor names; a state dict that has one of them is of this architecture.
     """
 
@@ -160,7 +160,8 @@ class NetworkOptions:
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """Return {option: value} for mlp_ratio and this architecture's own options, as far as `shapes` show them."""
+        """Return {option: value} for mlp_ratio and this architecture's own options, if they can be read from `shapes`,
+        the shapes of a state dict's tensors by name."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": width[0] / hidden_size} if width else {}
 

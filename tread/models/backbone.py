@@ -49,8 +49,8 @@ def sincos_positions(dim: int, grid_size: int) -> Tensor:
 
 class PatchEmbed(nn.Module):
     """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D).
-    Compiled it is one matrix product, which differs from the convolution by rounding. With a bottleneck of d channels
-    it is two: to d without a bias, then to D (JiT; Li & He 2025, arXiv 2511.13720)."""
+    Under torch.compile one matrix product replaces the convolution; the results differ by rounding. With a bottleneck
+    of d channels a second one follows: to d without a bias, then to D (JiT; Li & He 2025, arXiv 2511.13720)."""
 
     def __init__(self, in_channels: int, patch_size: int, hidden_size: int, bottleneck: int | None = None) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class PatchEmbed(nn.Module):
 
 def kept_as(residual: Residual, tokens: Tensor, product: Tensor) -> Tensor:
     """Return tokens in the dtype of the residual stream. With residual="bf16" this is the dtype of `product`, a layer's
-    output: bf16 under autocast, as are then all later residual sums. With "fp32" tokens are returned unchanged."""
+    output: under autocast bf16, and later residual sums are then bf16 too. With "fp32" tokens are not changed."""
     return tokens.to(product.dtype) if residual == "bf16" else tokens
 
 
@@ -123,7 +123,7 @@ class FinalLayer(nn.Module):
 
 
 def count_parameters(network: nn.Module) -> int:
-    """Return the number of a network's values that are trained."""
+    """Return the total number of values in a network's parameters; buffers are not counted."""
     return sum(parameter.numel() for parameter in network.parameters())
 
 

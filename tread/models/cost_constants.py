@@ -1,4 +1,5 @@
-"""Constants for predicting time and memory of training: devices, the shares of their speed reached, bytes of blocks."""
+"""Constants for predicting time and memory of training: GPUs, the shares of their peak speed that are reached, and the
+bytes that blocks keep and move."""
 
 from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean
@@ -20,8 +21,9 @@ class Device(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Constants of a step's predicted time (tread/training/costs.py), which benchmarks/gpu_check.py can measure:
-    `reached` and `attention` are the shares of Device.products that matrix products and attention reach."""
+    """Constants from which a training step's time is predicted (tread/training/costs.py); benchmarks/gpu_check.py can
+    measure them. `reached` and `attention` are the shares of the peak Device.products that matrix products and
+    attention reach."""
 
     reached: tuple[Sequence[int], Sequence[float]] = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # widths, shares
     attention: Mapping[int, float] = MappingProxyType({64: 0.19, 72: 0.13})  # width of a head → share
@@ -78,7 +80,8 @@ def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Modu
 
 
 def measured_constants(result: Mapping, device: Device) -> Constants:
-    """Return the constants measured in `result`, the JSON of benchmarks/gpu_check.py; for others the predictions."""
+    """Return the constants measured in `result`, the JSON of benchmarks/gpu_check.py. Those that were not measured are
+    taken from PREDICTED."""
     parts = (result.get(part, {}).get("rows", {}) for part in ("machine", "host"))
     rows = {name: row for part in parts for name, row in part.items()}
 

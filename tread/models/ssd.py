@@ -81,8 +81,8 @@ def _decay(a: Tensor) -> Tensor:
 
 
 def _entering(added: Tensor, a: Tensor) -> Tensor:
-    """Return the state before each step of h_i = exp(a_i)·h_{i−1} + added_i, for K states of F numbers and c steps:
-    added (K, c, F), a (K, c) → (K, c, F)."""
+    """Return the state before each of the c steps of h_i = exp(a_i)·h_{i−1} + added_i, which starts at 0, for K states
+    of F numbers: added (K, c, F), a (K, c) → (K, c, F)."""
     steps = added.shape[1]
     added, a = _chunks(added, LEVEL), _chunks(a, LEVEL)  # (K, m, L, F), (K, m, L)
     decay = F.pad(_decay(a), (1, 0))  # columns: the state before each step, and after the last
@@ -96,9 +96,9 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
 
 
 def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) -> int:
-    """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding. Chunk
-    sizes are a CPU's on every device, so that a network has one number of FLOPs. `heads` are those of all groups;
-    `channels` and `numbers` are P and N."""
+    """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding. The
+    chunk sizes for CPUs are used whatever the device, so that a network's FLOPs are the same everywhere. `heads` counts
+    the heads of all groups; `channels` and `numbers` are P and N."""
     chunks = -(-tokens // CHUNK)
     length = -(-tokens // chunks)
     total = chunks * length * length * (groups * numbers + heads * channels)
@@ -173,8 +173,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Shifted(torch.autograd.Function):
-    """Do the work of causal_conv: x (S, T, C), weight (C, K), bias (C,) → (S, T, C). The gradients are written out:
-    autograd would keep a tensor of the size of x for each of the K taps."""
+    """The function behind causal_conv: x (S, T, C), weight (C, K), bias (C,) → (S, T, C). Its backward pass is written
+    by hand, as autograd would keep a tensor of the size of x for each of the K taps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -197,5 +197,6 @@ class _Shifted(torch.autograd.Function):
 
 
 def _shifts(x: Tensor, weight: Tensor) -> range:
-    """Return how many tokens back the taps read, 1 to min(K, T) − 1, without the last tap, which reads the token."""
+    """Return the shifts 1 to min(K, T) − 1: how many tokens back each tap reads. The last tap, which reads the token
+    itself (shift 0), and taps that reach before the first token are left out."""
     return range(1, min(weight.shape[1], x.shape[1]))

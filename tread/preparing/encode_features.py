@@ -46,7 +46,8 @@ class FeatureOptions:
 
 
 def prepare_features(options: FeatureOptions, processes: Processes) -> None:
-    """Check everything, encode this process's share of the shards, and add all to the dataset (main process)."""
+    """Check everything, then encode this process's share of the shards. The main process adds those of all processes
+    to the dataset."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     data, pictures, size, where = open_source(options, index, processes)
@@ -83,9 +84,9 @@ def open_source(
 ) -> tuple[LatentDataset, Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
     """Find a dataset's pictures, in options.source if that is given, else beside the latents.
 
-    Returns the dataset; a function from batches of sample indices to a tuple of pictures (B, 3, H, W), one per view
-    (plain, flipped); the pictures' side in pixels; and a text on where the pictures are, to print. Raises ValueError or
-    OSError if pictures are missing or are not those of the dataset.
+    Returns the dataset, a function, the pictures' side in pixels, and a text to print that says where the pictures are.
+    The function takes batches of sample indices, and yields for each batch a tuple of pictures (B, 3, H, W), one per
+    view (plain, flipped). Raises ValueError or OSError if pictures are missing or are not those of the dataset.
     """
     folder = Path(options.dataset.path)
     if options.source is not None:
@@ -110,9 +111,10 @@ def open_source(
 def find_again(
     data: LatentDataset, source: Path, root: str | None, labels: str | None
 ) -> tuple[Photos, Crop, np.ndarray]:
-    """Find the photos that a dataset, training or held out, was made of, with the help of its report.json. Returns the
-    source's photos, their crop, and each sample's index in these photos (n,). source, root and labels are the options
-    that scripts/prepare_latents.py was given. Raises ValueError or OSError if names, labels or classes have changed."""
+    """Find the photos from which a dataset (training or held-out) was made; its report.json says which. Returns all
+    photos of the source, their crop, and the index of each sample's photo, (n,). source, root and labels must be the
+    options that scripts/prepare_latents.py was given. Raises ValueError or OSError if the dataset has no such record,
+    or if names, labels or classes have changed."""
     report = data.folder / "report.json"
     made = json.loads(report.read_text()) if report.is_file() else {}
     plan = made.get("plan", {})
@@ -142,9 +144,9 @@ def find_again(
 def read_again(
     data: LatentDataset, photos: Photos, crop: Crop, chosen: np.ndarray, workers: int, batches: Sequence[range]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Read the photos of each batch of sample indices: one tensor (B, 3, size, size) uint8 per view (plain, flipped).
-    `chosen` is each sample's photo index, from `find_again`. Raises ValueError if a photo can no longer be read,
-    OSError if a reading process dies."""
+    """Read the photos of each batch of sample indices. Yields for each batch a tuple of tensors (B, 3, size, size)
+    uint8, one per view (plain, flipped). `chosen` is each sample's photo index, from `find_again`. Raises ValueError if
+    a photo can no longer be read, OSError if a reading process dies."""
     parts = [chosen[rows] for rows in batches]
     for part, (pictures, notes) in zip(parts, read_crops(photos, crop, parts, workers)):
         for number, (why, _) in zip(part.tolist(), notes):

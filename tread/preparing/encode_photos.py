@@ -43,7 +43,8 @@ MUCH = 4  # the report names pictures enlarged by more than this factor
 
 @dataclass
 class Crops:
-    """Cropped photos. An item is pixels (3, size, size) uint8 or None, why they are None or "", photo size (W, H)."""
+    """Cropped photos. An item is (pixels (3, size, size) uint8, "", photo size (W, H)); for a photo that can't be read
+    it is (None, the reason, (0, 0))."""
 
     photos: Photos
     crop: Crop
@@ -58,8 +59,8 @@ class Crops:
 
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
-    """Join items of `Crops`: return the readable pictures as one tensor (n, 3, size, size) (None if there are none),
-    and [(reason, photo size)] of all items."""
+    """Join items of `Crops`: return the readable pictures as one tensor (n, 3, size, size), or None if there are none,
+    and a list of [reason, photo size] for all items."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None  # one tensor, as each takes a file descriptor
     if good and get_worker_info() is not None:
@@ -68,8 +69,8 @@ def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
 
 
 def end_with(process: int, worker: int) -> None:
-    """End this data-loading worker (number `worker`) when the process that it reads for, with id `process`, has ended.
-    PyTorch ends a worker only with its parent, which here is a fork server."""
+    """Make this data-loading worker (number `worker`) exit once the process with id `process`, for which it reads, has
+    ended. PyTorch's own check watches only the worker's parent, which here is a fork server."""
 
     def watch() -> None:
         while psutil.pid_exists(process):
@@ -100,8 +101,9 @@ def source_hash(photos: Photos) -> str:
 
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
-    """Return the photos as they were when unfinished work began: damaged pictures that have been removed since then get
-    their places back, so that every other picture stays in its shard. The shards' notes name these pictures."""
+    """Return the photos as they were when unfinished work began. Damaged pictures that were removed since then get
+    their places in the order back, so that every other picture stays in its shard. Their names and places are in the
+    notes (JSON files) that make_shards writes with the shards."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
     there, captions = set(photos.names) if damaged else (), list(photos.captions or ())
@@ -115,14 +117,15 @@ def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
 
 
 def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
-    """Return {part: picture indices of each shard} for "train" and "heldout"; `heldout` says how many as in `held_out`.
-    Raises ValueError if there are too few pictures."""
+    """Return {part: picture indices of each shard} for "train" and "heldout". `heldout` says which pictures are held
+    out, as the argument `wanted` of `held_out`. Raises ValueError if there are too few pictures."""
     out = held_out(photos.names, photos.labels, len(photos.classes), heldout)
     return {part: pieces_of(np.flatnonzero(mask), shard_size) for part, mask in (("train", ~out), ("heldout", out))}
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError that lists pictures named as damaged in the shards' notes, if the source still has any."""
+    """Raise ValueError if the source still has pictures that the shards' notes list as damaged. Its message lists
+    them with the reasons."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -148,8 +151,8 @@ def check_sizes(photos: Photos, resolution: int) -> None:
 def make_shards(
     writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: "PhotoOptions", processes: Processes
 ) -> None:
-    """Make the missing shards of a dataset together with the other processes. Each shard's note lists damaged pictures
-    that are left out, lists those enlarged more than MUCH times, and counts all enlarged ones."""
+    """Make the missing shards of a dataset together with the other processes. Each shard gets a note, a JSON file that
+    lists damaged pictures (left out) and those enlarged more than MUCH times, and counts all enlarged ones."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
@@ -291,8 +294,8 @@ def open_photos(options: PhotoOptions) -> Photos:
 def open_writers(
     photos: Photos, heldout: float | int | str | None, latents: LatentSpec, options: PhotoOptions
 ) -> dict[str, DatasetWriter]:
-    """Return {"train": writer} and, if pictures are held out (`heldout` as `wanted` in held_out), "heldout": writer,
-    which will write the two datasets."""
+    """Return the writers of the datasets to be made: {"train": writer, "heldout": writer}, or only "train" if
+    `heldout` is None. `heldout` says which pictures are held out, as the argument `wanted` of `held_out`."""
     out = Path(options.out)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos)
@@ -346,8 +349,8 @@ def finish(
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Assemble the unfinished datasets, `work`; write the reports of all `writers`, move the datasets to their final
-    names, and print a summary."""
+    """Assemble the unfinished datasets, those in `work`; write their reports, move them to their final names, and
+    print a summary. `writers` are those of both parts, finished ones too."""
     unfinished = [part for part, writer in writers.items() if writer in work]
     made = {part: look_at(part, photos, writers, options, processes.device) for part in unfinished}
     for part in sorted(made):  # heldout first: train's unfinished work lists the damaged pictures
@@ -372,7 +375,9 @@ def finish(
 def look_at(
     part: str, photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, device: torch.device
 ) -> dict:
-    """Assemble the dataset of `part` with captions, save options.decode decoded samples, and return its report."""
+    """Write the index of the dataset of `part`, add the photos' captions, if any, and save options.decode photos beside
+    their decoded latents as report.png. Returns the report. Raises ValueError if a training class has no
+    picture, unless options.allow_empty."""
     writer, other = writers[part], "train" if part == "heldout" else "heldout"
     fields = {other: f"../{writers[other].folder.name}"} if other in writers else {}
     fields |= {"attribution": options.attribution} if options.attribution else {}
@@ -417,7 +422,8 @@ def dataset_numbers(data: LatentDataset) -> dict:
 
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
-    """Decode stored samples (moments: their mean) to pictures (n, 1 or 3, H, W) uint8. Raises load_decoder's errors."""
+    """Decode stored samples to pictures (n, 1 or 3, H, W) uint8. If the dataset stores a posterior's moments, the mean
+    is decoded. Raises the errors of load_decoder."""
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()
@@ -454,7 +460,7 @@ def report_text(report: dict) -> str:
 
 
 def stored_meaning(latents: LatentSpec) -> str:
-    """Return a text on what the stored numbers are."""
+    """Describe the stored numbers, e.g. "posterior mean and log-variance, unscaled; network latents are …"."""
     if latents.autoencoder == "pixels":
         return "pixels in −1..1"
     spread = {"logvar": "log-variance", "std": "standard deviation"}.get(latents.spread)

@@ -64,7 +64,7 @@ def prepare_text(options: TextOptions, processes: Processes) -> None:
 
 
 def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
-    """Store the captions in the file options.captions with a dataset, unless the dataset has the same captions."""
+    """Read captions from the file options.captions and add them to a dataset, unless it has the same ones already."""
     captions = list(parse_captions(Path(options.captions)))
     if "captions" not in index or read_captions(folder, index) != captions:
         add_captions(folder, captions, options.again)
@@ -72,8 +72,8 @@ def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
 
 def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Processes) -> None:
     """Check everything, and encode this process's share of the captions of the dataset in `folder`; the main process
-    then adds the encoded text of all processes to that dataset. `like` is a dataset whose number of tokens and
-    vocabulary the text must share; None: the captions decide."""
+    then adds the encoded text of all processes to that dataset. `like` is the folder of a dataset whose number of
+    tokens and vocabulary the text gets; None: both follow from the options and captions."""
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain(*captions))
     shape = like and LatentDataset(Path(like), text=options.encoder).text_spec
@@ -98,7 +98,7 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
 
 
 def encoding(encoder: TextEncoder, captions: Iterable[str]) -> Encode:
-    """Return a function, for TextWriter, from ranges of caption numbers to encoded captions; the number after the last
-    caption's stands for the empty caption."""
+    """Return the function that TextWriter needs: it takes ranges of caption indices, and yields the encoded captions
+    of each range. The index len(captions) stands for the empty caption."""
     captions = [*captions, ""]
     return lambda batches: (encoder.encode(captions[rows.start : rows.stop]) for rows in batches)

@@ -115,8 +115,9 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
     """Return ADM's centre crop, (size, size, 3) uint8.
 
     The picture is halved by averaging 2×2 boxes while its shorter side is at least 2·size; then it is resized
-    bicubically until that side equals `size`, and cropped at the centre. Of a picture over STRIP times as long as wide
-    only the part that is kept is enlarged: the same result, to one or two levels of 255, in less memory.
+    bicubically until that side equals `size`, and cropped at the centre. If a picture must be enlarged and its longer
+    side is over STRIP times its shorter one, only the part that is kept is enlarged. That saves memory, and changes the
+    result by at most one or two levels of 255.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)

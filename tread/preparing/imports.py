@@ -1,9 +1,9 @@
 """Readers of latents that other projects wrote, one for each kind of source. S is the side of square latents:
 
     maskdit_lmdb  MaskDiT's LMDB. z-<i>: float32 (8, S, S), mean and log-variance of the Stable Diffusion autoencoder's
-                  posterior, unscaled; y-<i>: the label in decimal; length: the number of entries. Of 2N entries,
-                  entry N + i is the flipped copy of entry i.
-    tread_tar     webdataset tars as TREAD trains on. latent.npy: (4, S, S), samples of the posterior; cls: the label.
+                  posterior, unscaled; y-<i>: the label in decimal; length: the number of entries. With
+                  flipped=true these are 2N, and entry N + i is the flipped copy of entry i.
+    tread_tar     webdataset tars for TREAD's training. latent.npy: (4, S, S), samples of the posterior; cls: the label.
                   The files do not show whether samples are scaled, so the option scale_applied states it.
     repa_npy      REPA's folders. .npy files: float32 (8, S, S), mean and standard deviation, unscaled; dataset.json:
                   {"labels": [[file, label], …]}.
@@ -389,7 +389,8 @@ class ImportOptions:
 
 
 def open_foreign(options: ImportOptions) -> tuple[LatentSpec, ForeignSamples]:
-    """Open options.source; return its LatentSpec and samples. Raises OSError; ValueError if the options do not fit."""
+    """Open options.source; return its LatentSpec and samples. Raises OSError if a file can't be read, ValueError if the
+    source is damaged or empty, or if options do not fit it."""
     samples = KINDS[options.kind](Path(options.source), options)
     if options.scale_applied and not samples.scaled:
         raise ValueError(f"scale_applied=true, but {options.kind} holds unscaled numbers; leave scale_applied out")

@@ -91,8 +91,9 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
 
 
 def _captions(source: Path, schema, wanted: str | None) -> str | None:
-    """Return the name of the column of captions: `wanted`, or the one with a usual name (CAPTIONS); None if there is
-    none or `wanted` is "none". Raises ValueError if `wanted` is no column of texts, or several have usual names."""
+    """Return the name of the column of captions: `wanted` or, with wanted=None, the text column with a usual name
+    (CAPTIONS). Returns None if there is no such column, or if `wanted` is "none". Raises ValueError if `wanted` is not
+    a text column, or if several text columns have usual names."""
     texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
     if wanted not in (None, "none", *texts):
         raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")

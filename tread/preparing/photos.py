@@ -102,7 +102,7 @@ class Photos:
             raise ValueError(f"{self.where}: " + "\n".join(texts))
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
-        """Return the photos that have captions. The result's faults are ours, dropped pictures, and `faults`.
+        """Return a copy with only the photos that have captions. Its faults also list the others, and `faults`.
 
         captions  the captions of each picture, or the reason why it has none.
         faults    (name, reason) of captions without a picture.
@@ -120,7 +120,8 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return [text] with `what`, the number of faults, and the first ones (`line`: see `named`); [] without faults."""
+    """Return [text], or [] if there are no faults. The text is `what`, the number of faults, and a line for each of
+    the first ones; `line` is the format string that `named` takes."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 
@@ -187,9 +188,9 @@ def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
 
 
 def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the names that are no text files, and {name without suffix: text file}. Files of other kinds named like a
-    picture (a.json beside a.jpg) are dropped. If no text file is named like a picture, returns all names and {}.
-    """
+    """Separate captions from other files: return the names of the others, and {name without suffix: text file}.
+    Other files named like a picture (a.json beside a.jpg) are dropped. If no text file is named like a picture, returns
+    all names and {}."""
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
     if not pictures & texts.keys():
@@ -199,9 +200,9 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
-    """Read the captions of `pictures` from the text files in `texts` (see split_texts). In the store, `prefix` stands
-    before each of these names. Returns each picture's captions, or why it has none, and (file, reason) of text files
-    without a picture."""
+    """Read the captions of `pictures` from the text files in `texts`, the second result of split_texts. A file's name
+    in the store is `prefix` + its name here. Returns a list with each picture's captions, or the reason why it has
+    none, and a list of (file, reason) for text files without a picture."""
     stems = [_stem(name) for name in pictures]
     captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]
     alone = texts.keys() - set(stems)

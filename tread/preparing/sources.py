@@ -42,7 +42,7 @@ def find_photos(
     labels    labels file beside or inside the source; None: one of LABEL_FILES beside the pictures, else class folders.
     captions  column of captions in parquet files; "none": captions are ignored; None: they are read if there are any.
 
-    Raises FileNotFoundError if a file is missing, ValueError if the source does not fit; the message tells what it has.
+    Raises FileNotFoundError if a file is missing, ValueError if the source does not fit; the message lists what it has.
     """
     source, root = Path(source), None if root is None else str(root)
     if root is not None and tar_paths(source / root):

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tread.checkpoints.run_log import differences, value_at
 from tread.drawing.charts import Line, Panel
 from tread.evaluation.metric_table import METRICS
 from tread.reports.runs import Found, find_run, folders_of
 from tread.runtime.files import explain_failure
 from tread.runtime.schema import written
-from tread.training.run_folder import LAUNCH, differences, value_at
+from tread.training.run_folder import LAUNCH
 
 APART = ("seed", "report", "tracker", "wandb", *LAUNCH)  # settings in which runs of a SeedGroup may differ
 UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that groups' names leave out
@@ -66,8 +67,8 @@ class SeedGroup:
 
 
 def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
-    """Open runs, named by folders or glob patterns, and group them. Raises FileNotFoundError for a run that can't be
-    compared."""
+    """Open runs, named by folders or glob patterns, and group them. Raises FileNotFoundError if a pattern matches no
+    run, or if a run lacks readable settings or records."""
     runs = [find_run(folder) for folder in folders_of(patterns)]
     for run in runs:
         if not run.config or not run.records:
@@ -216,7 +217,8 @@ def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
 
 
 def unit(axis: str, most: float) -> tuple[str, float]:
-    """Return a unit's name and size, in FLOPs or seconds, in which to write values up to `most` along `axis`."""
+    """Choose a unit for an axis, "flops" or "seconds", with values up to `most`. Returns the unit's name and its size
+    in FLOPs or seconds, e.g. ("10^18", 1e18)."""
     if axis == "flops":
         power = int(math.log10(most)) // 3 * 3
         return f"10^{power}", 10.0**power

@@ -1,7 +1,7 @@
 """Writes an HTML page of texts, tables, curves (plotly) and pictures that needs no other file and no network.
 
-All text from elsewhere than page.html, page.css and page.js is escaped here. The page's Content-Security-Policy forbids
-every request, so that the page will look the same years from now.
+All text that does not come from page.html, page.css or page.js is escaped here. The page's Content-Security-Policy
+forbids every request, so that the page will look the same years from now.
 """
 
 import base64
@@ -70,12 +70,14 @@ class Page:
         self.add(f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>")
 
     def curves(self, charts: Sequence[Mapping[str, Panel]]) -> None:
-        """Append charts, each {x-axis: panel} ("" if single). All have the same buttons for axes and lines."""
+        """Append charts. Each is {x-axis: panel}, with the key "" if it has only one x-axis. One set of buttons, which
+        choose the axis and the lines to show, serves all of them."""
         self.charts.append([{axis: _plain(panel) for axis, panel in chart.items()} for chart in charts])
         self.add('<div class="charts"></div>')
 
     def slider(self, rows: Mapping[str, Mapping[int, str]]) -> None:
-        """Append pictures, {name: {step: data URI}}, with a slider: each name shows its newest one up to the step."""
+        """Append a slider over steps, with pictures {name: {step: data URI}}. At each slider position a name shows its
+        latest picture up to that step."""
         steps = sorted({step for pictures in rows.values() for step in pictures})
         figures = []
         for name, pictures in rows.items():
@@ -143,8 +145,8 @@ def _plain(panel: Panel) -> dict:
 
 
 def data_uri(path: Path) -> tuple[str, bool]:
-    """Return a picture's file as a data URI, and whether it was reduced: large files and those that are no PNG become
-    JPEGs of at most SIDE pixels a side. Raises OSError or ValueError for a file that is no complete picture."""
+    """Return a picture's file as a data URI, and whether it was converted: large files, and all but PNGs, become JPEGs
+    of at most SIDE pixels a side. Raises OSError or ValueError if the file is not a complete picture."""
     try:
         with Image.open(path) as picture:
             picture.load()  # a truncated file fails here

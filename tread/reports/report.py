@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tread.checkpoints.run_log import differences, value_at
 from tread.data.store import spread_indices
 from tread.evaluation.metric_table import METRICS, heldout_titles
 from tread.reports.comparison import SeedGroup, cautions, charts, group_runs, results_table, unit, unlike, verdicts
@@ -15,7 +16,7 @@ from tread.reports.page import Page, data_uri
 from tread.reports.runs import Found, find_run, told_time
 from tread.runtime.files import check_place
 from tread.runtime.schema import written
-from tread.training.run_folder import LAUNCH, differences, value_at
+from tread.training.run_folder import LAUNCH
 
 ABSENT = "–"
 SPENT = {  # keys of metrics.jsonl, in seconds → the work besides training steps

@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 
 from tread.checkpoints import checkpoint
+from tread.checkpoints.run_log import RunLog, value_at
 from tread.runtime.plugins import import_plugins
-from tread.training.run_folder import RunLog, migrate, value_at
+from tread.training.run_folder import migrate
 
 FILES = ("run.json", "metrics.jsonl", "status.json")
 NEEDED = {"model.name": str, "train.steps": int, "train.batch_size": int, "dataset.name": str}  # keys of a config
@@ -66,7 +67,7 @@ class Found:
 
 
 def told_time(stated: object) -> str | None:
-    """Return a time of run.json or status.json as people write it; None if `stated` is empty."""
+    """Format an ISO time from run.json or status.json as "2026-01-31 12:00:00 UTC"; None if `stated` is empty."""
     return str(stated).replace("T", " ").replace("+00:00", " UTC") if stated else None
 
 
@@ -137,7 +138,8 @@ def _typed(start: dict) -> dict:
 
 
 def _config_of(config: object) -> dict:
-    """Return a recorded config (a dict) with today's keys, also for older code; {} if it lacks a key of NEEDED."""
+    """Convert a config that this or older code recorded to today's keys. Returns {} if it is not a dict, or if a key
+    of NEEDED is missing or has a wrong type."""
     try:
         config = migrate(config)
     except (TypeError, AttributeError):

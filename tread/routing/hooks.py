@@ -17,13 +17,14 @@ raises ValueError; the caller can pass two functions instead:
 
     select(args, kwargs, ids_keep) → args, kwargs    a block's inputs, with everything along a token axis gathered
     join(output, saved, ids_keep) → output           a block's output, put back into saved = (args, kwargs), its inputs
-                                                     before `select`; for a route with `rejoin`, those of that block
+                                                     before `select`; for the last block of a route with `rejoin`,
+                                                     the inputs of block `rejoin` instead
 
 With `tokens`, both functions find the tokens first in args, however the model called the block. With `output`, join
 gets and returns the tokens alone.
 
-Of each class of blocks on a route, one or two are checked at their first call: two more forwards show whether the
-order of the tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
+One or two blocks of each class on a route are checked at their first call: two more forwards show whether the order
+of the tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -51,7 +52,8 @@ Join = Callable[[Any, Inputs, Tensor], Any]
 
 
 def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """Return a block's inputs (args, kwargs): of args[0] (B, N, D) the kept tokens, all other inputs unchanged."""
+    """Return a block's inputs (args, kwargs) with the kept tokens alone in args[0], (B, N, D) → (B, K, D). All other
+    inputs are unchanged."""
     if not args:
         raise ValueError(
             f"the block was called with keywords only ({', '.join(kwargs)}): give attach_routes a select and a join, "
@@ -61,8 +63,9 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
 
 
 def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """Like select_first, but raise ValueError if another tensor among the inputs, in lists and dicts too, has an axis
-    of length N, maybe a token axis; if N = B, first axes count as batch axes. This is attach_routes' default."""
+    """Like select_first, but raise ValueError if another tensor among the inputs (lists and dicts are searched too) has
+    an axis of length N, which may be a token axis. If N = B, a tensor's first axis counts as the batch axis. This is
+    the default of attach_routes."""
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
     others = {f"input {place}": given for place, given in enumerate(args[1:], 1)} | kwargs
@@ -176,9 +179,9 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved), _in_forward()
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """Return, and forget, the inputs with all tokens that an earlier block, the route's `rejoin`, had in this
-        forward pass: with them the skipped tokens of route `number` go on. Its last block, `index`, is being called
-        with `args`. Raises RuntimeError if nothing was saved, or if it was changed in place since."""
+        """Return, and forget, the inputs that block `rejoin` of route `number` got in this forward pass. They hold all
+        tokens; the skipped ones of the route continue from there. `index` is the route's last block, and `args` its
+        inputs now. Raises RuntimeError if no inputs were saved, or if they have been changed in place since."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
@@ -318,9 +321,10 @@ def attach_routes(
                   (tokens, …) → tokens. select=select_first allows further inputs with an axis of length N.
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
-    verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of blocks on routes,
+    verify        True: blocks raise ValueError if the order of their tokens matters. In each class of blocks on routes,
                   the first is checked, and the one whose settings differ most from the first's. A check runs the block
-                  twice more, at its first call on a route outside compiled graphs. False: for blocks such as scans.
+                  twice more, at its first call on a route outside compiled graphs. False: no check, for blocks that
+                  use the order on purpose, such as scans.
 
     Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
     default `select`, for blocks that contain a module with batch_first=False.

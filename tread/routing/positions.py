@@ -48,9 +48,9 @@ def check_positions(
 
 
 def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
-    """Return which blocks, of {index: block}, to check: the indices of the first block of each class and of the one of
-    that class whose settings differ most from the first's, if any differ. An integer attribute whose value is another
-    one in every block is taken for the block's number, and is no setting."""
+    """Choose which of {index: block} to check, and return their indices. For each class these are the first block and,
+    if settings differ, the block whose settings differ most from the first's. An integer attribute with a different
+    value in every block is not compared, as it is likely the block's own index."""
     alike: dict[type, dict[int, dict]] = {}
     for index, block in blocks.items():
         alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}
@@ -78,9 +78,9 @@ def _settings(block: nn.Module) -> dict[str, Any]:
 
 
 def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:
-    """Return the error text for a block whose effect changes by the fraction `difference` if its tokens are permuted.
-    `how` is an argument, such as "along=", by which the caller can hand positions to the block; `otherwise` is advice
-    in case the block uses the order on purpose."""
+    """Return the error text for a block that depends on the order of its tokens: if they are permuted, what it adds to
+    them changes by the fraction `difference`. `how` names the argument, such as "along=", by which the caller can pass
+    positions to the block. `otherwise` is advice for a block that uses the order on purpose."""
     return (
         f"block {index} ({type(block).__name__}) depends on the order of its tokens: when they are permuted, what it "
         f"adds to them changes by {difference:.0%}. If it makes positions by itself, such as rotary angles from "

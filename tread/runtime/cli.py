@@ -23,8 +23,9 @@ ONE_EACH = "one command for each value, each with its own name="
 
 
 def door(kind: type | None = None, stopped: str = "stopped") -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """Return a decorator that makes a function of options the Hydra function of its script, see config_file. Expected
-    errors end it with one line, and Ctrl-C prints `stopped`.
+    """Return a decorator for a script's main function. The decorated function takes no argument: Hydra composes the
+    options from the script's config file (see config_file) and the command line. Expected errors end the script with
+    one line, and Ctrl-C prints `stopped`.
 
     kind  the dataclass of the options; None: the function gets the composed config as nested dicts.
     """
@@ -55,7 +56,7 @@ def open_door(
     An error in the composed config ends the script without a traceback; HYDRA_FULL_ERROR=1 shows it.
 
     known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
-             keys; None: those of the dataclass of its options.
+             keys; None: the keys of the dataclass that `door` was given.
     literal  keys whose values Hydra must not parse: `take_literally` encodes them.
     spell    function that rewrites the list of overrides for Hydra.
     """
@@ -85,7 +86,8 @@ def open_door(
 
 
 def named_plugins(words: Iterable[str], config: Path) -> list[str]:
-    """Return the plugins that the overrides `words` name, else the config file's; [] if either can't be read."""
+    """Return the plugins that an override in `words` names, else those that the config file names. Returns [] if the
+    override or the file can't be parsed; the script refuses it later."""
     typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
     with contextlib.suppress(Exception):  # a config that can't be read is refused later, with the reason
         plugins = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(typed)).get("plugins")
@@ -95,8 +97,8 @@ def named_plugins(words: Iterable[str], config: Path) -> list[str]:
 
 @contextlib.contextmanager
 def explained(stopped: str = "stopped") -> Iterator[None]:
-    """Context that turns ValueError, OSError, a full GPU and Ctrl-C (prints `stopped`, exit code 130) into an exit with
-    one line and no traceback. If the output pipe is closed, as after `| head -1`, it exits silently (141)."""
+    """Context that ends the process with a message and no traceback after ValueError, OSError, a full GPU (exit code 1)
+    or Ctrl-C (prints `stopped`, 130). If the output pipe is closed, as after `| head -1`, it exits silently (141)."""
     try:
         yield
         sys.stdout.flush()
@@ -151,6 +153,14 @@ def config_file(script: Path) -> Path:
     folder = next(folder for folder in (script.parent / "configs", script.parent.parent / "configs") if folder.is_dir())
     config = folder / f"{script.stem}.yaml"
     return config if config.is_file() else folder / "config.yaml"
+
+
+def read_choice(configs: Path, group: str, name: str) -> dict:
+    """Return the settings in configs/<group>/<name>.yaml. Raises ValueError for a name that is not there."""
+    names = sorted(path.stem for path in (configs / group).glob("*.yaml"))
+    if name not in names:
+        raise ValueError(f"{group} is {name!r}, but must be one of {', '.join(names)}")
+    return OmegaConf.to_container(OmegaConf.load(configs / group / f"{name}.yaml"))
 
 
 def answer_help(doc: str, config: Path | None = None) -> None:

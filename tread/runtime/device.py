@@ -18,9 +18,9 @@ LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launc
 
 
 def use_precision(name: Precision, device: torch.device) -> str:
-    """Return the precision, "auto" resolved to "bf16" on a GPU that has it in hardware, else to "fp32"; set TF32.
+    """Return the precision; "auto" becomes "bf16" on a GPU that has it in hardware, else "fp32". On a GPU, set TF32.
 
-    With bf16, TF32 is allowed, as the block that a route may run in fp32 would be slow without it; else it is off.
+    With bf16, TF32 is on, since a route may run one block in fp32, which is slow without TF32; else TF32 is off.
     """
     check("precision", name, Precision)
     if name == "auto":
@@ -81,7 +81,7 @@ def avoid_faults(device: torch.device, masked_keys: int | None = None) -> str | 
 
 @contextmanager
 def exact(tf32: bool = False) -> Iterator[None]:
-    """Context in which all is computed in fp32, without autocast, and with TF32 only if tf32=True."""
+    """Context without autocast, so that fp32 tensors are computed in fp32; products use TF32 only if tf32=True."""
     before = tf32_flags()
     set_tf32(["tf32" if tf32 else "ieee"] * 3)
     gpu = torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext()
@@ -93,7 +93,8 @@ def exact(tf32: bool = False) -> Iterator[None]:
 
 
 def computing(device: torch.device, precision: str) -> AbstractContextManager:
-    """Return the context for a frozen network, such as an encoder: "bf16" autocast, "tf32", or else exact fp32."""
+    """Return the context in which to run a frozen network, such as an encoder. `precision` is "bf16" (autocast), "tf32"
+    (fp32 with TF32 products), or anything else for exact fp32."""
     return autocast(device, precision) if precision == "bf16" else exact(tf32=precision == "tf32")
 
 
@@ -176,8 +177,8 @@ PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from the maker's data s
 
 @contextmanager
 def beside(stream: "torch.cuda.Stream | None") -> Iterator[None]:
-    """Context whose work runs on the CUDA stream `stream`, after work queued before and before work queued later; None:
-    on the current stream, as without this context."""
+    """Context whose work runs on the CUDA stream `stream`. It starts after the work already queued on the current
+    stream; work queued there after the context waits for it. With stream=None the context has no effect."""
     if stream is None:
         yield
         return

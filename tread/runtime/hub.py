@@ -1,12 +1,16 @@
-"""Checks before fetching from the Hugging Face hub: is a model cached, and does the server answer within seconds?
+"""Fetches from the Hugging Face hub, after checks: is a model cached, and does the server answer within seconds?
 Without them, the libraries would retry a silent server for minutes."""
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+PREFIX = "hf:"  # of the checkpoints on the hub, hf:user/name or hf:user/name@revision
 SECONDS = 4  # to wait for a server's answer
+FETCHED = ["*.safetensors", "*.json", "*.yaml", "*.md"]
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 
 
@@ -23,6 +27,42 @@ def is_cached(name: str, weights: Sequence[str]) -> bool:
         return True
     check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds))
     return False
+
+
+def local(source: str | Path) -> Path:
+    """Return the path that `source` names, ~ expanded; hf:user/name[@revision] is fetched from the hub first.
+
+    Of a repository on the hub, its safetensors, JSON, YAML and Markdown are fetched, never a pickle, into the cache of
+    huggingface_hub, whose folder is named by the revision's hash. Without the hub, the cached copy is taken.
+
+    Raises ValueError for a name that can't be one, a repository or revision that the hub does not have or does not give
+    away, and one without safetensors; OSError if the hub does not answer and nothing is cached.
+    """
+    if not str(source).startswith(PREFIX):
+        return Path(source).expanduser()
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars, get_session
+
+    name, at, revision = str(source).removeprefix(PREFIX).partition("@")
+    if not HUB_ID.fullmatch(name) or "/" not in name or (at and not revision) or "@" in revision:
+        raise ValueError(f"{source} is no name on the hub, such as hf:user/name or hf:user/name@revision")
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    fetch = {"repo_id": name, "revision": revision or None, "allow_patterns": FETCHED}
+    try:
+        check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds))
+        folder = Path(snapshot_download(**fetch))
+    except HfHubHTTPError as error:
+        raise ValueError(f"{source}: {str(error).strip().splitlines()[-1]}") from error
+    except OSError as error:
+        try:
+            folder = Path(snapshot_download(**fetch, local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise OSError(f"{source} is not in the cache, and {error}") from error
+    if not any(folder.rglob("*.safetensors")):
+        raise ValueError(f"{source} holds no .safetensors; pickles (.pt, .bin, .ckpt) are not taken from the hub")
+    return folder
 
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:

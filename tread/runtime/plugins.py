@@ -52,8 +52,9 @@ def plugin_changes(info: Mapping) -> list[str]:
 
 
 def check_plugin(name: str, folder: Path) -> str:
-    """Return `name`, a plugin that a checkpoint in `folder` needs, if it was imported or is where the checkpoint says.
-    Else raises ValueError: a file that came with a checkpoint is imported only if the setting `plugins` names it."""
+    """Return `name`, the plugin that the checkpoint in `folder` needs, if it is a module's name, a file that exists at
+    this path, or a file of a name imported before. Otherwise raises ValueError: another copy, such as one that came
+    with the checkpoint, is imported only if the setting `plugins` names it."""
     file = Path(name).name
     if not name.endswith(".py") or file in _imported or Path(name).is_file():
         return name

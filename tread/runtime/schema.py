@@ -36,16 +36,16 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 
 class Chosen(NamedTuple):
-    """Marks a section of the settings whose dataclass is the entry of `table` that the section's value of `key` names.
-    Keys that only other entries have are dropped if they have their default values, and else refused."""
+    """Marks a section of the settings whose dataclass depends on its key `key`: the value there names an entry of
+    `table`. Keys that only other entries have are dropped if they have their default values, and otherwise refused."""
 
     key: str
     table: Mapping[str, type]
 
     def settle(self, section: object, where: str) -> tuple[type, dict]:
-        """Return the dataclass that a section of the settings names, and the section with that dataclass's keys alone,
-        defaults included. `where` is the section's dotted key, for messages. Raises ValueError if the section names no
-        entry of the table, or sets a key that only other entries have."""
+        """Return the dataclass that a section of the settings names, and a copy of the section for it: keys that only
+        other entries have are removed, defaults are added. `where` is the section's dotted key, for messages. Raises
+        ValueError if the section names no entry of the table, or sets a key that only other entries have."""
         if not isinstance(section, dict) or self.key not in section:
             raise ValueError(f"{where} is {section!r}, but must be a section that has {self.key}")
         check(f"{where}.{self.key}", section[self.key], Annotated[Literal[tuple(self.table)], "or a plugin's"])
@@ -70,7 +70,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def known_keys(kind: type, prefix: str = "") -> list[str]:
-    """Return all dotted keys of the settings that dataclass `kind` holds, sections included, each after `prefix`; `*`
+    """Return the dotted keys of all settings in dataclass `kind`, those of sections too, with `prefix` before each. `*`
     stands for the index of a list's item."""
     keys = []
     for name, hint in _hints(kind).items():
@@ -150,7 +150,7 @@ def fill(tree: dict, kind: type) -> dict:
 
 
 def written(value: object) -> str:
-    """Format a value as Hydra's command line takes it."""
+    """Format a value as one types it in a Hydra override, e.g. {a:[1,null]}."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -167,15 +167,15 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return the settings `tree` with ints for whole floats such as 1e3 where `built`, the dataclass read from it, has
-    ints."""
+    """Return the settings `tree` with each whole float, such as 1e3, that was read as an int replaced by that int.
+    `built` is the dataclass that `read` made from `tree`."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree
 
 
 def check(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError, which calls the value `name`, unless it fits the annotation `kind`."""
+    """Raise ValueError unless `value` fits the annotation `kind`; the message calls it `name`."""
     _convert(kind, value, name, [])
 
 

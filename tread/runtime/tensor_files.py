@@ -65,7 +65,8 @@ def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
 
 
 def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
-    """Return {"ema", "model" or None: (weights, unchecked, and where in the file they are, for messages)}."""
+    """Return {kind: (weights, place)}. kind is "ema", "model" or None (unknown); the weights are not checked yet; place
+    says, for messages, where in the file they are."""
     content, parts = _read(path), {}
     for kind, keys in KEYS.items():
         key = next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
@@ -129,8 +130,8 @@ def _flat(content: object) -> dict[str, dict]:
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors to the bare network's names, without wrappers' prefixes, and drop EMA wrappers' counters. State
-    dicts without an x_embedder lose only "_orig_mod." in names. Raises ValueError if two entries get the same name."""
+    """Rename tensors to the bare network's names, without wrappers' prefixes, and drop EMA wrappers' counters. If
+    there is no x_embedder, only "_orig_mod." is removed. Raises ValueError if two entries get the same name."""
     names = {name: name.replace("_orig_mod.", "") for name in state}
     heads = [name.removesuffix(FIRST) for name in names.values() if name.endswith(FIRST)]
     head = min((head for head in heads if WRAPPERS.fullmatch(head)), key=len, default=None)

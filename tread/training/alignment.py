@@ -53,7 +53,8 @@ class Alignment:
         return auto if self.precision == "auto" else self.precision
 
     def blocks(self, depth: int) -> tuple[int, int]:
-        """Return the 0-based indices of the aligned and the teacher's block. Raises ValueError if not below `depth`."""
+        """Return the indices (from 0) of the aligned block and of the teacher's block in a network of `depth` blocks.
+        Negative settings count from the end. Raises ValueError for a block that the network does not have."""
         blocks = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
         for name, value in (("block", self.block), ("teacher", self.teacher)):
             if value is not None and not -depth <= value < depth:
@@ -84,7 +85,8 @@ def _kept(targets: Tensor, ids_keep: Tensor | None) -> Tensor:
 def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Sequential:
     """Build the MLP that maps the aligned block's output to the targets, (B, K, D) → (B, K, z); its biases start at 0.
 
-    width  z, the channels of the targets. Mode "repa" has two hidden layers alignment.width wide, "self" one 2D wide.
+    width  z, the channels of the targets. Mode "repa" has two hidden layers of width alignment.width; "self" has one
+           of width 2·D.
     """
     inner = [alignment.width] * 2 if alignment.kind == "repa" else [2 * hidden_size]
     sizes, layers = [hidden_size, *inner, width], []
@@ -139,8 +141,8 @@ class Aligner:
         """Return the targets (B, N, z): in mode "repa" the pictures' features, in mode "self" the teacher's output.
 
         x, y, noise  clean latents, conditions and noise of the network's input, which the teacher gets as well.
-        normal       (B,) standard normal numbers; process.noise_level makes the network's noise levels of them.
-        back         (B,) in [0, 1): process.cleaner lowers the teacher's noise levels by alignment.gap · back.
+        normal       (B,) standard normal numbers, which process.noise_level maps to the network's noise levels.
+        back         (B,) in [0, 1): process.cleaner makes the teacher's noise levels lower by alignment.gap · back.
         """
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features

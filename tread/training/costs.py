@@ -156,8 +156,9 @@ def memory(
 
 
 class MemoryPlan(NamedTuple):
-    """How a run's steps save memory: `how` is "plain", "budget" or "checkpointing", as train.memory; `said` states this
-    choice and its reason; `warning` tells if memory may not suffice or train.memory can't be obeyed (None: neither)."""
+    """How a run's steps save memory. `how` is "plain", "budget" or "checkpointing", as in train.memory; `said` states
+    this choice, and on a GPU the predicted memory. `warning` says that memory may not suffice, or that train.memory
+    can't be obeyed; None: neither."""
 
     how: str
     said: str
@@ -168,9 +169,10 @@ def plan_memory(
     cfg: Settings, network: Backbone, kinds: Sequence[Sequence[Route]], images: int, room: int, precision: str,
     compiled: bool, aligner: Aligner | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """Choose how steps on micro-batches of `images` samples save memory: as train.memory says; for auto, the first of
-    plain, budget (for compiled blocks only) and checkpointing with which steps under each set of routes in `kinds` fit
-    into `room` bytes. If none does, the plan has a warning."""
+    """Choose how steps on micro-batches of `images` samples save memory: as train.memory says. With "auto", plain,
+    budget (compiled blocks only) and checkpointing are tried in this order, and the first is taken whose steps fit into
+    the share USABLE of `room` bytes under each set of routes in `kinds`. If the chosen way does not fit, the plan
+    has a warning."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [()], {}, images
     for how in ways if cfg.train.memory == "auto" else (cfg.train.memory,):
@@ -199,7 +201,7 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
 
 
 def picture_side(cfg: Settings) -> int:
-    """Return a picture's side in pixels: 8 times the latents' side, or that side if the latents are pictures."""
+    """Return a picture's side in pixels: 8 times the latents' side, or the same for 1 or 3 channels (pixels)."""
     return cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8)
 
 

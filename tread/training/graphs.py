@@ -39,8 +39,8 @@ class Graphs:
     """Does a run's training steps, by CUDA graphs as soon as they are recorded.
 
     stream  the stream for recording graphs and for the first steps of each kind; None on a CPU.
-    record  takes a function that does a step, records the step without doing it, and returns a function that replays
-            it. A test on a CPU may return the same function.
+    record  function: is given another one that does a step, records this step without doing it, and returns a function
+            that replays it. In tests on a CPU it may return its argument.
     """
 
     def __init__(self, run: Run, stream: "torch.cuda.Stream | None", record: Callable[[Replay], Replay]) -> None:
@@ -85,7 +85,8 @@ class Graphs:
 
     def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
         """Record a graph of a step and compare its losses with the usual step's; returns a function that replays it.
-        The run stays unchanged. An error in one process is raised in all. leaves, layout: the inputs' pytree."""
+        The run stays unchanged. An error in one process is raised in all. `leaves` and `layout` are the step's
+        inputs, flattened by tree_flatten."""
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
         inputs, run = tree_unflatten(clones, layout), self.run
@@ -150,8 +151,8 @@ def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], s
 
 
 def open_graphs(run: Run) -> Graphs | None:
-    """Return the Graphs that do the run's steps, or None for steps without CUDA graphs, as train.cuda_graphs decides.
-    Raises ValueError if that is true and the run can't use graphs."""
+    """Return the Graphs that do the run's steps, or None for steps without CUDA graphs; train.cuda_graphs decides.
+    Raises ValueError if train.cuda_graphs is true and the run can't use graphs."""
     asked, device, never = run.cfg.train.cuda_graphs, run.device, None
     if device.type != "cuda":
         never = f"the run is on {device}, without a CUDA device"

@@ -19,8 +19,8 @@ class OptimizerEntry:
     """An optimizer that optim.name can choose. Checkpoints save, and skipped steps restore, its `state` and
     `param_groups`.
 
-    make  the optimizer class, or a function that returns an instance. Arguments are the parameters and, by keyword, lr,
-          the settings of section optim named in `shared`, and those in optim.options.
+    make  the optimizer class, or a function that returns an instance. It gets the parameters and, by keyword, lr, the
+          settings of section optim that `shared` names, and those in optim.options.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -93,11 +93,11 @@ class Optim:
 
 def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
     """Call optimizer.step(), but keep parameters and state bit for bit as they are if `bad`, a 0-d bool tensor, is
-    true.
+    true; the gradients are then set to 0.
 
-    The device chooses between the values before and after the step. The host waits for it only if a step creates state,
-    as the first does, or changes Python numbers or tensors on another device (with CUDA: state["step"] of torch's
-    optimizers, but not if capturable=True).
+    The device chooses between the values before and after the step. The host must wait for the device in two cases: if
+    the step creates state, as the first one does, or if it changes Python numbers or tensors on another device. On a
+    GPU that includes state["step"] of torch's optimizers, unless capturable=True.
     """
     for gradient in gradients:
         gradient.masked_fill_(bad, 0.0)  # a step may raise an error for NaN

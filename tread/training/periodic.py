@@ -38,7 +38,8 @@ from tread.training.summary import forecast
 
 class Clock:
     """Measures time and FLOPs of training, without evaluating and saving: in all, and since the last log for the speed.
-    The slow first steps (compiling, recording) count for neither speed nor forecast unless a log follows at once."""
+    The slow first steps (compiling, recording) are not part of the forecast, nor of the speed unless a log is due right
+    after them."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
@@ -146,7 +147,8 @@ def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
 
 
 def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
-    """Return a message on steps that were not finite: noise levels, samples, advice. `what` describes the steps."""
+    """Return a message on steps whose loss or gradient was not finite: their noise levels, samples with bad numbers,
+    and advice. `what` names the steps in the message. Waits for a checkpoint in progress."""
     process, device = process_of(run.cfg), run.device
     draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # the numbers used before
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
@@ -354,8 +356,8 @@ def sampler(run: Run, samples: int) -> Sampler:
 def save(run: Run) -> bool:
     """Copy what a checkpoint holds, let a thread write it, and return True. Returns False, without saving, if this step
     or most of the last ones were not finite. A run's last step is saved all the same, but then no older checkpoint is
-    removed. A second checkpoint waits for the first, see `finish_saving`. Raises OSError if the one before could not be
-    written, Failure if the weights are not finite."""
+    removed. First waits until the previous checkpoint is written, see `finish_saving`. Raises OSError if that failed,
+    Failure if the weights are not finite."""
     with run.timed("save"):
         finish_saving(run)
     counted = read_statistics(run)

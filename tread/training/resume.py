@@ -9,10 +9,11 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from tread.checkpoints.checkpoint import find_whole, newest
+from tread.checkpoints.run_log import RunLog, differences, value_at
 from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import check_overrides, written
 from tread.runtime.tensor_files import listed
-from tread.training.run_folder import LAUNCH, NOTHING, RunLog, decisive, differences, migrate, value_at
+from tread.training.run_folder import LAUNCH, NOTHING, decisive, migrate
 from tread.training.settings import known_keys
 
 ON_DONE = ("report", "plugins")  # settings that may change when a finished run is started again
@@ -21,10 +22,10 @@ GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment":
 
 
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
-    """Return the config with which train.py starts, and warnings. If it continues a run, that is the run's recorded
-    config, with values from `composed` for keys that were typed or are not recorded. Warnings name the other keys whose
-    values differ in `composed`. For a run with all steps done, the record stays, and a warning names typed keys without
-    effect.
+    """Return the config with which train.py starts, and warnings. A new run starts with `composed`. A run that is
+    continued keeps its recorded config, except for keys that were typed or are not recorded, which take their values
+    from `composed`. Warnings name the other keys whose values differ in `composed`. If all steps of the run are done,
+    most typed keys have no effect, and a warning names these.
 
     composed   the config that Hydra made from today's files and the command line.
     arguments  the command line, which shows the keys typed. If it names another model, dataset, experiment or alignment
@@ -104,7 +105,7 @@ def _is_done(folder: Path, config: dict) -> bool:
 
 
 def find_run(run: str) -> Path:
-    """Return run=…, the folder of the run to resume, as a normalised path with links unresolved. Raises
+    """Return the folder of the run to resume, the value of run=…, as a normalised path; symbolic links are kept. Raises
     FileNotFoundError if it holds no run; the message lists runs inside and next to it."""
     folder = Path(os.path.normpath(run))
     folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tread.checkpoints.checkpoint import Checkpoint, Trained
 from tread.checkpoints.network import process_of
+from tread.checkpoints.run_log import RunLog
 from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
@@ -26,7 +27,6 @@ from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop
 from tread.training.alignment import Aligner
 from tread.training.ema import EMA
-from tread.training.run_folder import RunLog
 from tread.training.settings import Settings
 from tread.training.tracking import Tracker
 
@@ -146,7 +146,8 @@ class Run:
 
     @property
     def demo_samples(self) -> int:
-        """The number of digits or emoji scored at the end: min(eval.demo_samples, max(40, train.steps)); else 0."""
+        """The number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)) for class-conditional
+        digits and text-conditional emoji, 0 for all other runs."""
         cfg = self.cfg
         judged = (cfg.dataset.embedded, cfg.model.takes_text) in EMBEDDED
         return min(cfg.eval.demo_samples, max(40, cfg.train.steps)) if judged else 0

@@ -241,8 +241,8 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
 
 def read_text_settings(cfg: Settings) -> TextSettings:
-    """Return the text settings that the dataset records for encoder text.encoder; make a built-in dataset if missing.
-    Raises FileNotFoundError for missing data, ValueError if `cfg` states other values."""
+    """Return the text settings that the dataset records for the encoder text.encoder. A missing built-in dataset is
+    made first. Raises FileNotFoundError for other missing data, ValueError if `cfg` states other values."""
     prepare_embedded(cfg, cfg.dataset.path, "train")
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():
@@ -255,9 +255,9 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Make part "train" or "heldout" of the built-in dataset dataset.embedded (None: nothing to make) at `path`, if
-    missing, with encoded captions for a text-conditional network. Raises prepare_cifar10's errors; FileNotFoundError if
-    a missing `path` does not end in <embedded>/<part>, as it is then likely to be a mistyped path of other data."""
+    """Make part "train" or "heldout" of the built-in dataset dataset.embedded at `path`, if that is missing; other data
+    is left alone. Emoji get encoded captions if the network takes text. Raises prepare_cifar10's errors. For digits
+    and emoji, raises FileNotFoundError if a missing `path` does not end in <embedded>/<part>: it is likely mistyped."""
     kind = cfg.dataset.embedded
     if kind == "cifar10" and not Path(path).exists():
         cifar10.prepare_cifar10(Path(cfg.dataset.path), cfg.dataset.archive)

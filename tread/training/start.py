@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.network import build_network, process_of
+from tread.checkpoints.run_log import differences
 from tread.checkpoints.weights import load_weights
 from tread.data.columns import check_grid
 from tread.data.dataset import LatentDataset
@@ -46,7 +47,7 @@ from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
 from tread.training.optimizers import OPTIMIZERS
 from tread.training.run import Run
-from tread.training.run_folder import Claim, claim, differences
+from tread.training.run_folder import Claim, claim
 from tread.training.settings import Settings, prepare_embedded
 from tread.training.tracking import check_tracker, open_tracker
 
@@ -292,7 +293,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def data_warnings(run: Run) -> list[str]:
-    """Return warnings: held-out data is trained on; photos decoded differently; an encoder or plugin has changed."""
+    """Return warnings for: held-out files that are also trained on; held-out photos decoded with other options than the
+    training photos; an encoder or plugin that has changed since the run's last checkpoint."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data.folder)), files_of(run.heldout.folder) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
@@ -312,8 +314,9 @@ def data_warnings(run: Run) -> list[str]:
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
-    """Return the first captions of sampling.classes samples, for grids, as fields of Run: {"prompts": encoded captions,
-    "captions": the same as text, [] if imported captions have no text}."""
+    """Return the captions for sample grids, as fields of Run: {"prompts": encoded captions, "captions": their texts}.
+    They are the first captions of sampling.classes samples spread over the data. The texts are [] if they are unknown,
+    as for some imported captions."""
     samples = spread_classes(len(data), cfg.sampling.classes)
     captions = [data.captions[sample][0] for sample in samples] if "captions" in read_index(data.folder) else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}

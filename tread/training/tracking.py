@@ -58,7 +58,8 @@ Tracker = Wandb | TensorBoard
 
 
 def open_tracker(cfg: Settings, config: dict, folder: Path, step: int) -> Tracker | None:
-    """Open the tracker that cfg.tracker names, for steps after `step`; None if none. ValueError if wandb refuses."""
+    """Open the tracker that cfg.tracker names, for steps after `step`; return None for "none". Raises ValueError if
+    wandb refuses."""
     if cfg.tracker == "wandb":
         return Wandb(cfg.wandb.project, cfg.name, config, folder)
     return TensorBoard(folder, step) if cfg.tracker == "tensorboard" else None

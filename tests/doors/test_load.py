@@ -1,0 +1,144 @@
+"""tread.load: against sample.py's files, the process's own denoiser, and a stand-in of the hub."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, take_samples
+from hub import serve
+from huggingface_hub import constants
+from PIL import Image
+
+import tread
+from tread.checkpoints import checkpoint
+from tread.drawing.grids import FACTS
+from tread.runtime.randomness import seeded_normal
+
+DIGITS = str(ROOT / "models/digits")
+BRIEF = {"seeds": range(2), "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tread.load(DIGITS, device="cpu")
+
+
+def pixels(pictures: list[Image.Image]) -> np.ndarray:
+    return np.stack([np.asarray(picture) for picture in pictures])
+
+
+def test_the_same_pictures_as_sample_py_each_class_by_each_seed(model, tmp_path):
+    asked = ["classes=[3,8,null]", "seeds=0-3", "guidance=cfg", "guidance.scale=1.5", "guidance.interval=[0.1,5]"]
+    take_samples(tmp_path, f"checkpoint={DIGITS}", *asked, "steps=4", "batch_size=5", "out=pictures")
+    how = {"steps": 4, "batch_size": 5, "guidance": "cfg", "scale": 1.5, "interval": [0.1, 5]}
+    drawn = pixels(model.sample(["3", 8, None], range(4), **how))
+    names = ["class3", "class8", "noclass"]
+    files = [tmp_path / f"pictures/seed{seed:06d}_{name}.png" for name in names for seed in range(4)]
+    assert np.array_equal(drawn, np.stack([np.asarray(Image.open(file))[:, :, 0] for file in files]))
+    pairs = model.sample(labels=["3", 8, None, 3], seeds=range(4), **how)
+    assert np.array_equal(pixels(pairs), drawn[[0, 5, 10, 3]])
+
+
+def test_pictures_as_arrays_and_latents(model):
+    pictures = pixels(model.sample(5, **BRIEF))
+    array, tensor = (model.sample(5, output=form, **BRIEF) for form in ("np", "pt"))
+    assert array.dtype == np.float32 and array.shape == (2, 8, 8, 1)
+    assert np.array_equal(array[..., 0], pictures.astype(np.float32) / 255)
+    assert np.array_equal(tensor.permute(0, 2, 3, 1).numpy(), array)
+    latents = model.sample(5, output="latent", **BRIEF)
+    assert np.array_equal((latents[:, 0] * 127.5 + 127.5).round().clip(0, 255).numpy(), pictures)
+    assert len(model.sample(steps=2, seeds=0)) == 10
+
+
+@pytest.mark.parametrize("solver", ["heun", "euler"])
+def test_on_step_sees_each_step_once(model, solver):
+    seen = []
+    ends = model.sample(4, solver=solver, output="latent", on_step=lambda *told: seen.append(told), **BRIEF)
+    assert [step for step, *_ in seen] == [0, 1, 2]
+    assert [level for _, level, *_ in seen] == model.process.schedule(3)[:3].tolist()
+    labels = torch.tensor([4, 4])
+    for _, level, x, predicted in seen:
+        ours = model.process.denoise(model.network, x.double(), torch.tensor(level), labels)
+        torch.testing.assert_close(predicted, ours.float().detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ends, seen[-1][3])  # the last step, to noise level 0, ends at the prediction
+
+
+def test_the_page_s_loop_draws_the_sampler_s_pictures(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = {"noise": seeded_normal([0, 1], (1, 8, 8)).double()}
+    for code in re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.M | re.S):
+        exec(code.replace("torch.randn(2, 1, 8, 8, dtype=torch.float64)", "noise"), page)
+    assert len(page["pictures"]) == 8
+    ours = page["model"].sample(labels=[3, 8], seeds=[0, 1], output="latent")
+    torch.testing.assert_close(page["x"].float(), ours)
+
+
+def test_what_does_not_fit_is_said_before_anything_is_drawn(model):
+    cases = [
+        ({"classes": "x"}, "'x' is no class of .*there are 0, 1"),
+        ({"classes": []}, "classes is empty"),
+        ({"classes": 10}, "classes.0 is 10, but the classes are 0..9"),
+        ({"labels": [1]}, "labels has 1 classes for 8 seeds"),
+        ({"labels": [1] * 8, "classes": 1}, "in the place of classes"),
+        ({"scale": 2}, "scale .* is given, but guidance=none"),
+        ({"guidance": "best"}, "guidance is 'best', but must be one of autoguidance, cfg"),
+        ({"guidance": "sg_fid"}, "guidance=sg_fid needs checkpoint=…"),
+        ({"shift": 2}, "shift=2 is of rectified flow"),
+        ({"prompts": "a hat"}, "takes no prompt"),
+        ({"output": "png"}, "output is 'png', but must be pil"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"seeds": "9-1"}, "seeds is '9-1'"),
+    ]
+    for given, said in cases:
+        with pytest.raises(ValueError, match=said):
+            model.sample(**given)
+
+
+ALONE = """
+import sys, tread
+assert "torch" not in sys.modules
+import torch
+model = tread.load(sys.argv[1])
+assert not [name for name in sys.modules if name.startswith(("tread.training", "diffusers", "transformers", "hydra"))]
+assert len(model.sample("3", steps=2)) == 8
+"""
+
+
+def test_in_a_process_of_its_own_it_imports_little_and_prints_nothing():
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", ALONE, DIGITS], env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_from_the_hub_and_without_it_from_its_cache(tmp_path, monkeypatch):
+    shutil.copytree(DIGITS, tmp_path / "hub/ann/digits/main")
+    (tmp_path / "hub/ann/pickles/main").mkdir(parents=True)
+    (tmp_path / "hub/ann/pickles/main/model.pt").write_bytes(b"x")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serve(tmp_path / "hub") as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix("https://huggingface.co")
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + template)
+        found = tread.load("hf:ann/digits").saved.found
+        assert len(found.revision) == 40 and found.sha256("ema") == checkpoint.find(DIGITS).sha256("ema")
+        take_samples(tmp_path, "checkpoint=hf:ann/digits@main", "steps=2", "seeds=0", "out=grid.png")
+        facts = json.loads(Image.open(tmp_path / "grid.png").text[FACTS])
+        assert facts["network"]["revision"] == found.revision
+        for name, said in (("nobody/digits", "RepoNotFound"), ("ann/digits@old", "RevisionNotFound")):
+            with pytest.raises(ValueError, match=f"hf:{name}: .*{said}"):
+                tread.load(f"hf:{name}")
+        with pytest.raises(ValueError, match="holds no .safetensors; pickles"):
+            tread.load("hf:ann/pickles")
+    for name in ("ann/digits", f"ann/digits@{found.revision}"):
+        assert checkpoint.find(f"hf:{name}").folder == found.folder
+    with pytest.raises(OSError, match="hf:ann/other is not in the cache, and http://.* can't be reached"):
+        tread.load("hf:ann/other")
+    for name in ("hf:digits", "hf:a/b@c@d", "hf:a/b@"):
+        with pytest.raises(ValueError, match="is no name on the hub"):
+            tread.load(name)

@@ -1,0 +1,228 @@
+"""Sampling from Python: tread.load(checkpoint).sample(…) draws the pictures that sample.py draws."""
+
+import difflib
+import itertools
+import operator
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from tread.checkpoints import checkpoint
+from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
+from tread.data.latents import from_network
+from tread.diffusion.guidance import Guidance, Schedule
+from tread.diffusion.process import Process
+from tread.diffusion.sampling import OnStep, Sampler, check_ratios, draw_pictures
+from tread.diffusion.solvers import Churn, Solver
+from tread.encoders.autoencoder import Decoder, Decoding, load_decoder
+from tread.evaluation.prompts import encode_prompts, row_labels
+from tread.evaluation.sample_files import parse_seeds
+from tread.runtime.cli import read_choice
+from tread.runtime.device import Precision, avoid_faults, use_precision
+from tread.runtime.plugins import plugin_changes
+from tread.runtime.schema import Count, check, read
+from tread.runtime.tensor_files import Weights
+
+Output = Literal["pil", "pt", "np", "latent"]
+Label = str | int | None  # a class's name or number; None in a list: no class
+Number = float | dict | Schedule | None  # of guidance: constant, or a schedule such as {"schedule": "linear", …}
+
+
+def load(
+    source: str | Path,
+    weights: Weights = "ema",
+    device: torch.device | str | None = None,
+    precision: Precision = "auto",
+    autoencoder: str | None = None,
+    decode_precision: Decoding = "fp32",
+    text_encoder: str | None = None,
+) -> "TrainedModel":
+    """Load a trained network for sampling.
+
+    source             a checkpoint's folder, a run's folder (its latest checkpoint), or hf:user/name[@revision].
+    weights            "ema" or "model", the raw ones.
+    device             None: a GPU if there is one.
+    precision          "fp32", "bf16", or "auto": bf16 on a GPU that has it.
+    autoencoder, decode_precision, text_encoder  as the options of sample.py.
+
+    Raises ValueError or FileNotFoundError if there is no such checkpoint, or it is damaged or can't be sampled.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    saved = open_network(checkpoint.find(source), weights)
+    for note in (*plugin_changes(saved.found.info), *filter(None, [avoid_faults(device)])):
+        warnings.warn(note, stacklevel=2)
+    return TrainedModel(saved, device, precision, (autoencoder, decode_precision), text_encoder)
+
+
+class TrainedModel:
+    """A trained network with its diffusion process and, once it is needed, its decoder; made by `load`.
+
+    network  the module, in eval mode: network(x, time, y, routes=()), see Backbone.forward.
+    process  EDM or RF; process.denoise(network, x, level, y) predicts the clean latents.
+    classes  names of the classes; a text-conditional network has none.
+    """
+
+    def __init__(
+        self,
+        saved: SavedNetwork,
+        device: torch.device,
+        precision: Precision,
+        decoding: tuple[str | None, Decoding],
+        text_encoder: str | None,
+    ) -> None:
+        self.saved, self.precision = saved, precision
+        self._decoding, self._text_encoder = decoding, text_encoder
+        self.network: nn.Module = saved.load(device).network
+        self._decoder: Decoder | None = None
+
+    @property
+    def process(self) -> Process:
+        return self.saved.process
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return () if self.saved.text else tuple(self.saved.latents.classes)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def to(self, device: torch.device | str) -> "TrainedModel":
+        """Move the network to a device, in place; returns the model."""
+        self.network.to(device)
+        self._decoder = None
+        return self
+
+    def sample(
+        self,
+        classes: Label | Sequence[Label] = None,
+        seeds: str | int | Sequence[int] = range(8),
+        *,
+        prompts: str | Sequence[str] = (),
+        labels: Sequence[Label] | None = None,
+        steps: int | None = None,
+        solver: Solver | None = None,
+        shift: float | None = None,
+        churn: float | Churn | None = None,
+        batch_size: int = 64,
+        guidance: str = "none",
+        scale: Number = None,
+        strong: Number = None,
+        weak: Number = None,
+        interval: Sequence[float] | None = None,
+        checkpoint: str | Path | None = None,
+        weights: Weights | None = None,
+        same_ids: bool | None = None,
+        force: bool | None = None,
+        output: Output = "pil",
+        on_step: OnStep | None = None,
+    ) -> list[Image.Image] | Tensor | np.ndarray:
+        """Draw pictures: each class, or each prompt, with each seed, class by class. A picture depends on its class and
+        seed alone, up to rounding. The options not named here are those of sample.py, with its defaults.
+
+        classes   class names or numbers, one or several; None in a list is no class. None: ten, spread over all.
+        seeds     numbers, or "a-b", both included.
+        prompts   of a text-conditional network: what to draw.
+        labels    a class for each seed, in the place of `classes`: pairs instead of all combinations.
+        guidance  a name in configs/guidance/; scale, strong, weak, interval, checkpoint, weights, same_ids and force
+                  are its settings, None for those of its file.
+        output    "pil": a list of pictures; "pt" (n, 3, H, W) and "np" (n, H, W, 3): float32 in 0..1, of 1 channel if
+                  pictures are grey; "latent": (n, C, S, S) fp32, what the autoencoder's decoder takes.
+        on_step   called at each step, batch by batch, with its number, the noise level, the current latents (b, C, S,
+                  S) and the predicted clean ones, both on the network's scale.
+
+        Raises ValueError for options that do not fit together or with the network, before anything is drawn.
+        """
+        check("output", output, Output)
+        check("batch_size", batch_size, Count)
+        given = {"scale": scale, "strong": strong, "weak": weak, "interval": interval, "checkpoint": checkpoint}
+        given |= {"weights": weights, "same_ids": same_ids, "force": force}
+        guide = read_guidance(guidance, {name: value for name, value in given.items() if value is not None})
+        saved = self.saved if shift is None else self.saved.shifted(shift)
+        other = open_weak(guide, saved)
+        seeds, prompts = (
+            [operator.index(seed) for seed in parse_seeds(seeds)],
+            (prompts,) if isinstance(prompts, str) else tuple(prompts),
+        )
+        columns, numbers = self._pairs(classes, labels, prompts, seeds)
+        how = (steps, solver, min(batch_size, len(columns)), use_precision(self.precision, self.device), guide)
+        sampler = Sampler.of(saved.process, *how, Churn(float(churn)) if isinstance(churn, (int, float)) else churn)
+        check_ratios(sampler, *(network and network.without_weights(guide) for network in (saved, other)))
+        text, notes = encode_prompts(saved, prompts, self.device, self._text_encoder) if prompts else (None, ())
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
+        model = replace(saved.with_weights(self.network, guide), prompts=text)
+        weaker = other and other.load(self.device, guide)
+        latents = self.saved.latents
+        decoder = partial(from_network, latents=latents) if output == "latent" else self._open_decoder()
+        drawn = draw_pictures(model, decoder, columns, torch.tensor(numbers), sampler, weaker, True, on_step)
+        count = -(-len(columns) // sampler.batch_size)
+        bar = tqdm(drawn, desc="sampling", total=count, unit="batch", disable=None)  # None: off where no terminal is
+        return _as(output, torch.cat([*bar]))
+
+    def _pairs(
+        self, classes: object, labels: Sequence[Label] | None, prompts: Sequence[str], seeds: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return the seed and the label of each picture. Raises ValueError for classes that the network has not."""
+        if labels is None:
+            listed = [classes] if isinstance(classes, (str, int)) else classes
+            if listed is not None and not len(listed):
+                raise ValueError("classes is empty: name some, or leave it out for ten")
+            rows = row_labels(self.saved, listed and [self._number(label) for label in listed], prompts)
+            pairs = [(seed, label) for label, seed in itertools.product(rows, seeds)]
+        elif prompts or len(labels) != len(seeds) or classes is not None:
+            told = f"labels has {len(labels)} classes for {len(seeds)} seeds"
+            raise ValueError(f"{told}: it gives one for each seed, in the place of classes and prompts")
+        else:
+            pairs = list(zip(seeds, row_labels(self.saved, [self._number(label) for label in labels], ())))
+        return [seed for seed, _ in pairs], [label for _, label in pairs]
+
+    def _number(self, label: Label) -> int | None:
+        """Return a class's number, given its name or number."""
+        if not isinstance(label, str):
+            return None if label is None else operator.index(label)
+        if self.classes.count(label) == 1:
+            return self.classes.index(label)
+        if label in self.classes:
+            shared = [number for number, name in enumerate(self.classes) if name == label]
+            raise ValueError(f"{label!r} is the name of classes {shared}: give a number")
+        near = difflib.get_close_matches(label, self.classes, 3) or self.classes[:10]
+        raise ValueError(f"{label!r} is no class of {self.saved.found.folder}; there are {', '.join(near)}, …")
+
+    def _open_decoder(self) -> Decoder:
+        if self._decoder is None:
+            self._decoder = load_decoder(self.saved.latents, self.device, *self._decoding)
+        return self._decoder
+
+
+def read_guidance(name: str, given: dict[str, object]) -> Guidance:
+    """Return the guidance of configs/guidance/<name>.yaml, with the values of `given` in the place of its own. Raises
+    ValueError for an unknown name, values that do not fit, and a checkpoint that is missing."""
+    here = Path(__file__).resolve().parent
+    configs = next(place for place in (here / "configs", here.parents[1] / "configs") if place.is_dir())
+    settings = read_choice(configs, "guidance", name) | given
+    if settings["checkpoint"] == "???":
+        raise ValueError(f"guidance={name} needs checkpoint=…, the weaker network's")
+    plain = {key: vars(value) if isinstance(value, Schedule) else value for key, value in settings.items()}
+    return read(plain | {"checkpoint": plain["checkpoint"] and str(plain["checkpoint"])}, Guidance)
+
+
+def _as(output: Output, drawn: Tensor) -> list[Image.Image] | Tensor | np.ndarray:
+    """Return latents (n, C, S, S), or pictures (n, 1 or 3, H, W) uint8, in the form that `output` names."""
+    if output == "latent":
+        return drawn
+    if output == "pt":
+        return drawn.float() / 255
+    pictures = drawn.permute(0, 2, 3, 1).numpy()
+    if output == "np":
+        return pictures.astype(np.float32) / 255
+    return [Image.fromarray(picture.squeeze(2) if picture.shape[2] == 1 else picture) for picture in pictures]
