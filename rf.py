@@ -7,7 +7,6 @@ as in the released TREAD code, not uniform. All random numbers are arguments. RF
 Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -81,16 +80,14 @@ class RF(Process):
 
     def for_latents(self, channels: int, size: int) -> "RF":
         """Return this process with numbers in the place of "auto", for latents (channels, size, size)."""
-        scale = math.sqrt(channels * size**2 / 4096)
+        scale = size * channels**0.5 / 64  # √(CHW/4096)
         numbers = {"shift": 1 / scale, "train_shift": scale}
         return replace(self, **{name: value for name, value in numbers.items() if getattr(self, name) == "auto"})
 
     def noise_level(self, normal: Tensor) -> Tensor:
         """Map standard normal numbers to training times t, elementwise."""
-        if self.time == "uniform":
-            t = torch.special.ndtr(normal)
-        else:
-            t = torch.sigmoid(normal * self.time_std + self.time_mean)
+        logit_normal = self.time == "logit_normal"
+        t = torch.sigmoid(normal * self.time_std + self.time_mean) if logit_normal else torch.special.ndtr(normal)
         return t if self.train_shift == 1 else self.train_shift * t / (1 + (self.train_shift - 1) * t)
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
