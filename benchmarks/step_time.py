@@ -32,6 +32,7 @@ from unittest.mock import patch
 import torch
 from timing import DEVICE, begin, circumstances, composed, options_of, random_dataset, seconds, take_turns, write
 
+from tread.checkpoints.ema import EMA
 from tread.data.columns import TextSpec
 from tread.data.section_writer import TextWriter
 from tread.encoders.language import BEGIN, UNKNOWN
@@ -41,7 +42,6 @@ from tread.models.conditions import Text
 from tread.runtime.device import peak_flops
 from tread.runtime.signals import Stop
 from tread.training import settings, step
-from tread.training.ema import EMA
 from tread.training.run import Run
 from tread.training.start import start
 

@@ -4,10 +4,12 @@ python scripts/export_checkpoint.py checkpoint=results/my-run out=exports/my-run
 
 The folder holds ema.safetensors (for a DiT with public DiT's parameter names), info.json and config.yaml. It is a
 checkpoint that sample.py, fid.py and init_from take. To give it away, dtype=fp16 halves its size, and paths=short
-removes this machine's paths from the record. All options: configs/export_checkpoint.yaml.
+removes this machine's paths from the record. format=diffusers writes a folder that diffusers loads instead, and
+push=user/name uploads what was written. All options: configs/export_checkpoint.yaml.
 """
 
 from pathlib import Path, PurePath
+from typing import Literal
 
 if __name__ == "__main__":
     import checkout  # noqa: F401
@@ -20,8 +22,11 @@ from omegaconf import OmegaConf
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.exporting import Dtype, Paths, as_dtype, public_names, record, stored_dtype
+from tread.checkpoints.for_sampling import open_network
+from tread.reports.card import card
 from tread.runtime.cli import door, open_door
 from tread.runtime.files import check_place, explain_failure, sha256, size_text, whole_folder
+from tread.runtime.hub import check_repository, push
 from tread.runtime.tensor_files import Weights, save_tensors
 
 
@@ -36,19 +41,56 @@ class Options:
     paths: Paths = "full"
     autoencoder: str | None = None
     public: bool = False
+    format: Literal["tread", "diffusers"] = "tread"
+    include_autoencoder: bool | None = None
+    license: str | None = None
+    push: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.format == "diffusers" and self.public:
+            raise ValueError("public=true writes MaskDiT's released names, which format=diffusers does not use")
+        if self.format == "tread" and self.include_autoencoder is not None:
+            raise ValueError(f"include_autoencoder={self.include_autoencoder} needs format=diffusers")
 
 
 @door(Options)
 def main(options: Options) -> None:
-    print(account(export(options), options))
+    out = Path(options.out).expanduser()
+    if out.exists() or out.is_symlink():
+        raise FileExistsError(f"out={out} is there already; choose another folder")
+    if options.push is not None:
+        check_repository(options.push)
+    if options.format == "diffusers":
+        print(export_for_diffusers(options))
+    else:
+        print(account(export(options), options))
+    if options.push is not None:
+        print(f"  uploaded: {push(out, options.push)}")
+
+
+def export_for_diffusers(options: Options) -> str:
+    """Write a folder for diffusers, and return a text to print; if writing fails, nothing is left. Raises ValueError or
+    OSError."""
+    from tread.checkpoints import diffusers_export  # imported here because diffusers takes seconds
+
+    source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
+    source.verify(options.weights)
+    saved, info = open_network(source, options.weights), record(source.info, options.paths, options.autoencoder)
+    tensors = as_dtype(source.tensors(options.weights), options.dtype)
+    inside = diffusers_export.goes_inside(info["latents"]["autoencoder"], options.include_autoencoder)
+    check_place(out.parent, sum(value.nbytes for value in tensors.values()))
+    with explain_failure(out), whole_folder(out) as partial:
+        diffusers_export.write(saved, tensors, info["latents"], partial, inside)
+        told = card(saved, info, options.dtype, True, options.license, options.push)
+        (partial / "README.md").write_text(told, encoding="utf-8")
+    loads = f"DiffusionPipeline.from_pretrained({options.out!r}, trust_remote_code=True)"
+    return f"{options.out}: {options.weights} weights of step {source.step} in {options.dtype}\n  {loads}"
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
     """Write a checkpoint with the weights options.weights alone, and return it; if writing fails, nothing is left.
     options.public adds a file with MaskDiT's released parameter names. Raises ValueError or OSError."""
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
-    if out.exists() or out.is_symlink():
-        raise FileExistsError(f"out={out} is there already; choose another folder")
     source.verify(options.weights)
     name = f"{options.weights}.safetensors"
     info, stated = record(source.info, options.paths, options.autoencoder), source.info["files"][name]
@@ -69,6 +111,10 @@ def export(options: Options) -> checkpoint.Checkpoint:
             save_tensors(partial / f"{options.weights}-public.safetensors", theirs)
         (partial / "info.json").write_text(json.dumps({**info, "files": {name: stated}}, indent=1) + "\n")
         (partial / "config.yaml").write_text(OmegaConf.to_yaml(info["config"]))
+        if options.push is not None:
+            saved = open_network(source, options.weights)
+            told = card(saved, info, options.dtype, False, options.license, options.push)
+            (partial / "README.md").write_text(told, encoding="utf-8")
     return checkpoint.find(out)
 
 
@@ -79,9 +125,8 @@ def account(exported: checkpoint.Checkpoint, options: Options) -> str:
     lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored_dtype(info)}, {size}"]
     if options.public:
         lines += [f"  {options.weights}-public.safetensors there has the names of MaskDiT's released files"]
-    if info.get("predicts", "objective") == "objective":
-        lines += [f"  python sample.py checkpoint={options.out}{raw}"]
-        lines += [f"  python fid.py checkpoint={options.out}{raw} reference=…"]
+    lines += [f"  python sample.py checkpoint={options.out}{raw}"]
+    lines += [f"  python fid.py checkpoint={options.out}{raw} reference=…"]
     lines += [f"  python train.py init_from={options.out}{raw.replace('weights', 'init_weights')} name=…"]
     if files := [PurePath(name).name for name in info["config"].get("plugins", ()) if name.endswith(".py")]:
         lines += [f"  needs {', '.join(files)}: where there is none, plugins=[…] names a copy"]

@@ -79,8 +79,6 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
     step = "at a step that is not recorded" if first.source is None else f"step {first.source.step:,}"
     raw = " weights=model" if "ema" not in parts else ""
     use = f"python sample.py checkpoint={saved}{raw}"
-    if options.predicts == "noise":
-        use = f"python train.py init_from={saved}{raw.replace('weights', 'init_weights')} name=… and its sizes"
     lines = [f"warning: {warning}" for warning in warnings]
     lines += [f"{saved}: {' and '.join(KINDS[kind] for kind in parts)} weights of {options.weights}, {step}"]
     return "\n".join([*lines, f"  {describe(sizes(next(iter(parts.values()))))}", f"  {use}"])

@@ -78,7 +78,7 @@ def show(cfg: Settings, options: Options) -> None:
     print("\n" + " " * 34 + "".join(f"{head:>14}" for head in ("all tokens", "routed")[: len(columns)]))
     for name in columns[0]:
         print(f"{name:<34}" + "".join(f"{each[name]:>14}" for each in columns))
-    checkpoint = size_text(parameters * 4 * (2 + cfg.optim.copies + len(cfg.ema.power)))
+    checkpoint = size_text(4 * (parameters * (2 + len(cfg.ema.power)) + cfg.optim.state_size(network)))
     stored, each = ("uint8", 1) if cfg.dataset.embedded == "cifar10" else ("fp16", 2)  # bytes of a number
     view = size_text(cfg.dataset.channels * cfg.dataset.size**2 * each)
     print(f"\ndisk: {checkpoint} a checkpoint, every {cfg.every.save:,} steps; latents {view} a view in {stored}")

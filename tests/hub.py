@@ -79,7 +79,9 @@ def serve(root: Path) -> Iterator[str]:
                     asked = json.loads(content)
                     full = f"{asked.get('organization') or 'me'}/{asked['name']}"
                     (root / full / "main").mkdir(parents=True, exist_ok=True)
-                    return self.answer(json.dumps({"url": f"http://hub/{full}", "id": full}).encode())
+                    return self.answer(
+                        json.dumps({"url": f"http://{self.headers['Host']}/{full}", "id": full}).encode()
+                    )
                 case ["api", "models", user, name, "preupload", _]:
                     files = [
                         {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
@@ -92,7 +94,7 @@ def serve(root: Path) -> Iterator[str]:
                             path = root / user / name / "main" / line["value"]["path"]
                             path.parent.mkdir(parents=True, exist_ok=True)
                             path.write_bytes(base64.b64decode(line["value"]["content"]))
-                    told = {"commitUrl": f"http://hub/{user}/{name}/commit/1", "commitOid": "1" * 40}
+                    told = {"commitUrl": f"http://{self.headers['Host']}/{user}/{name}/commit/1", "commitOid": "1" * 40}
                     return self.answer(json.dumps({**told, "pullRequestUrl": None}).encode())
             self.answer(b"{}")
 

@@ -37,7 +37,7 @@ TESTS = {  # core file → the nearest tests, those that fail soonest first; fol
     "tread/diffusion/sampling.py": "diffusion/test_sampling.py models/test_text.py models/test_sprint.py",
     "tread/training/step.py": "test_recorded.py training/test_survival.py training/test_alignment.py",
     "tread/training/optimizer.py": "training/test_optimizer.py training/test_runs.py",
-    "tread/training/ema.py": "checkpoints/test_checkpoint.py training/test_posthoc_ema.py training/test_optimizer.py",
+    "tread/checkpoints/ema.py": "checkpoints/test_checkpoint.py training/test_posthoc_ema.py",
     "tread/diffusion/token_losses.py": "training/test_token_losses.py",
     "tread/training/alignment.py": "training/test_alignment.py",
     "tread/evaluation/metrics.py": "evaluation/test_metrics.py",

@@ -24,7 +24,11 @@ KNOWS = {  # library → who may import it; a package means all of its files
     "omegaconf": {"tread/runtime/cli.py", "tread/training/start.py", "tread/training/resume.py"},
     "tensorboard": {"tread/training/tracking.py"},
     "plotly": {"tread/reports/page.py"},
-    "diffusers": {"tread/encoders/autoencoder.py"},
+    "diffusers": {
+        "tread/encoders/autoencoder.py",
+        "tread/checkpoints/diffusers_export.py",
+        "tread/checkpoints/diffusers_pipeline.py",
+    },
     "transformers": {"tread/encoders/pretrained.py"},
     "mamba_ssm": {"tread/models/ssd.py"},
 }

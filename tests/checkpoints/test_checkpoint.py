@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from dit import DiT
 from tread.checkpoints import checkpoint
+from tread.checkpoints.ema import EMA, exponential
 from tread.checkpoints.weights import load_weights, read_weights
 from tread.runtime import tensor_files
 from tread.runtime.files import whole_folder, write_whole
-from tread.training.ema import EMA, exponential
 
 
 def small(**more):

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from test_exporting import hand_out
 from test_state_dicts import same
 
-import fid
 import sample
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_network
@@ -118,22 +117,29 @@ def test_tensors_that_share_memory_come_in(tmp_path, states):
     same(checkpoint.find(tmp_path / "results/mine").tensors("ema"), states["ema"])
 
 
-def test_weights_that_predict_noise_start_runs_alone(tmp_path, composed):
+def test_weights_that_predict_noise_are_sampled_by_edm_and_start_runs(tmp_path, composed):
+    """At each timestep's noise level the denoiser is DDPM's own, by its prediction of the noise."""
     state = random_state(composed, 1, "model.learn_sigma=true")
     torch.save(state, tmp_path / "DiT-XL-2-256x256.pt")
     text = bring_in(tmp_path, "weights=DiT-XL-2-256x256.pt", "predicts=noise", "model.learn_sigma=true")
-    folder = tmp_path / "results/mine"
-    assert "init_from=" in text and "sample.py" not in text
-    for door, name in ((sample.main, "sample"), (fid.main, "fid")):
-        with pytest.raises(SystemExit, match="predicts noise on timesteps 0..999.*can start a run with init_from=…"):
-            launch_door(door, name, tmp_path, f"checkpoint={folder}", "out=a.png")
+    assert "sample.py" in text
+    model = opened(tmp_path / "results/mine").load(CPU)
+    same(model.network.state_dict(), state)
+    kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0)
+    x, y = torch.randn(3, 1, 8, 8), torch.tensor([0, 1, 2])
+    for time in (0, 1, 500, 999):
+        noisy = (x / kept[time].sqrt()).float()  # DDPM's own input, divided by √ᾱ
+        predicted = model.network(x, torch.full((3,), float(time)), y)[:, : x.shape[1]]
+        expected = noisy - ((1 - kept[time]) / kept[time]).sqrt().float() * predicted
+        actual = model.process.denoise(model.network, noisy, ((1 - kept[time]) / kept[time]).sqrt(), y)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+    launch_door(sample.main, "sample", tmp_path, "checkpoint=results/mine", "out=a.png", "decode=false", "steps=2")
+    text = hand_out(tmp_path, "checkpoint=results/mine", "out=alone")
+    assert "init_from=alone" in text and opened(tmp_path / "alone").process.predicts == "ddpm_noise"
     network = build_network(read_network(composed(*SIZES, "model.learn_sigma=true")))
-    load_weights(network, str(folder))
-    same(network.state_dict(), state)
-    text = hand_out(tmp_path, f"checkpoint={folder}", "out=alone")
-    assert "init_from=alone" in text and "sample.py" not in text
-    with pytest.raises(ValueError, match="predicts noise"):
-        opened(tmp_path / "alone")
+    told = load_weights(network, str(tmp_path / "alone"))
+    cfg = read_network(composed(*SIZES, "model.learn_sigma=true", "edm.predicts=ddpm_noise"))
+    assert not [line for line in told.warnings(cfg, digits.MEANING) if "prediction" in line]
 
 
 def test_nothing_is_written_of_what_can_not_be_used(tmp_path, states):

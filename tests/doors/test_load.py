@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 
+import export_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, take_samples
+from conftest import ROOT, launch_door, take_samples
 from hub import serve
 from huggingface_hub import constants
 from PIL import Image
@@ -135,6 +136,14 @@ def test_from_the_hub_and_without_it_from_its_cache(tmp_path, monkeypatch):
                 tread.load(f"hf:{name}")
         with pytest.raises(ValueError, match="holds no .safetensors; pickles"):
             tread.load("hf:ann/pickles")
+        monkeypatch.setenv("HF_TOKEN", "none")
+        given = [f"checkpoint={DIGITS}", "out=given", "dtype=fp16", "push=ann/mine", "license=mit"]
+        launch_door(export_checkpoint.main, "export_checkpoint", tmp_path, *given)
+        assert tread.load("hf:ann/mine").saved.found.sha256("ema") == found.sha256("ema")
+        assert 'load("hf:ann/mine")' in (tmp_path / "hub/ann/mine/main/README.md").read_text()
+    with pytest.raises(SystemExit, match="http://.* can't be reached"):
+        launch_door(export_checkpoint.main, "export_checkpoint", tmp_path, given[0], "out=again", "push=ann/mine")
+    assert not (tmp_path / "again").exists()
     for name in ("ann/digits", f"ann/digits@{found.revision}"):
         assert checkpoint.find(f"hf:{name}").folder == found.folder
     with pytest.raises(OSError, match="hf:ann/other is not in the cache, and http://.* can't be reached"):

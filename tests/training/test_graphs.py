@@ -87,6 +87,7 @@ def spoilt(monkeypatch):
             ["model.routes.0.select=norm", "train.loss_tokens=kept", "objective=rf", "alignment=self"],
             marks=pytest.mark.slow,
         ),
+        pytest.param(["optim.name=muon", "optim.muon_lr=0.01", "train.loss_tokens=kept"], marks=pytest.mark.slow),
     ],
 )
 def test_replayed_steps_are_those_without_graphs(tmp_path, monkeypatch, spoilt, options):

@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tread.checkpoints import checkpoint
+from tread.checkpoints.ema import EMA, exponential, fused_average, power
 from tread.runtime import schema
-from tread.training.ema import EMA, exponential, fused_average, power
 from tread.training.optimizer import backward, learning_rate, optimizer_step
 from tread.training.optimizers import OPTIMIZERS, Optim, OptimizerEntry
 from tread.training.run import StepStatistics
@@ -288,10 +288,14 @@ def settings(**options):
 @pytest.mark.parametrize(
     "options, shown",
     [
-        ({"name": "adam"}, "optim.name is 'adam', but must be adamw, sgd or a plugin's"),
+        ({"name": "adam"}, "optim.name is 'adam', but must be adamw, muon, sgd or a plugin's"),
         ({"name": "sgd", "options": {"momentun": 0.9}}, "{momentun:0.9}.*optim.name=sgd takes momentum, .*'momentun'"),
         ({"options": {"betas": [0.9, 0.9]}}, "optim.name=adamw takes amsgrad.*multiple values.*optim.options=null"),
         ({"final_lr": 2.0}, "optim.final_lr is 2.0.*between 0 and optim.lr, 1.0"),
+        ({"name": "muon"}, "optim.muon_lr is null, .*optim.name=muon needs a rate: 1e-3 say"),
+        ({"muon_lr": 0.1}, "optim.muon_lr is 0.1, .*optim.name=adamw has neither"),
+        ({"muon_scale": "match_rms"}, "optim.muon_scale match_rms, but optim.name=adamw has neither"),
+        ({"name": "muon", "muon_lr": 0.1, "options": {"amsgrad": True}}, "takes momentum, nesterov, steps there"),
     ],
 )
 def test_bad_options_are_named(options, shown):

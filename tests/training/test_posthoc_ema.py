@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tread.checkpoints import checkpoint, posthoc_ema
+from tread.checkpoints.ema import EMA, power
 from tread.checkpoints.posthoc_ema import exponent
 from tread.runtime import tensor_files
-from tread.training.ema import EMA, power
 
 STORED, TRACKED = (0.05, 0.1), (0.07, 0.15, 0.2)
 STEPS, EVERY = 640, 40

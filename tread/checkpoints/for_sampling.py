@@ -86,9 +86,6 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
     Raises ValueError or FileNotFoundError, also if the file's size differs from the recorded one, or if the samplers
     can't use what the network predicts.
     """
-    if (predicts := source.info.get("predicts", "objective")) != "objective":
-        told = f"{source.folder} predicts {predicts} on timesteps 0..999, which no sampler here takes"
-        raise ValueError(f"{told}: it can start a run with init_from=…")
     source.check(weights)
     try:
         config = source.info["config"]
@@ -103,6 +100,8 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
     except ValueError as error:
         raise ValueError(f"{source.folder / 'info.json'}: {error}") from error
     cfg = replace(cfg, model=cfg.model.anywhere)
+    if source.info.get("predicts") == "noise":  # EDM's samplers take it, whatever objective a run from it would have
+        cfg = replace(cfg, objective="edm", edm=replace(cfg.edm, predicts="ddpm_noise"))
     saved = SavedNetwork(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
     return saved if shift is None else saved.shifted(shift)
 

@@ -6,7 +6,7 @@ record such facts in info.json beside their files; other people's files do not.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,10 +193,12 @@ class StoredWeights:
         texts = text.decisive if model and text and model.takes_text else {}
         return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded())
 
-    def warnings(self, cfg: Network, latents: LatentSpec, predicts: str = "objective") -> list[str]:
+    def warnings(self, cfg: Network, latents: LatentSpec, predicts: str | None = None) -> list[str]:
         """Return lines that warn of settings that differ from those of the weights' training, or were not recorded.
         `latents` is what the network will see. `predicts` is "objective" if the network predicts what cfg.objective
-        trains, or "noise" if it predicts noise on timesteps 0..999."""
+        trains, or "noise" if it predicts noise on timesteps 0..999; None: as `cfg` says."""
+        of_ddpm = cfg.objective == "edm" and cfg.edm.predicts == "ddpm_noise"
+        predicts = predicts or ("noise" if of_ddpm else "objective")
         lines = []
         if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
             lines.append(f"{self.where} holds {len(aside)} tensors {PROJECTORS}* of its alignment, which are set aside")
@@ -267,10 +269,12 @@ def load_weights(
     weights: str = "ema",
     model: NetworkOptions | None = None,
     text: TextSettings | None = None,
+    adapt: Callable[[StoredWeights], StoredWeights] = lambda stored: stored,
 ) -> StoredWeights:
-    """Load the weights "ema" or "model" of `path` (init_from) into `network`, built by the settings `model` and `text`.
-    Raises FileNotFoundError, or ValueError if names, shapes or recorded settings do not match."""
-    stored = read_weights(local(path), weights)
+    """Load the weights "ema" or "model" of `path` (init_from) into `network`, built by the settings `model` and `text`,
+    after `adapt` has changed them. Raises FileNotFoundError, or ValueError if names, shapes or recorded settings do not
+    match."""
+    stored = adapt(read_weights(local(path), weights))
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored
 

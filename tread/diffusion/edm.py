@@ -7,10 +7,12 @@ Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tread.diffusion.ddpm import timestep
 from tread.diffusion.guidance import Routes
 from tread.diffusion.process import Network, Process, per_sample
 from tread.models.conditions import Condition
@@ -24,10 +26,12 @@ class EDM(Process):
     P_mean, P_std              training noise levels: ln σ ~ Normal(P_mean, P_std²) (Table 1).
     sigma_data                 standard deviation of the data that the preconditioning assumes.
     sigma_min, sigma_max, rho  range of the sampler's noise levels, and the exponent of their spacing (Eq. 5).
+    predicts                   "F": the preconditioned output of Eq. 7. "ddpm_noise": noise, by a network of DDPM's
+                               timesteps such as public DiT, see ddpm.py.
     """
 
     default_steps, default_solver, level_name, variance_exploding = 40, "heun", "σ", True
-    conventions, evaluation = ("sigma_data",), "eval_loss"
+    conventions, evaluation = ("sigma_data", "predicts"), "eval_loss"
 
     P_mean: float = -1.2
     P_std: float = 1.2
@@ -35,10 +39,12 @@ class EDM(Process):
     sigma_min: float = 0.002
     sigma_max: float = 80.0
     rho: float = 7.0
+    predicts: Literal["F", "ddpm_noise"] = "F"
 
     def __post_init__(self) -> None:
         if not 0 < self.sigma_min < self.sigma_max:
             raise ValueError(f"sigma_min {self.sigma_min} and sigma_max {self.sigma_max} must satisfy 0 < min < max")
+        check("predicts", self.predicts, Literal["F", "ddpm_noise"])
         for name in ("P_std", "sigma_data", "rho"):
             check(name, getattr(self, name), Positive)
 
@@ -56,13 +62,19 @@ class EDM(Process):
         return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
 
     def precondition(self, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the network's input x / √(σ² + σ_data²) and its time input ln σ / 4 (B,), both fp32 (Table 1)."""
+        """Return the network's input x / √(σ² + σ_data²) and its time input ln σ / 4 (B,), both fp32 (Table 1).
+        With predicts="ddpm_noise": x / √(σ² + 1) and the timestep."""
         sigma = per_sample(sigma, x)
+        if self.predicts == "ddpm_noise":
+            return x.float() / (sigma.view(-1, 1, 1, 1) ** 2 + 1).sqrt(), timestep(sigma)
         return x.float() / self._norm(sigma), sigma.log() / 4
 
     def combine(self, F: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-        """Return the predicted data D = c_skip·x + c_out·F in fp32 (Eq. 7), with the first C channels of output F."""
+        """Return the predicted data D = c_skip·x + c_out·F in fp32 (Eq. 7), with the first C channels of output F;
+        with predicts="ddpm_noise" D = x − σ·F."""
         sigma = per_sample(sigma, x)
+        if self.predicts == "ddpm_noise":
+            return x.float() - sigma.view(-1, 1, 1, 1) * F[:, : x.shape[1]].float()
         norm = self._norm(sigma)
         c_skip, c_out = self.sigma_data**2 / norm**2, sigma.view(-1, 1, 1, 1) * self.sigma_data / norm
         return c_skip * x.float() + c_out * F[:, : x.shape[1]].float()

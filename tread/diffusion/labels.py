@@ -1,5 +1,7 @@
 """Class labels of samples: drawn from seeds, given as class numbers, or spread over all classes."""
 
+import difflib
+import operator
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,6 +12,7 @@ from tread.runtime.randomness import generator
 from tread.runtime.schema import check
 
 Labels = Literal["random", "balanced"]
+Label = str | int | None  # a class's name or number; None: no class
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
@@ -28,6 +31,20 @@ def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tenso
     if mode == "balanced":
         return torch.tensor([seed % num_classes for seed in seeds])
     return torch.tensor([int(torch.randint(num_classes, (), generator=generator(seed, "label"))) for seed in seeds])
+
+
+def class_number(label: Label, classes: Sequence[str]) -> int | None:
+    """Return a class's number, given its name in `classes` or its number; None stays None. ValueError for other names,
+    and for a name that several classes have."""
+    if not isinstance(label, str):
+        return None if label is None else operator.index(label)
+    numbers = [number for number, name in enumerate(classes) if name == label]
+    if len(numbers) > 1:
+        raise ValueError(f"{label!r} is the name of classes {numbers}: give a number")
+    if not numbers:
+        near = difflib.get_close_matches(label, classes, 3) or classes[:10]
+        raise ValueError(f"{label!r} is no class of this network; there are {', '.join(near)}, …")
+    return numbers[0]
 
 
 def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: float) -> list[int]:

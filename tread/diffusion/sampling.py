@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from routing_module import Route
 from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes, guided
 from tread.diffusion.labels import check_labels
+from tread.diffusion.pictures import to_pictures
 from tread.diffusion.process import Process
-from tread.diffusion.solvers import Churn, Denoiser, call_order, solve
+from tread.diffusion.solvers import AfterStep, Churn, Denoiser, call_order, solve, unchanged
 from tread.models.conditions import Condition, Text, count, pad, replaced, rows, to
 from tread.routing.ids import RULES, check_ratio, count_kept, pair, with_ratio
 from tread.runtime.device import autocast
@@ -149,13 +150,17 @@ def draw(
     sampler: Sampler,
     weak: Model | None = None,
     on_step: OnStep | None = None,
+    noise: Tensor | None = None,
+    after_step: AfterStep = unchanged,
 ) -> Iterator[Tensor]:
     """Draw samples batch by batch: yields latents (b, C, S, S) fp32 on the network's device, in the order of the seeds.
 
-    seeds    one for each sample; its noise and its routes' ids_keep are drawn from it.
-    labels   (n,) int64 classes, or indices of the model's prompts, on the CPU.
-    weak     guidance's second network; None: the weak branch uses `model` too.
-    on_step  called at the start of each step with its number, the noise level, x and D(x), both (b, C, S, S) fp32.
+    seeds       one for each sample; its noise and its routes' ids_keep are drawn from it.
+    labels      (n,) int64 classes, or indices of the model's prompts, on the CPU.
+    weak        guidance's second network; None: the weak branch uses `model` too.
+    on_step     called at the start of each step with its number, the noise level, x and D(x), both (b, C, S, S) fp32.
+    noise       (n, C, S, S) standard normal, in the place of the noise that is drawn from the seeds.
+    after_step  see `heun` in solvers.py; it gets the padding of the last batch, too.
 
     A sample does not depend on the others of its batch; another batch size changes it by rounding only.
     """
@@ -168,7 +173,8 @@ def draw(
         missing = sampler.batch_size - len(part)
         padded, y = part + part[-1:] * missing, pad(y, sampler.batch_size)
         told = on_step and _at_each_step(on_step, call_order(sampler.solver, sampler.steps), len(part))
-        yield _draw_batch(model, weak, padded, y, sampler, told)[: len(part)]
+        given = None if noise is None else pad(noise[start : start + sampler.batch_size], sampler.batch_size)
+        yield _draw_batch(model, weak, padded, y, sampler, told, given, after_step)[: len(part)]
 
 
 @torch.no_grad()
@@ -179,6 +185,8 @@ def _draw_batch(
     labels: Tensor,
     sampler: Sampler,
     told: Callable[[Denoiser], Denoiser] | None,
+    noise: Tensor | None,
+    after_step: AfterStep,
 ) -> Tensor:
     network, device = model.network, next(model.network.parameters()).device
     plan, row = sampler.plan(model.process), sampler.guidance.row
@@ -201,10 +209,12 @@ def _draw_batch(
     def churn_noise(step: int) -> Tensor:
         return seeded_normal(seeds, shape, f"churn {step}").to(device)
 
-    noise, levels = seeded_normal(seeds, shape).to(device), model.process.schedule(sampler.steps)
+    noise = (seeded_normal(seeds, shape) if noise is None else noise).to(device)
+    levels = model.process.schedule(sampler.steps)
     networks = {network, weaker.network} if sampler.precision == "bf16" else ()
     with _casts_kept(device, networks):
-        return solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise).float()
+        drawn = solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise, after_step=after_step)
+    return drawn.float()
 
 
 def _at_each_step(on_step: OnStep, order: Sequence[int], count: int) -> Callable[[Denoiser], Denoiser]:
@@ -286,9 +296,3 @@ def draw_pictures(
                 f"samples are not finite: the network's weights are broken, or {sampler.precision} is too coarse"
             )
         yield to_pictures(x, decoder, min(16, sampler.batch_size))
-
-
-def to_pictures(x: Tensor, decoder: Callable[[Tensor], Tensor], size: int = 16) -> Tensor:
-    """Decode latents (n, C, S, S) by `decoder` to pictures (n, 1 or 3, H, W) uint8 on the CPU, `size` at a time."""
-    padded = torch.cat([x, x[-1:].expand(-len(x) % size, -1, -1, -1)])
-    return torch.cat([decoder(part).cpu() for part in padded.split(size)])[: len(x)]

@@ -17,6 +17,7 @@ from tread.runtime.schema import Range, check
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 Solver = Literal["heun", "euler"]
+AfterStep = Callable[[int, Tensor], Tensor]  # (step, state) → the state to go on with
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,17 @@ def _start(noise: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     return noise.to(precision) * levels[0], levels
 
 
+def unchanged(step: int, x: Tensor) -> Tensor:
+    return x
+
+
 @torch.no_grad()
-def euler(denoiser: Denoiser, noise: Tensor, levels: Tensor) -> Tensor:
+def euler(denoiser: Denoiser, noise: Tensor, levels: Tensor, after_step: AfterStep = unchanged) -> Tensor:
     """Solve by Euler's first-order method, with N calls for N steps. noise (B, C, S, S) is standard normal and scaled
-    by levels[0] to start; levels (N+1,) fall to 0."""
+    by levels[0] to start; levels (N+1,) fall to 0. For after_step see `heun`."""
     x, levels = _start(noise, levels)
-    for level, level_next in zip(levels, levels[1:]):
-        x = x + (level_next - level) * (x - denoiser(x, level).to(x)) / level
+    for i, (level, level_next) in enumerate(zip(levels, levels[1:])):
+        x = after_step(i, x + (level_next - level) * (x - denoiser(x, level).to(x)) / level)
     return x
 
 
@@ -67,12 +72,14 @@ def heun(
     levels: Tensor,
     churn: Churn = Churn(),
     churn_noise: Callable[[int], Tensor] | None = None,
+    after_step: AfterStep = unchanged,
 ) -> Tensor:
     """Solve by Heun's second-order method (Algorithms 1 and 2): 2N−1 calls for N steps, since the last step is Euler's.
 
     noise        (B, C, S, S) standard normal; scaled by levels[0] to start.
     levels       (N+1,) falling noise levels, the last one 0.
     churn_noise  function from the step's number to a standard normal tensor like `noise`; needed if churn.amount > 0.
+    after_step   function from a step's number and the state after it to the state to go on with.
     """
     if churn.amount > 0 and churn_noise is None:
         raise ValueError(f"churn.amount is {churn.amount}, but no churn_noise function was given")
@@ -92,10 +99,20 @@ def heun(
             x = x + (level_next - level) * (slope + slope_next) / 2
         else:
             x = x_euler
+        x = after_step(i, x)
     return x
 
 
-def solve(solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object) -> Tensor:
+def solve(
+    solver: str,
+    denoiser: Denoiser,
+    noise: Tensor,
+    levels: Tensor,
+    *churning: object,
+    after_step: AfterStep = unchanged,
+) -> Tensor:
     """Return the samples of solver "euler" or "heun". `churning` is heun's churn and churn_noise; euler ignores it."""
     check("solver", solver, Solver)
-    return heun(denoiser, noise, levels, *churning) if solver == "heun" else euler(denoiser, noise, levels)
+    if solver == "heun":
+        return heun(denoiser, noise, levels, *churning, after_step=after_step)
+    return euler(denoiser, noise, levels, after_step)

@@ -1,6 +1,5 @@
 """Sampling from Python: tread.load(checkpoint).sample(…) draws the pictures that sample.py draws."""
 
-import difflib
 import itertools
 import operator
 import warnings
@@ -8,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,6 +18,8 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.data.latents import from_network
 from tread.diffusion.guidance import Guidance, Schedule
+from tread.diffusion.labels import Label, class_number
+from tread.diffusion.pictures import Output, in_form
 from tread.diffusion.process import Process
 from tread.diffusion.sampling import OnStep, Sampler, check_ratios, draw_pictures
 from tread.diffusion.solvers import Churn, Solver
@@ -32,8 +32,6 @@ from tread.runtime.plugins import plugin_changes
 from tread.runtime.schema import Count, check, read
 from tread.runtime.tensor_files import Weights
 
-Output = Literal["pil", "pt", "np", "latent"]
-Label = str | int | None  # a class's name or number; None in a list: no class
 Number = float | dict | Schedule | None  # of guidance: constant, or a schedule such as {"schedule": "linear", …}
 
 
@@ -167,7 +165,7 @@ class TrainedModel:
         drawn = draw_pictures(model, decoder, columns, torch.tensor(numbers), sampler, weaker, True, on_step)
         count = -(-len(columns) // sampler.batch_size)
         bar = tqdm(drawn, desc="sampling", total=count, unit="batch", disable=None)  # None: off where no terminal is
-        return _as(output, torch.cat([*bar]))
+        return in_form(output, torch.cat([*bar]))
 
     def _pairs(
         self, classes: object, labels: Sequence[Label] | None, prompts: Sequence[str], seeds: list[int]
@@ -177,26 +175,15 @@ class TrainedModel:
             listed = [classes] if isinstance(classes, (str, int)) else classes
             if listed is not None and not len(listed):
                 raise ValueError("classes is empty: name some, or leave it out for ten")
-            rows = row_labels(self.saved, listed and [self._number(label) for label in listed], prompts)
+            rows = row_labels(self.saved, listed and [class_number(label, self.classes) for label in listed], prompts)
             pairs = [(seed, label) for label, seed in itertools.product(rows, seeds)]
         elif prompts or len(labels) != len(seeds) or classes is not None:
             told = f"labels has {len(labels)} classes for {len(seeds)} seeds"
             raise ValueError(f"{told}: it gives one for each seed, in the place of classes and prompts")
         else:
-            pairs = list(zip(seeds, row_labels(self.saved, [self._number(label) for label in labels], ())))
+            numbers = [class_number(label, self.classes) for label in labels]
+            pairs = list(zip(seeds, row_labels(self.saved, numbers, ())))
         return [seed for seed, _ in pairs], [label for _, label in pairs]
-
-    def _number(self, label: Label) -> int | None:
-        """Return a class's number, given its name or number."""
-        if not isinstance(label, str):
-            return None if label is None else operator.index(label)
-        if self.classes.count(label) == 1:
-            return self.classes.index(label)
-        if label in self.classes:
-            shared = [number for number, name in enumerate(self.classes) if name == label]
-            raise ValueError(f"{label!r} is the name of classes {shared}: give a number")
-        near = difflib.get_close_matches(label, self.classes, 3) or self.classes[:10]
-        raise ValueError(f"{label!r} is no class of {self.saved.found.folder}; there are {', '.join(near)}, …")
 
     def _open_decoder(self) -> Decoder:
         if self._decoder is None:
@@ -214,15 +201,3 @@ def read_guidance(name: str, given: dict[str, object]) -> Guidance:
         raise ValueError(f"guidance={name} needs checkpoint=…, the weaker network's")
     plain = {key: vars(value) if isinstance(value, Schedule) else value for key, value in settings.items()}
     return read(plain | {"checkpoint": plain["checkpoint"] and str(plain["checkpoint"])}, Guidance)
-
-
-def _as(output: Output, drawn: Tensor) -> list[Image.Image] | Tensor | np.ndarray:
-    """Return latents (n, C, S, S), or pictures (n, 1 or 3, H, W) uint8, in the form that `output` names."""
-    if output == "latent":
-        return drawn
-    if output == "pt":
-        return drawn.float() / 255
-    pictures = drawn.permute(0, 2, 3, 1).numpy()
-    if output == "np":
-        return pictures.astype(np.float32) / 255
-    return [Image.fromarray(picture.squeeze(2) if picture.shape[2] == 1 else picture) for picture in pictures]

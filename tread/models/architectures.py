@@ -6,7 +6,7 @@ read. Fields without a default are required; attributes without a type annotatio
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated
 
 from dit import DiT
@@ -20,9 +20,10 @@ from tread.models.rwkv import RWKV
 from tread.models.sprint import Sprint, check_sparse_part
 from tread.models.text_dit import TextDiT
 from tread.routing.ids import RULES
-from tread.runtime.schema import Chosen, Count, CountOrZero, PositiveOrZero
+from tread.runtime.schema import Chosen, Count, CountOrZero, Positive, PositiveOrZero
 from tread.runtime.tensor_files import EXPAND, MASKDIT
 
+OUTSIDE = ("name", "architecture", "routes", "position_scale")  # options that are no constructor's argument
 Shapes = Mapping[str, tuple[int, ...]]  # name of a state dict's tensor → its shape
 BLOCK = "blocks.0."
 CROSS = f"{BLOCK}cross_attn.q.weight"
@@ -56,7 +57,8 @@ class TextSettings:
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """The options that all architectures share, named like their network's arguments. Subclasses override attributes:
+    """The options that all architectures share, named like their network's arguments, and position_scale, by which rows
+    and columns in the fixed positions are multiplied. Subclasses override attributes:
 
     network     the class that is built.
     takes_text  True: the network takes texts instead of labels.
@@ -78,6 +80,7 @@ class NetworkOptions:
     mlp_ratio: PositiveOrZero
     learn_sigma: bool
     init: Init
+    position_scale: Positive = field(default=1.0, kw_only=True)
 
     network = Backbone
     takes_text = has_path = masks = along_grid = allow_token_routes = False
@@ -146,11 +149,18 @@ class NetworkOptions:
     def build(self, size: int, channels: int, num_classes: int, text: TextSettings) -> Backbone:
         """Create the network for latents (channels, size, size) on the default device, initialised from torch's global
         generator. Raises ValueError for sizes that do not fit together."""
-        return self.network(input_size=size, in_channels=channels, num_classes=num_classes, **self.arguments())
+        network = self.network(**self.all_arguments(size, channels, num_classes, text))
+        if self.position_scale != 1:
+            network.scale_positions(self.position_scale)
+        return network
+
+    def all_arguments(self, size: int, channels: int, num_classes: int, text: TextSettings) -> dict[str, object]:
+        """Return all arguments of the network's constructor, keyed by name; for those given here see `build`."""
+        return {"input_size": size, "in_channels": channels, "num_classes": num_classes, **self.arguments()}
 
     def arguments(self) -> dict[str, object]:
         """Return the arguments that these options give the network's constructor, keyed by name."""
-        names = [item.name for item in fields(self) if item.name not in ("name", "architecture", "routes")]
+        names = [item.name for item in fields(self) if item.name not in OUTSIDE]
         return {name: getattr(self, name) for name in names}
 
     @classmethod
@@ -212,15 +222,15 @@ class TakesText:
 
     network, takes_text = TextDiT, True
 
-    def build(self, size: int, channels: int, num_classes: int | None, text: TextSettings) -> Backbone:
+    def all_arguments(self, size: int, channels: int, num_classes: int | None, text: TextSettings) -> dict[str, object]:
         if text.tokens is None:
             raise ValueError(
                 f"text.tokens is null, but model={self.name} needs the tokens, and their width or vocabulary, that the "
                 f"dataset records for text.encoder={text.encoder}"
             )
-        shape = {"text_tokens": text.tokens, "text_width": text.width, "text_pooled": text.pooled}
         words = text.vocabulary and len(text.vocabulary)
-        return TextDiT(input_size=size, in_channels=channels, vocabulary=words, **shape, **self.arguments())
+        shape = {"text_tokens": text.tokens, "text_width": text.width, "text_pooled": text.pooled, "vocabulary": words}
+        return {"input_size": size, "in_channels": channels, **shape, **self.arguments()}
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,14 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
-def sincos_positions(dim: int, grid_size: int) -> Tensor:
+def sincos_positions(dim: int, grid_size: int, scale: float = 1.0) -> Tensor:
     """Return fixed 2-D sine-cosine positions, (grid_size², dim) fp32, computed in float64. As in public DiT
     checkpoints, the first half of the channels holds the column, the second the row, each as sines, then cosines.
-    Raises ValueError unless dim is a multiple of 4."""
+    `scale` multiplies rows and columns. Raises ValueError unless dim is a multiple of 4."""
     if dim % 4:
         raise ValueError(f"hidden_size {dim} is not a multiple of 4 (2-D sine-cosine positions)")
     frequency = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
-    angle = torch.arange(grid_size, dtype=torch.float64)[:, None] * frequency
+    angle = scale * torch.arange(grid_size, dtype=torch.float64)[:, None] * frequency
     line = torch.cat([angle.sin(), angle.cos()], dim=1)
     column, row = line.repeat(grid_size, 1), line.repeat_interleave(grid_size, dim=0)
     return torch.cat([column, row], dim=1).float()
@@ -134,6 +134,15 @@ def linear_products(block: nn.Module, tokens: int) -> int:
     return tokens * (layers - modulation) + modulation
 
 
+def block_matrices(network: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices of attention, MLP and other mixers: the weights of the linear layers in the network's blocks
+    (its ModuleLists) except those of their adaLN modulations."""
+    lists = [child for child in network.children() if isinstance(child, nn.ModuleList)]
+    named = [pair for blocks in lists for pair in blocks.named_modules() if isinstance(pair[1], nn.Linear)]
+    weights = [layer.weight for name, layer in named if "adaLN_modulation" not in name]
+    return [weight for weight in weights if min(weight.shape) > 1]
+
+
 class Backbone(nn.Module):
     """The network F(x; t, y): embedders, `depth` blocks and a last layer. Arguments are named as in public DiT.
 
@@ -206,6 +215,10 @@ class Backbone(nn.Module):
                 if hasattr(module, "adaLN_modulation"):
                     nn.init.zeros_(module.adaLN_modulation[1].weight)
             nn.init.zeros_(self.final_layer.linear.weight)
+
+    def scale_positions(self, scale: float) -> None:
+        """Multiply rows and columns in the fixed positions by `scale` (NetworkOptions.position_scale)."""
+        self.pos_embed.copy_(sincos_positions(self.hidden_size, self.grid[0], scale)[None])
 
     def compiled(self) -> list[nn.Module]:
         """Return the modules to pass to torch.compile; blocks of equal sizes share their graphs."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 class Text(NamedTuple):
-    """Encoded captions of B samples.
+    """Encoded captions of B samples. The functions here take any tuple of these three for a Text, since an exported
+    pipeline has a copy of this class.
 
     tokens  (B, T, C) output of a frozen encoder, or (B, T) int64 word numbers, which the network embeds.
     mask    (B, T) bool, False for padding. No row is all False: even the empty caption has a begin token.
@@ -28,14 +29,14 @@ Condition = Tensor | Text
 
 def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
     """Apply a function to labels or, for texts, to their tokens, masks and pooled outputs in turn (None stays None)."""
-    if not isinstance(given[0], Text):
+    if not isinstance(given[0], tuple):
         return function(*given)
     return Text(*(None if parts[0] is None else function(*parts) for parts in zip(*given)))
 
 
 def count(y: Condition) -> int:
     """Return the number of samples B."""
-    return len(y.mask if isinstance(y, Text) else y)
+    return len(y.mask if isinstance(y, tuple) else y)
 
 
 def rows(y: Condition, chosen: slice | Tensor) -> Condition:

@@ -138,9 +138,17 @@ class LightningDiT(Backbone):
         self.head_dim = hidden_size // num_heads if positions == "rope" else None  # None: heads do not rotate
         self.register_load_state_dict_pre_hook(_take_tables)
         if self.head_dim:
-            angles = rotary_angles(self.head_dim, self.grid[0])
-            table = torch.cat([angles.cos(), angles.sin()], dim=1).float()
-            self.register_buffer("rotary", table[None], persistent=False)  # (1, N, d)
+            self.register_buffer("rotary", self._rotary(1.0), persistent=False)
+
+    def _rotary(self, scale: float) -> Tensor:
+        """Return the rotary table, cosines, then sines: (1, N, d)."""
+        angles = rotary_angles(self.head_dim, self.grid[0], scale)
+        return torch.cat([angles.cos(), angles.sin()], dim=1).float()[None]
+
+    def scale_positions(self, scale: float) -> None:
+        super().scale_positions(scale)
+        if self.head_dim:
+            self.rotary.copy_(self._rotary(scale))
 
     def along(self, batch: int) -> Sequence[Tensor]:
         return [self.rotary.expand(batch, -1, -1)] if self.head_dim else []

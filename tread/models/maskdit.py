@@ -64,6 +64,10 @@ class MaskDiT(DiT):
         with torch.no_grad():
             table.weight[self.num_classes].zero_()
 
+    def scale_positions(self, scale: float) -> None:
+        super().scale_positions(scale)
+        self.decoder_pos_embed.copy_(sincos_positions(self.decoder_hidden_size, self.grid[0], scale)[None])
+
     def compiled(self) -> list[nn.Module]:
         return [*super().compiled(), *self.decoder_blocks]
 

@@ -13,17 +13,17 @@ TABLES = ("feat_rope.freqs_cos", "feat_rope.freqs_sin")  # names of rotary table
 ROUNDING = 0.01  # tolerance for a file's tables; rounding to bf16 changes them by up to half of it
 
 
-def rotary_angles(head_dim: int, side: int) -> Tensor:
+def rotary_angles(head_dim: int, side: int, scale: float = 1.0) -> Tensor:
     """Return the angles by which pairs of a head's channels rotate, (side², d/2) fp64, d = head_dim. The first half
     of the pairs rotates by the token's row, the second by its column, with frequencies 10000^(−2k/(d/2)),
-    k = 0 .. d/4−1. Raises ValueError unless d is a multiple of 4."""
+    k = 0 .. d/4−1. `scale` multiplies rows and columns. Raises ValueError unless d is a multiple of 4."""
     if head_dim % 4:
         raise ValueError(
             f"heads of {head_dim} channels have no rotary positions, which rotate pairs of channels by row and column: "
             "hidden_size / num_heads must be a multiple of 4"
         )
     frequency = 10000.0 ** (-torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim / 4))
-    line = torch.arange(side, dtype=torch.float64)[:, None] * frequency
+    line = scale * torch.arange(side, dtype=torch.float64)[:, None] * frequency
     return torch.cat([line.repeat_interleave(side, dim=0), line.repeat(side, 1)], dim=1)
 
 

@@ -111,7 +111,7 @@ class TextEmbedder(nn.Module):
     def check(self, y: Text, batch: int) -> None:
         """Raise ValueError unless y is a Text for `batch` samples of the shapes that this network's encoder gives.
         A sample whose mask is all False raises it too, but only on a CPU and outside compiled graphs."""
-        if not isinstance(y, Text):
+        if not hasattr(y, "mask"):
             raise ValueError(f"y is {type(y).__name__}, but this network takes Text(tokens, mask, pooled)")
         T = self.text_tokens
         expected = {

@@ -65,6 +65,33 @@ def local(source: str | Path) -> Path:
     return folder
 
 
+def check_repository(name: str) -> None:
+    """Raise ValueError unless `name` is user/name and a login of huggingface_hub is there, OSError if the hub does not
+    answer."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import get_session
+
+    if not HUB_ID.fullmatch(name) or "/" not in name:
+        raise ValueError(f"push={name} is no repository on the hub, such as push=user/name")
+    if get_token() is None:
+        raise ValueError(f"push={name} needs a login: run `hf auth login`, or set HF_TOKEN")
+    check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds))
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload a folder's files to the hub's repository `name`, which is created if there is none, and return the
+    address. Raises OSError if the hub refuses; the folder stays as it is."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    hub = HfApi()
+    try:
+        hub.create_repo(name, exist_ok=True)
+        return str(hub.upload_folder(repo_id=name, folder_path=folder))
+    except (HfHubHTTPError, OSError) as error:
+        raise OSError(f"{folder} was written, but not uploaded to {name}: {error}") from error
+
+
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
     """Raise OSError unless a server answers within `seconds`, including the DNS look-up. `ask(url, seconds)` sends a
     request, and raises an error if there is no answer; it should use the client and the proxies of the later fetch.

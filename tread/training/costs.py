@@ -88,7 +88,7 @@ def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: 
         saved = alive.now - before
         loss.backward()
     averages = weights * (1 + len(cfg.ema.power))
-    optimizer = int(cfg.optim.copies * sum(4 * p.numel() for p in network.parameters() if p.requires_grad))
+    optimizer = 4 * cfg.optim.state_size(network)
     return StepMemory(weights, averages, optimizer, saved, alive.peak + averages + optimizer)
 
 
@@ -143,7 +143,7 @@ def memory(
     if not compiled:
         return step_memory(cfg, routes, images, precision)
     weights, how = 4 * count_parameters(network), cfg.train.memory
-    averages, optimizer = weights * (1 + len(cfg.ema.power)), int(weights * cfg.optim.copies)
+    averages, optimizer = weights * (1 + len(cfg.ema.power)), 4 * cfg.optim.state_size(network)
     blocks, kind = blocks_run(network, routes), cfg.model.architecture
     sizes = [(count * width, block_bytes(kind, width)) for _, count, width in blocks]
     kept = sum(size * (block.budget if how == "budget" else block.saved) for size, block in sizes)

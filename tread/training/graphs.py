@@ -157,7 +157,7 @@ def open_graphs(run: Run) -> Graphs | None:
     if device.type != "cuda":
         never = f"the run is on {device}, without a CUDA device"
     elif not is_fused(run.optimizer):
-        never = f"optim.name={run.cfg.optim.name} is no fused AdamW, whose learning rate may be a tensor"
+        never = f"optim.name={run.cfg.optim.name} is no fused AdamW or Muon, whose learning rate may be a tensor"
     if asked is True and never:
         raise ValueError(f"train.cuda_graphs is true, but {never}")
     live = run.aligner and run.aligner.encoder

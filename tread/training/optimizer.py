@@ -10,10 +10,11 @@ import math
 import torch
 from torch import Tensor
 
+from tread.training.muon import Muon
 from tread.training.optimizers import step_unless
 from tread.training.settings import Settings
 
-SKIPPING = (torch.optim.AdamW, torch.optim.Adam)  # their fused kernels clip and skip by themselves
+SKIPPING = (torch.optim.AdamW, torch.optim.Adam, Muon)  # fused, they clip and skip by themselves
 
 
 def learning_rate(cfg: Settings, step: int) -> float:
@@ -32,7 +33,7 @@ def backward(loss: Tensor) -> None:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `optimizer` is a fused Adam(W): it clips, skips bad steps, and takes the rate as a tensor."""
+    """Return whether `optimizer`, a fused Adam(W) or Muon, clips, skips bad steps, and takes the rate as a tensor."""
     return type(optimizer) in SKIPPING and all(group["fused"] for group in optimizer.param_groups)
 
 
@@ -41,7 +42,8 @@ def optimizer_step(
     optimizer: torch.optim.Optimizer, lr: Tensor | float, clip_norm: float | None, hold: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Update the parameters by their gradients, unless the gradients are not finite, and clear the gradients. They are
-    first scaled down to the norm clip_norm (None: never). If `hold`, 0-d fp32, is 1, the update is skipped as well.
+    first scaled down to the norm clip_norm (None: never). If `hold`, 0-d fp32, is 1, the update is skipped as well. The
+    rate of a parameter group is lr, times its entry lr_factor if there is one.
 
     Returns the norm before clipping, and 1.0 if the update was skipped, else 0.0; both 0-d fp32 on the device.
     """
@@ -51,7 +53,7 @@ def optimizer_step(
     skip = skip if hold is None else torch.maximum(skip, hold)
     scale = None if clip_norm is None else (norm / clip_norm).clamp(min=1.0)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_factor"] if "lr_factor" in group else lr
     if is_fused(optimizer):
         # attributes that PyTorch's GradScaler sets for fused optimizers, which divide gradients by the first
         optimizer.grad_scale, optimizer.found_inf = scale, skip

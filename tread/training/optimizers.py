@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from routing_module import Table
+from tread.models.backbone import block_matrices, count_parameters
 from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
+from tread.training.muon import Muon, Scale, groups_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class OptimizerEntry:
     make: Callable[..., torch.optim.Optimizer]
     copies: Callable[[dict], float]  # takes optim.options, returns how many numbers of state a parameter value has
     shared: tuple[str, ...] = ("weight_decay",)  # the other settings of section optim that it takes
+    splits: bool = False  # True: it gets muon.groups_of the parameters, and has a single number of state for the first
 
 
 # any optimizer works: optimizer_step clips and skips, checkpoints save and resume
@@ -34,6 +37,9 @@ OPTIMIZERS = Table(OptimizerEntry, {
         partial(torch.optim.AdamW, fused=True),
         lambda options: 2 + bool(options.get("amsgrad")),
         ("betas", "eps", "weight_decay"),
+    ),
+    "muon": OptimizerEntry(
+        Muon, lambda options: 2, ("betas", "eps", "weight_decay", "muon_lr", "muon_scale"), splits=True
     ),
     "sgd": OptimizerEntry(torch.optim.SGD, lambda options: float(bool(options.get("momentum")))),
 })  # fmt: skip
@@ -51,6 +57,8 @@ class Optim:
     clip_norm: Positive | None
     name: str = "adamw"
     options: dict | None = None
+    muon_lr: Positive | None = None
+    muon_scale: Scale = "original"
 
     def __post_init__(self) -> None:
         if not 0 <= self.final_lr <= self.lr:
@@ -59,6 +67,11 @@ class Optim:
             raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers")
         if self.name not in OPTIMIZERS:
             raise ValueError(f"optim.name is {self.name!r}, but must be {', '.join(OPTIMIZERS)} or a plugin's")
+        rate = f"optim.muon_lr is {written(self.muon_lr)}, optim.muon_scale {self.muon_scale}"
+        if OPTIMIZERS[self.name].splits and self.muon_lr is None:
+            raise ValueError(f"{rate}, but optim.name={self.name} needs a rate: 1e-3 say, or 1e-4 with match_rms")
+        if not OPTIMIZERS[self.name].splits and (self.muon_lr, self.muon_scale) != (None, "original"):
+            raise ValueError(f"{rate}, but optim.name={self.name} has neither: leave them null and original")
         signature, given = inspect.signature(OPTIMIZERS[self.name].make), self._arguments()
         try:
             signature.bind((), **given, **(self.options or {}))
@@ -72,10 +85,12 @@ class Optim:
     def _arguments(self) -> dict:
         return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Build the optimizer of these parameters. Raises ValueError if the optimizer refuses its settings."""
+    def build(self, parameters: Iterable[nn.Parameter], network: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build the optimizer of these parameters; `network` decides which ones an entry that splits them treats apart.
+        Raises ValueError if the optimizer refuses its settings."""
+        groups = groups_of(parameters, network) if OPTIMIZERS[self.name].splits else list(parameters)
         try:
-            optimizer = OPTIMIZERS[self.name].make(list(parameters), **self._arguments(), **(self.options or {}))
+            optimizer = OPTIMIZERS[self.name].make(groups, **self._arguments(), **(self.options or {}))
         except (TypeError, ValueError) as error:
             raise ValueError(f"optim.name={self.name} refuses its settings, see section optim: {error}") from error
         optimizer.built = [dict(group) for group in optimizer.param_groups]  # checkpoints save what differs from it
@@ -87,8 +102,25 @@ class Optim:
 
     @property
     def copies(self) -> float:
-        """The size of the optimizer's state, in numbers per parameter value (AdamW: 2)."""
+        """The size of the optimizer's state, in numbers per parameter value (AdamW: 2), but see state_size."""
         return OPTIMIZERS[self.name].copies(self.options or {})
+
+    @property
+    def matrix_copies(self) -> float:
+        """As `copies`, of a value in the blocks' matrices (Muon: 1)."""
+        return 1 if OPTIMIZERS[self.name].splits else self.copies
+
+    def state_size(self, network: nn.Module) -> int:
+        """Return how many numbers of state the optimizer has for a network's parameters."""
+        matrices = sum(matrix.numel() for matrix in block_matrices(network))
+        return int(self.matrix_copies * matrices + self.copies * (count_parameters(network) - matrices))
+
+    def split(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return how the optimizer treats parameters apart, as words to follow its name; "" if it does not."""
+        if not OPTIMIZERS[self.name].splits:
+            return ""
+        own, rest = ([parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups)
+        return f" for {len(own)} block matrices ({sum(own):,} parameters), AdamW for the other {sum(rest):,}"
 
 
 def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:

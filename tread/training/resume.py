@@ -90,9 +90,11 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
 
 def check_record(config: dict, file: Path) -> None:
     """Raise ValueError, which names `file`, if the config recorded there has settings unknown to this (older) code."""
-    sections = [(name, section) for name, section in migrate(config).items() if isinstance(section, dict)]
+    known = known_keys()
+    names = {key.partition(".")[0] for key in known if "." in key}
+    sections = [(name, section) for name, section in migrate(config).items() if name in names]
     try:
-        check_overrides([f"{name}.{key}=" for name, section in sections for key in section], known_keys())
+        check_overrides([f"{name}.{key}=" for name, section in sections for key in section], known)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tread.checkpoints.checkpoint import Checkpoint, Trained
+from tread.checkpoints.ema import EMA
 from tread.checkpoints.network import process_of
 from tread.checkpoints.run_log import RunLog
 from tread.data.dataset import LatentDataset
@@ -26,7 +27,6 @@ from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop
 from tread.training.alignment import Aligner
-from tread.training.ema import EMA
 from tread.training.settings import Settings
 from tread.training.tracking import Tracker
 
@@ -154,10 +154,9 @@ class Run:
 
     def checkpoint_bytes(self) -> int:
         """Return the bytes of a checkpoint: weights, averages and the optimizer's state."""
-        copies = 1 + self.cfg.optim.copies
-        size = (copies + len(self.averages)) * count_parameters(self.network)
+        size = (1 + len(self.averages)) * count_parameters(self.network) + self.cfg.optim.state_size(self.network)
         if self.aligner:
-            size += copies * count_parameters(self.aligner.module.projector)
+            size += (1 + self.cfg.optim.copies) * count_parameters(self.aligner.module.projector)
         return round(4 * size)
 
     @contextlib.contextmanager

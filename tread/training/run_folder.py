@@ -12,7 +12,8 @@ from tread.training.alignment import Alignment
 from tread.training.settings import Settings
 
 # The settings that must not change when a run is resumed, besides the section of its objective (edm or rf).
-FIXED = ("seed", "objective", "model", "ema.power", "init_from", *TextSettings().decisive)
+FIXED = ("seed", "objective", "model", "ema.power", *TextSettings().decisive)
+FIXED += ("init_from", "init_classes", "init_positions")
 FIXED += tuple(f"alignment.{item.name}" for item in fields(Alignment) if item.name != "precision")
 FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
 FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))

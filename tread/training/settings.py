@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rf import RF
+from tread.checkpoints.adapting import Positions
 from tread.checkpoints.network import Dataset, Objective, process_of, settle_shifts
 from tread.checkpoints.posthoc_ema import Width
 from tread.data.dataset import LatentDataset
@@ -160,6 +161,8 @@ class Settings:
     alignment: Alignment = Alignment()
     text: TextSettings = TextSettings()
     plugins: tuple[str, ...] = ()
+    init_classes: Literal["new"] | dict | None = None
+    init_positions: Positions | None = None
 
     def __post_init__(self) -> None:
         model, schedule, named = self.model, self.train.ratio_schedule, f"model={self.model.name}"
@@ -180,6 +183,11 @@ class Settings:
             raise ValueError(f"text.encoder is null, but {named} takes texts: scripts/prepare_text.py encodes captions")
         if model.takes_text and self.eval.fid_every:
             raise ValueError(f"eval.fid_every scores classes, which {named} has not: fid.py scores its checkpoints")
+        for key in ("init_classes", "init_positions"):
+            if getattr(self, key) is not None and self.init_from is None:
+                raise ValueError(f"{key} is given, but init_from=… is not, whose weights it changes")
+        if self.init_classes is not None and model.takes_text:
+            raise ValueError(f"init_classes is given, but {named} takes texts, not classes")
         self.alignment.blocks(model.depth)  # raises ValueError for blocks that the network has not
         for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
             value, kind = getattr(self.alignment, key), self.alignment.kind
@@ -218,6 +226,8 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
     Raises ValueError for settings that do not fit together, FileNotFoundError for missing data.
     """
+    if isinstance(asked := config.get("init_classes"), dict):
+        config = {**config, "init_classes": {str(old): new for old, new in asked.items()}}  # as in a JSON record
     cfg = read(config)
     config = schema.as_read(config, cfg)
     dataset, text = cfg.dataset, cfg.text

@@ -11,9 +11,11 @@ import torch
 from omegaconf import OmegaConf
 
 from tread.checkpoints import checkpoint, posthoc_ema
+from tread.checkpoints.adapting import new_classes, new_positions, position_scale
+from tread.checkpoints.ema import EMA, exponential, power
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.run_log import differences
-from tread.checkpoints.weights import load_weights
+from tread.checkpoints.weights import StoredWeights, load_weights
 from tread.data.columns import check_grid
 from tread.data.dataset import LatentDataset
 from tread.data.index import changed_files, files_of, read_index
@@ -33,6 +35,7 @@ from tread.runtime.plugins import plugin_changes
 from tread.runtime.randomness import generator
 from tread.runtime.schema import written
 from tread.runtime.signals import Stop
+from tread.runtime.tensor_files import LABELS
 from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
 from tread.training.costs import (
     MemoryPlan,
@@ -42,7 +45,6 @@ from tread.training.costs import (
     plan_memory,
     training_flops,
 )
-from tread.training.ema import EMA, exponential, power
 from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
 from tread.training.optimizers import OPTIMIZERS
@@ -55,6 +57,8 @@ from tread.training.tracking import check_tracker, open_tracker
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
     """Begin or continue the run of `cfg`, the settings in `config`; print warnings. Raises ValueError or OSError."""
     began = time.perf_counter()
+    if cfg.init_positions == "scaled":
+        cfg, config = with_scaled_positions(cfg, config)
     check_tracker(cfg.tracker)
     processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
     stop.connect(processes.count)
@@ -81,7 +85,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     with processes.main_first():  # the main process may fetch an encoder
         aligner = open_aligner(cfg, network, ema, data, precision)
     projector = aligner and aligner.module.projector
-    optimizer = cfg.optim.build(parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
+    parameters = (parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
+    optimizer = cfg.optim.build(parameters, network)
     trained = checkpoint.Trained(network, ema.network, optimizer, {w: p.network for w, p in powers.items()}, projector)
     if earlier:
         trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))
@@ -103,6 +108,14 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     if uncompiled:
         processes.say(f"warning: running without torch.compile, which fails here: {uncompiled}")
     return run
+
+
+def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
+    """Return the settings with the model.position_scale that init_positions=scaled asks for."""
+    run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
+    scale = position_scale(cfg.init_from, run, side)
+    config = {**config, "model": {**config["model"], "position_scale": scale}}
+    return replace(cfg, model=replace(cfg.model, position_scale=scale)), config
 
 
 def prepare_blocks(
@@ -157,7 +170,7 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
     """Raise ValueError if training the blocks alone exceeds the device's memory; needs no network."""
-    model, copies = cfg.model, 3 + cfg.optim.copies + len(cfg.ema.power)
+    model, copies = cfg.model, 3 + cfg.optim.matrix_copies + len(cfg.ema.power)
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of all architectures; most have more
     needed, room = int(4 * copies * least), memory_of(device)
     if needed > room:
@@ -232,8 +245,19 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
         optimizer = ", with the optimizer," if kept else ", not the optimizer's state,"
         weights = f"raw and averaged{optimizer} of {earlier.folder}, step {earlier.step:,}{unread}"
     elif cfg.init_from is not None:
-        stored = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text)
-        weights, notes = stored.describe(), stored.warnings(cfg, data.latents)
+
+        def adapt(stored: StoredWeights) -> StoredWeights:
+            if cfg.init_classes is not None:
+                table = network.state_dict()[LABELS]
+                stored, said = new_classes(stored, table, cfg.init_classes, data.latents.classes)
+                notes.append(said)
+            if cfg.init_positions is not None:
+                stored, said = new_positions(stored, network.grid[0], cfg.model.position_scale)
+                notes.extend(said)
+            return stored
+
+        stored = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text, adapt)
+        weights, notes = stored.describe(), [*notes, *stored.warnings(cfg, data.latents)]
     if cfg.model.takes_text:
         network.take_null(data.null_text())
     return weights, notes

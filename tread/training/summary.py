@@ -35,7 +35,7 @@ def describe(run: Run) -> str:
         "routes": "; ".join(routes) or "none",
         "FLOPs": f"{3 * routed:.3e} a training image, {fewer}{dense:.3e} a forward pass of all tokens",
         "batch": f"{train.batch_size} = {split}; optimizer: {optim.name}"
-        f"{f' {written(optim.options)}' if optim.options else ''}",
+        f"{f' {written(optim.options)}' if optim.options else ''}{optim.split(run.optimizer)}",
         "device": f"{run.device}, {run.precision}",
         "memory": run.memory,
         "disk": f"{size_text(run.checkpoint_bytes())} a checkpoint, every {cfg.every.save:,} steps",

@@ -1,0 +1,68 @@
+"""New classes for a trained network: 0 to 6 are known, 7, 8 and 9 come in a tenth of the steps.
+
+python studies/finetune_digits.py out=results/finetune-digits
+
+A network is trained on the digits 0 to 6 and goes on with all ten (init_classes), for a tenth of its steps. Beside it
+stand one trained from nothing for as many steps, and one for ten times as many. `table.md` in the folder has the label
+agreement of 100 samples a class by the digits' judge (docs/scores.md), of the old classes and of the new ones.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+import subprocess
+
+import numpy as np
+
+import tread
+from tread.data.writer import write_dataset
+from tread.evaluation.scorers import judge_digits
+from tread.preparing.digits import MEANING, digits_parts
+
+KNOWN = 7
+
+
+def train(out: Path, name: str, steps: int, *overrides: str) -> None:
+    shared = ["model=tread", f"train.steps={steps}", f"every.save={steps}", f"every.sample={10 * steps}"]
+    shared += ["report=false", "eval.demo_samples=0"]
+    command = [sys.executable, ROOT / "train.py", *shared, *overrides, f"name={name}", f"results={out}"]
+    subprocess.run(command, check=True)
+
+
+def main(out: Path, steps: int, seeds: int) -> None:
+    pixels, labels = digits_parts()["train"]
+    few = labels < KNOWN
+    part = out / "data/seven"
+    if not part.exists():
+        classes = MEANING.classes[:KNOWN]
+        latents = type(MEANING)(**{**vars(MEANING), "classes": classes})
+        write_dataset(part, latents, [(pixels[few].reshape(-1, 1, 1, 8, 8) / 8 - 1, labels[few])])
+    seven = [f"dataset.path={part}", "dataset.embedded=null", f"dataset.num_classes={KNOWN}", "dataset.heldout=null"]
+    kept = "init_classes={" + ",".join(f"{digit}:{digit}" for digit in range(KNOWN)) + "}"
+    short, rows = steps // 10, {}
+    for seed in range(seeds):
+        train(out, f"seven-{seed}", steps, *seven, f"seed={seed}")
+        train(out, f"taught-{seed}", short, f"init_from={out}/seven-{seed}", kept, f"seed={seed}")
+        train(out, f"nothing-{seed}", short, f"seed={seed}")
+        train(out, f"whole-{seed}", steps, f"seed={seed}")
+        for name in ("taught", "nothing", "whole"):
+            drawn = tread.load(out / f"{name}-{seed}").sample(range(10), range(100), output="pt", steps=18)
+            pictures, asked = (drawn * 255).round().byte().numpy(), np.arange(10).repeat(100)
+            for which, chosen in (("old", asked < KNOWN), ("new", asked >= KNOWN)):
+                agreement = judge_digits(pictures[chosen], asked[chosen])["label_agreement"]
+                rows.setdefault((name, which), []).append(agreement)
+    trained = {"taught": f"{short} after {steps} on 0 to 6", "nothing": f"{short}", "whole": f"{steps}"}
+    lines = ["| network | steps | agreement of 0 to 6 | of 7, 8 and 9 |", "|---|---|---|---|"]
+    for name, told in trained.items():
+        both = (" ".join(f"{value:.3f}" for value in rows[name, which]) for which in ("old", "new"))
+        lines.append(f"| {name} | {told} | {' | '.join(both)} |")
+    (out / "table.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    given = dict(word.split("=", 1) for word in sys.argv[1:])
+    main(Path(given.get("out", "results/finetune-digits")), int(given.get("steps", 2500)), int(given.get("seeds", 1)))

@@ -1,0 +1,80 @@
+"""Weights for other classes and sizes: against the rows that they had, and positions by their formula."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import RGB, assert_refused, launch, opened, read_json, save_checkpoint, take_samples
+
+from tread.checkpoints.adapting import new_classes
+from tread.checkpoints.weights import read_weights
+from tread.data.writer import write_dataset
+from tread.models.backbone import sincos_positions
+from tread.runtime.tensor_files import LABELS
+
+NEW = ("d", "x", "a", "y")  # RGB's classes are a to e
+SMALL = ("model.hidden_size=32", "model.num_heads=2", "model.patch_size=4", "sampling.decode=false", "eval.points=8")
+ROPE = ("model=tread_lightning", "objective=rf")
+
+
+def write(folder, side: int, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Write a dataset, and return the overrides that train on it."""
+    latents, count = replace(RGB, shape=(3, side, side), classes=classes), 16
+    pixels = np.random.default_rng(side).normal(size=(count, 1, 3, side, side)).astype(np.float32)
+    write_dataset(folder, latents, [(pixels, np.arange(count) % len(classes))])
+    return "dataset=folder", f"dataset.path={folder}", *SMALL
+
+
+def test_rows_of_the_label_table(tmp_path, composed):
+    stored = read_weights(save_checkpoint(tmp_path / "old", composed)[1])
+    old, drawn = stored.state[LABELS], torch.randn(5, 32)
+    changed, said = new_classes(stored, drawn, {"a": "a", 3: 0}, NEW)
+    assert torch.equal(changed.state[LABELS], torch.stack([old[3], drawn[1], old[0], drawn[3], old[5]]))
+    assert "2 of 4 begin as old ones (a → a, d → d), the others anew" in said
+    fresh = new_classes(stored, drawn, "new", NEW)[0].state[LABELS]
+    assert torch.equal(fresh, torch.cat([drawn[:4], old[5:]])) and torch.equal(stored.state[LABELS], old)
+    for asked, told in (
+        ({"a": "d", "b": 0}, "names the new class 'd' .0. twice"),
+        ({"a": "d", 0: "x"}, "names the old class 'a' .0. twice"),
+        ({"f": "d"}, "'f' is no class"),
+        ({0: 4}, "names class 4, but the classes there are 0..3"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            new_classes(stored, drawn, asked, NEW)
+
+
+@pytest.mark.parametrize("kind", [(), ROPE], ids=["sincos", "rope"])
+def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
+    """Scaled positions are those of the old places and of the places between."""
+    small, large = write(tmp_path / "small", 16, RGB.classes), write(tmp_path / "large", 32, NEW)
+    launch(tmp_path, *small, *kind, "name=old")
+    start = ("init_from=results/old", "init_classes={a:a,3:0}")
+    assert_refused(lambda *more: launch(tmp_path, *large, *kind, *start, "name=no", *more), ("of other shapes",))
+    for how, scale in (("recomputed", 1.0), ("scaled", 0.5)):
+        told = launch(tmp_path, *large, *kind, *start, f"init_positions={how}", f"name={how}", "train.steps=3")
+        assert "4×4 tokens where these weights were trained, 8×8 now" in told and "begin as old ones" in told
+        launch(tmp_path, *large, *kind, *start, f"init_positions={how}", f"name={how}", "train.steps=6")
+        run = tmp_path / "results" / how
+        assert read_json(run / "latest/info.json")["config"]["model"].get("position_scale", 1.0) == scale
+        network = opened(run).load("cpu").network
+        old = opened(tmp_path / "results/old").load("cpu").network
+        assert torch.equal(network.pos_embed[0], sincos_positions(32, 8, scale))
+        step = round(1 / scale)
+        places = torch.arange(64).view(8, 8)[: 4 * step : step, : 4 * step : step].flatten()
+        torch.testing.assert_close(network.pos_embed[0, places], old.pos_embed[0])
+        if kind:
+            torch.testing.assert_close(network.rotary[0, places], old.rotary[0])
+        take_samples(tmp_path, f"checkpoint=results/{how}", "seeds=0", "steps=2", "classes=[0]", "decode=false")
+    launch(tmp_path, *large, *kind, "init_from=results/scaled", "init_positions=scaled", "name=again", "train.steps=1")
+    assert read_json(tmp_path / "results/again/latest/info.json")["config"]["model"]["position_scale"] == 0.5
+
+
+def test_what_needs_weights_is_refused_without(tmp_path):
+    small = write(tmp_path / "small", 16, RGB.classes)
+    assert_refused(
+        lambda *more: launch(tmp_path, *small, *more),
+        ("init_classes=new", "init_classes is given, but init_from=… is not"),
+        ("init_positions=scaled", "init_positions is given, but init_from=… is not"),
+        ("init_positions=large", "init_positions is 'large', but must be recomputed, scaled or null"),
+    )

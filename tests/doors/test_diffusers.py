@@ -1,0 +1,157 @@
+"""Exports for diffusers, drawn in a process that has no line of this project: against tread.load's pictures."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from functools import partial
+
+import diffusers
+import export_checkpoint
+import numpy as np
+import pytest
+import torch
+from conftest import RGB, assert_refused, launch_door, randomized
+from safetensors.torch import load_file
+
+import tread
+from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network, read_network
+
+SMALL = ("model.hidden_size=32", "model.depth=6", "model.patch_size=4", "train.path_drop=0.1")
+LATENTS = replace(RGB, shape=(4, 16, 16), scale=0.3, shift=0.1, channel_shift=(0.1,) * 4, channel_scale=(2.0,) * 4)
+KINDS = {  # name → overrides; the first two and the last draw pictures, the others only run once
+    "dit": ("model=tread",),
+    "rectified": ("model=tread_lightning", "objective=rf", "rf.shift=0.5", "model.position_scale=0.5"),
+    "text": ("model=tread_text", "objective=rf"),
+    "sprint": ("model=sprint",),
+    "maskdit": ("model=maskdit",),
+    "mamba": ("model=mamba",),
+    "rwkv": ("model=rwkv",),
+}
+WORDS = {"encoder": "words", "tokens": 4, "vocabulary": ["<begin>", "<unknown>", "red", "apple"], "fingerprint": "f"}
+GUIDED = {"scale": 1.5, "strong": 0.25, "weak": 0.75}
+ALONE = """
+import json, os, sys
+import numpy as np, torch
+from diffusers import AutoModel, DiffusionPipeline
+
+exports, seeds = sys.argv[1], [3, 4]
+open_pipeline = lambda name: DiffusionPipeline.from_pretrained(f"{exports}/{name}", trust_remote_code=True)
+drawn, told = {}, []
+for name in ("dit", "rectified", "text"):
+    pipe = open_pipeline(name)
+    pipe.set_progress_bar_config(disable=True)
+    what = {"prompt": ["red apple", "red"]} if name == "text" else {"class_labels": ["b", 4]}
+    how = {**what, "seeds": seeds, "num_inference_steps": 3, "output_type": "np"}
+    drawn[name] = pipe(**how).images
+    drawn[f"{name} cfg"] = pipe(**how, guidance_scale=1.5, interval=(0.1, 20)).images
+    drawn[f"{name} sparse"] = pipe(**how, guidance="sparse", guidance_scale=1.5, strong=0.25, weak=0.75).images
+pipe = open_pipeline("dit")
+pipe.set_progress_bar_config(disable=True)
+one = lambda number: torch.Generator().manual_seed(number)
+both = pipe([0, 1], generator=[one(1), one(2)], num_inference_steps=2, output_type="latent", return_dict=False)[0]
+alone = pipe([1], generator=[one(2)], num_inference_steps=2, output_type="latent").images
+torch.testing.assert_close(both[1:], alone, rtol=1e-3, atol=5e-3)
+def end_at_zero(pipe, step, level, given):
+    told.append(step)
+    return {"latents": given["latents"] * (step < 1)}
+ended = pipe([1], seeds=0, num_inference_steps=2, output_type="latent", callback_on_step_end=end_at_zero)
+assert told == [0, 1] and pipe.get_label_ids("c") == [2]
+latents = pipe.latents
+assert torch.allclose(ended.images, torch.tensor(latents.channel_shift)[0] / latents.scale + latents.shift)
+for name in sorted(os.listdir(exports)):
+    network = AutoModel.from_pretrained(f"{exports}/{name}/transformer", trust_remote_code=True)
+    assert network.dtype == torch.float32
+    given = torch.load(f"{exports}/../{name}.pt", weights_only=True)
+    drawn[f"{name} forward"] = network.eval()(*given, network.null(2)).detach().numpy()
+ours = [name for name in sys.modules if name.partition(".")[0] in ("tread", "dit", "rf", "routing_module")]
+assert not ours, ours
+np.savez(f"{exports}/../drawn.npz", **drawn)
+"""
+
+
+def export(folder, *overrides):
+    return launch_door(export_checkpoint.main, "export_checkpoint", folder, "format=diffusers", *overrides)
+
+
+@pytest.fixture(scope="module")
+def autoencoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("autoencoder")
+    sizes = {"block_out_channels": (8,), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
+    randomized(partial(diffusers.AutoencoderKL, **sizes), 0, 0.2).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory, composed, autoencoder):
+    """A folder with a checkpoint of each kind, <kind>/, and its export, exports/<kind>/."""
+    root = tmp_path_factory.mktemp("diffusers")
+    for kind, overrides in KINDS.items():
+        heads = () if kind == "rwkv" else ("model.num_heads=2",)
+        drops = () if kind == "sprint" else ("train.path_drop=0",)
+        config = composed("dataset=folder", "dataset.path=data", *SMALL, *heads, *drops, *overrides)
+        latents = replace(LATENTS, autoencoder=autoencoder) if kind in ("dit", "rectified") else RGB
+        config["dataset"] |= {"channels": latents.shape[0], "size": 16, "num_classes": 5}
+        if kind == "text":
+            config["dataset"]["num_classes"], config["text"] = None, WORDS
+        network = randomized(partial(build_network, read_network(config)), 3, 0.1).eval()
+        info = {"config": config, "latents": asdict(latents), "samples": 10, "versions": {"git": "unknown"}}
+        checkpoint.save(root / kind, 3, {"ema": network.state_dict()}, info)
+        export(root, f"checkpoint={kind}", f"out=exports/{kind}", "license=mit")
+        given = torch.randn(2, *latents.shape), torch.rand(2)
+        torch.save(given, root / f"{kind}.pt")
+    return root
+
+
+def test_a_process_without_our_code_draws_our_pictures(exports, tmp_path):
+    bare = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    bare |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-P", "-c", ALONE, str(exports / "exports")]
+    ended = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    theirs = np.load(exports / "drawn.npz")
+    for name in ("dit", "rectified", "text"):
+        model, cfg = tread.load(exports / name, device="cpu"), {"guidance": "cfg", "interval": (0.1, 20), "scale": 1.5}
+        for guidance, more in (("", {}), (" cfg", cfg), (" sparse", {"guidance": "sparse", **GUIDED})):
+            how = {"steps": 3, "output": "np", "batch_size": 2, **more}
+            if name == "text":
+                drawn = model.sample(prompts=["red apple", "red"], seeds=[3, 4], **how)[[0, 3]]
+            else:
+                drawn = model.sample(labels=["b", 4], seeds=[3, 4], **how)
+            levels = np.abs(drawn - theirs[name + guidance]) * 255
+            assert levels.max() <= 1.01 and (levels > 0.5).mean() < 0.001 and drawn.std() > 0.05, name + guidance
+    for kind in KINDS:
+        network = tread.load(exports / kind, device="cpu").network
+        x, t = torch.load(exports / f"{kind}.pt", weights_only=True)
+        with torch.no_grad():
+            ours = network(x, t, network.null(2))
+        torch.testing.assert_close(torch.from_numpy(theirs[f"{kind} forward"]), ours)
+
+
+def test_what_the_folder_holds(exports):
+    folder = exports / "exports/dit"
+    ours = checkpoint.find(exports / "dit").tensors("ema")
+    stored = load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
+    assert stored.keys() == ours.keys() and all(torch.equal(stored[name], ours[name]) for name in ours)
+    index = json.loads((folder / "model_index.json").read_text())
+    assert index["vae"] == ["diffusers", "AutoencoderKL"] and index["autoencoder"] is None
+    assert index["process"]["sigma_data"] == 0.5 and index["latents"]["scale"] == 0.3
+    card = (folder / "README.md").read_text()
+    assert "license: mit" in card and "r(2→2)" in card and "a, b, c, d, e" in card
+    commands = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9", str(exports / "exports")]
+    assert subprocess.run(commands, capture_output=True).returncode == 0
+
+
+def test_what_is_refused(exports, autoencoder, tmp_path):
+    given = [f"checkpoint={exports}/dit", f"out={tmp_path}/new"]
+    assert_refused(
+        lambda overrides: export(tmp_path, *overrides),
+        ([given[0], f"out={exports}/exports/dit"], "is there already"),
+        ([*given, "include_autoencoder=false"], "autoencoder=… names one"),
+        ([*given, "public=true"], "MaskDiT"),
+        ([*given, "format=tread", "include_autoencoder=true"], "needs format=diffusers"),
+        ([*given, "push=nobody"], "such as push=user/name"),
+    )
+    assert not (tmp_path / "new").exists()

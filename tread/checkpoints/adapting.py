@@ -1,0 +1,107 @@
+"""Makes weights that were trained elsewhere a start for other classes (init_classes) and another size (init_positions).
+
+A label table has a row for each class and, last, one for no class. Positions are fixed tables of a grid's rows and
+columns: "recomputed" are those of the new grid, of which the old one is the top left corner of a larger one, and the
+rest lies beyond what was trained; "scaled" ones span the range of the old grid (model.position_scale).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from tread.checkpoints.run_log import RunLog
+from tread.checkpoints.weights import POSITIONS, StoredWeights, read_weights, sizes
+from tread.diffusion.labels import Label, class_number
+from tread.models.backbone import sincos_positions
+from tread.models.rotary import ROUNDING, TABLES, check_tables
+from tread.runtime.hub import local
+from tread.runtime.tensor_files import LABELS
+
+Positions = Literal["recomputed", "scaled"]
+
+
+def new_classes(
+    stored: StoredWeights, table: Tensor, asked: str | Mapping[Label, Label], classes: Sequence[str]
+) -> tuple[StoredWeights, str]:
+    """Return weights whose label table has a row for each of `classes`, and a line that says where the rows are from.
+
+    table  the network's label table as it was drawn, (K + 1, D). Rows of classes that are not in `asked` stay so.
+    asked  "new", or {old class: new class} by names, or by numbers that are no names. The row for no class is always
+           kept.
+
+    Raises ValueError for unknown classes, a class that is named twice, and weights without a label table.
+    """
+    if LABELS not in stored.state:
+        raise ValueError(f"init_classes is given, but {stored.where} has no {LABELS}, a class-conditional network's")
+    old = stored.state[LABELS]
+    recorded = stored.source.info.get("latents", {}).get("classes", ()) if stored.source else ()
+    names = tuple(recorded) or tuple(map(str, range(len(old) - 1)))
+    pairs = [] if asked == "new" else [(_number(a, names), _number(b, tuple(classes))) for a, b in asked.items()]
+    for which, listed, known in (("old", [a for a, _ in pairs], names), ("new", [b for _, b in pairs], classes)):
+        if twice := [number for number in listed if listed.count(number) > 1]:
+            raise ValueError(f"init_classes names the {which} class {known[twice[0]]!r} ({twice[0]}) twice")
+    rows = table.detach().clone()
+    rows[-1] = old[-1]
+    for before, now in pairs:
+        rows[now] = old[before]
+    kept = ", ".join(f"{names[a]} → {classes[b]}" for a, b in pairs[:5]) + ", …" * (len(pairs) > 5)
+    said = f"classes: {len(pairs)} of {len(classes)} begin as old ones{f' ({kept})' if kept else ''}, the others anew"
+    source = stored.source
+    if source is not None and "latents" in source.info:
+        source = replace(source, info={**source.info, "latents": {**source.info["latents"], "classes": [*classes]}})
+    return replace(stored, state={**stored.state, LABELS: rows}, source=source), said
+
+
+def _number(label: Label, classes: tuple[str, ...]) -> int:
+    known = label in classes or not str(label).isdecimal()
+    number = class_number(label if known else int(label), classes)
+    if number is None or not 0 <= number < len(classes):
+        raise ValueError(f"init_classes names class {label}, but the classes there are 0..{len(classes) - 1}")
+    return number
+
+
+def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[StoredWeights, list[str]]:
+    """Return weights without their fixed positions, in the place of which the network's own serve, and lines that say
+    what changes. `side` is the new grid's rows, `scale` the network's model.position_scale. Raises ValueError if the
+    positions of the file are no fixed ones."""
+    before, recorded = old_side(stored), stored.recorded() or {}
+    stretched = float(recorded.get("model.position_scale", 1.0))
+    for name in (name for name in POSITIONS if name in stored.state):
+        given = stored.state[name].float()
+        off = (given[0] - sincos_positions(given.shape[2], before, stretched)).abs().max().item()
+        if off > ROUNDING:
+            raise ValueError(f"{name} of {stored.where} are no fixed sines and cosines: they can't be computed anew")
+    check_tables({name: stored.state[name] for name in TABLES if name in stored.state}, before**2, stored.where)
+    state = {name: value for name, value in stored.state.items() if name not in (*POSITIONS, *TABLES)}
+    how = "span the old range" if scale != stretched else "go on beyond the old ones" if side > before else "are those"
+    lines = [f"positions: {before}×{before} tokens where these weights were trained, {side}×{side} now: they {how}"]
+    if side > before:
+        lines += [
+            "in a larger picture the same noise hides less: rf.shift below 1, or a larger edm.P_mean, makes up for it"
+        ]
+    source = stored.source
+    if source is not None and "model" in source.info.get("config", {}):
+        model = {**source.info["config"]["model"], "position_scale": scale}
+        source = replace(source, info={**source.info, "config": {**source.info["config"], "model": model}})
+    return replace(stored, state=state, source=source), lines
+
+
+def old_side(stored: StoredWeights) -> int:
+    """Return the rows of the token grid that weights were trained on. Raises ValueError if they do not tell."""
+    told = sizes(stored.state)
+    if "dataset.size" not in told:
+        raise ValueError(f"init_positions is given, but {stored.where} holds no pos_embed that tells its size")
+    return math.isqrt(stored.state["pos_embed"].shape[1])
+
+
+def position_scale(init_from: str, run: Path, side: int) -> float:
+    """Return model.position_scale for init_positions=scaled: old rows / new rows. If the run folder `run` records one,
+    it is that, so that a run can go on without the file init_from."""
+    if starts := RunLog(run).starts():
+        return float(starts[0]["config"]["model"].get("position_scale", 1.0))
+    stored = read_weights(local(init_from))
+    return float((stored.recorded() or {}).get("model.position_scale", 1.0)) * old_side(stored) / side

@@ -1,0 +1,157 @@
+"""Makes one self-contained Python file of the definitions that some names of this project need.
+
+The text is this project's own, from the modules as they are: nothing is written a second time that could drift. What a
+file does not need is left out, definition by definition.
+"""
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+OURS = ("dit", "rf", "routing_module", "tread")
+Name = tuple[str, str]  # a module and a name in it
+
+
+@dataclass
+class Source:
+    """A parsed module: its lines, the statements that define each name, and what each imported name stands for."""
+
+    module: str
+    lines: list[str]
+    defined: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    imported: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    entered: list[tuple[str, ast.stmt]] = field(default_factory=list)  # (table, statement that adds entries to it)
+
+
+@functools.cache
+def read_source(module: str) -> Source:
+    """Parse one of this project's modules."""
+    text = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
+    source = Source(module, text.splitlines())
+    for statement in ast.parse(text).body:
+        match statement:
+            case ast.ImportFrom(module=origin, level=level, names=names):
+                if level:
+                    origin = f"{module.rpartition('.')[0]}.{origin}"
+                source.imported |= {item.asname or item.name: (origin, item.name) for item in names}
+            case ast.Import(names=names):
+                bound = {item: item.asname or item.name.partition(".")[0] for item in names}
+                source.imported |= {name: (item.name, None) for item, name in bound.items()}
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                source.defined.setdefault(name, []).append(statement)
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                source.defined.setdefault(name, []).append(statement)
+            case ast.Assign(targets=[ast.Tuple(elts=names)]):
+                for target in names:
+                    source.defined.setdefault(target.id, []).append(statement)
+            case ast.AugAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name))]):
+                source.entered.append((name, statement))
+    return source
+
+
+def names_in(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement may refer to, those in quoted annotations too."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value[:1].isupper():
+            yield node.value
+
+
+class Bundle:
+    """Collects the definitions that `add` asks for and all that they need; `text` writes them as one file.
+
+    instead  source of names to write in the place of this project's, {(module, name): text}.
+    """
+
+    def __init__(self, instead: Mapping[Name, str]) -> None:
+        self.instead = instead
+        self.sources: dict[str, Source] = {}  # by module, imported modules before those that import them
+        self.wanted: dict[str, set[str]] = {}  # names needed of each module
+        self.outside: dict[str, tuple[str, str | None]] = {}  # name → what it is imported from
+
+    def add(self, module: str, name: str) -> None:
+        """Take one name of a module. Raises ValueError if the module has no such name, or if one name would stand for
+        two things in the file."""
+        source = self._source(module)
+        if name in source.imported:
+            return self._follow(source, name)
+        if name not in source.defined:
+            raise ValueError(f"{module} has no {name}")
+        if name in self.wanted.setdefault(module, set()):
+            return
+        if others := [other for other, names in self.wanted.items() if name in names and other != module]:
+            raise ValueError(f"{name} is defined in {others[0]} and in {module}: one file holds one of them")
+        self.wanted[module].add(name)
+        if (module, name) not in self.instead:
+            self._add_used(source, source.defined[name])
+        for other in list(self.sources.values()):
+            self._add_used(other, [statement for table, statement in other.entered if self._is(other, table)])
+
+    def _is(self, source: Source, table: str) -> bool:
+        """Return whether a table is in the file, and so the entries that `source` adds to it, if it is in it itself."""
+        origin, name = source.imported.get(table, (source.module, table))
+        return source.module in self.wanted and name in self.wanted.get(origin, ())
+
+    def _add_used(self, source: Source, statements: Sequence[ast.stmt]) -> None:
+        for statement in statements:
+            for name in dict.fromkeys(names_in(statement)):
+                if name in source.imported:
+                    self._follow(source, name)
+                elif name in source.defined:
+                    self.add(source.module, name)
+
+    def _follow(self, source: Source, name: str) -> None:
+        origin, original = source.imported[name]
+        if origin.partition(".")[0] in OURS and original in (None, name):
+            if original is None:
+                raise ValueError(f"{source.module} imports the module {origin}: a bundle follows names alone")
+            self.add(origin, name)
+        elif self.outside.setdefault(name, (origin, original)) != (origin, original):
+            raise ValueError(f"{name} of {source.module} is {origin}'s, and another one elsewhere")
+
+    def _source(self, module: str) -> Source:
+        if module not in self.sources:
+            source = read_source(module)
+            for origin, _ in source.imported.values():
+                if origin.partition(".")[0] in OURS:
+                    self._source(origin)
+            self.sources[module] = source
+        return self.sources[module]
+
+    def text(self, head: str) -> str:
+        """Return the file: the docstring `head`, imports, then the definitions, module by module."""
+        parts = [f'"""{head}"""', "\n".join(self._imports())]
+        for module, source in self.sources.items():
+            chosen = {
+                statement: self.instead.get((module, name))
+                for name in self.wanted.get(module, ())
+                for statement in source.defined[name]
+            }
+            chosen |= {statement: None for table, statement in source.entered if self._is(source, table)}
+            for number, statement in enumerate(sorted(chosen, key=lambda statement: statement.lineno)):
+                mark = "" if number else f"# {'-' * 12} {module}\n\n"
+                parts.append(mark + (chosen[statement] or _segment(source.lines, statement)))
+        return "\n\n\n".join(parts) + "\n"
+
+    def _imports(self) -> Iterator[str]:
+        origins: dict[str, list[str]] = {}
+        for name, (origin, original) in sorted(self.outside.items()):
+            alias = "" if name == (original or origin.partition(".")[0]) else f" as {name}"
+            if original is None:
+                yield f"import {origin}{alias}"
+            else:
+                origins.setdefault(origin, []).append(original + alias)
+        for origin, names in sorted(origins.items()):
+            yield f"from {origin} import {', '.join(names)}"
+
+
+def _segment(lines: Sequence[str], statement: ast.stmt) -> str:
+    """Return a statement's lines, with its decorators and the comment right above it."""
+    first = min([statement.lineno, *(item.lineno for item in getattr(statement, "decorator_list", ()))]) - 1
+    while first and lines[first - 1].startswith("#"):
+        first -= 1
+    return "\n".join(lines[first : statement.end_lineno])

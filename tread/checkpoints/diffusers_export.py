@@ -1,0 +1,149 @@
+"""Writes a network as a folder that diffusers loads with DiffusionPipeline.from_pretrained(…, trust_remote_code=True).
+
+    model_index.json, pipeline.py   the sampler: TreadPipeline (diffusers_pipeline.py)
+    transformer/                    config.json, model.py and the weights
+    vae/                            the autoencoder, unless the network draws pixels or the hub has it
+
+The two Python files need torch and diffusers alone; bundle.py collects them from this project's own source.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import diffusers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tread.checkpoints.bundle import OURS, Bundle
+from tread.checkpoints.for_sampling import SavedNetwork
+from tread.encoders.autoencoder import load_autoencoder
+from tread.runtime.hub import HUB_ID
+from tread.runtime.versions import git_revision
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+CHECK = '''def check(name, value, kind):
+    """Do nothing: settings were checked when this file was written."""'''
+NO_TEXT = """def encoder_for(spec, device, place):
+    raise ValueError("this network takes no text")"""
+NETWORK = '''
+
+class TreadTransformer(ModelMixin, {network}, ConfigMixin):
+    """The network {network} as a diffusers model: transformer(x, time, y, routes=()), see Backbone.forward."""
+
+    @register_to_config
+    def __init__(
+        self,
+        {signature},
+        auto_map=None,  # read by AutoModel
+    ) -> None:
+        {network}.__init__(
+            self,
+            {passed},
+        )
+        if position_scale != 1:
+            self.scale_positions(position_scale)
+        self._gradient_checkpointing_func = None
+'''
+
+
+def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], latents: Mapping, folder: Path, inside: bool) -> None:
+    """Write the folder's files but its README.md.
+
+    tensors  the network's state dict, in the dtype to store.
+    latents  the record of the latents, the section of info.json.
+    inside   True: the autoencoder's weights are written, too. False: it is named by its hub id.
+
+    Raises ValueError if the network's code is not this project's, and if the autoencoder can't be loaded.
+    """
+    network = saved.cfg.model.network
+    if network.__module__.partition(".")[0] not in OURS:
+        raise ValueError(
+            f"{network.__name__} is a plugin's, whose code format=diffusers can't collect: export it as it is"
+        )
+    version = diffusers.__version__
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "transformer/model.py").write_text(network_file(saved), encoding="utf-8")
+    stated = {"_class_name": "TreadTransformer", "_diffusers_version": version}
+    stated |= {"auto_map": {"AutoModel": "model.TreadTransformer"}, **arguments(saved)}
+    stated["position_scale"] = saved.cfg.model.position_scale
+    _write(folder / "transformer/config.json", stated)
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()},
+        folder / "transformer" / WEIGHTS,
+        {"format": "pt"},
+    )
+    name, vae = latents["autoencoder"], [None, None]
+    if inside:
+        autoencoder = load_autoencoder(name)
+        autoencoder.save_pretrained(folder / "vae")
+        vae = ["diffusers", type(autoencoder).__name__]
+    (folder / "pipeline.py").write_text(pipeline_file(saved), encoding="utf-8")
+    index = {
+        "_class_name": ["pipeline", "TreadPipeline"],
+        "_diffusers_version": version,
+        "transformer": ["model", "TreadTransformer"],
+        "vae": vae,
+        "objective": saved.cfg.objective,
+        "process": asdict(saved.process),
+        "latents": dict(latents),
+        "routes": [asdict(route) for route in saved.cfg.model.routes],
+        "text": asdict(saved.cfg.text) if saved.text else None,
+        "autoencoder": None if inside or name == "pixels" else name,
+        "label_drop": saved.label_drop,
+        "path_drop": saved.path_drop or 0.0,
+    }
+    _write(folder / "model_index.json", index)
+
+
+def arguments(saved: SavedNetwork) -> dict[str, object]:
+    """Return the arguments of the network's constructor, keyed by name."""
+    data = saved.cfg.dataset
+    return saved.cfg.model.all_arguments(data.size, data.channels, data.num_classes, saved.cfg.text)
+
+
+def goes_inside(name: str, asked: bool | None) -> bool:
+    """Return whether an autoencoder's weights go into the folder: if asked for or, with None, unless `name` is a hub
+    id. Raises ValueError if it was asked to be named, but `name` is no hub id."""
+    if name == "pixels":
+        return False
+    at_hub = bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
+    if asked is False and not at_hub:
+        raise ValueError(f"include_autoencoder=false, but {name} is no hub id to name: autoencoder=… names one")
+    return not at_hub if asked is None else asked
+
+
+def _write(path: Path, tree: Mapping) -> None:
+    path.write_text(json.dumps(tree, indent=2, default=list) + "\n", encoding="utf-8")
+
+
+def _head(what: str) -> str:
+    return (
+        f"{what}: written by export_checkpoint.py of TREAD (arXiv 2501.04765) at commit {git_revision()}. MIT licence."
+    )
+
+
+def pipeline_file(saved: SavedNetwork) -> str:
+    """Return the text of pipeline.py."""
+    instead = {("tread.runtime.schema", "check"): CHECK}
+    if not saved.text:
+        instead["tread.encoders.language", "encoder_for"] = NO_TEXT
+    bundle = Bundle(instead)
+    bundle.add("tread.checkpoints.diffusers_pipeline", "TreadPipeline")
+    return bundle.text(_head("Sampling"))
+
+
+def network_file(saved: SavedNetwork) -> str:
+    """Return the text of transformer/model.py."""
+    network = saved.cfg.model.network
+    bundle = Bundle({("tread.runtime.schema", "check"): CHECK})
+    bundle.add(network.__module__, network.__name__)
+    bundle.outside |= {name: ("diffusers", name) for name in ("ConfigMixin", "ModelMixin")}
+    bundle.outside["register_to_config"] = ("diffusers.configuration_utils", "register_to_config")
+    given = {**arguments(saved), "position_scale": saved.cfg.model.position_scale}
+    signature = ",\n        ".join(f"{name}={value!r}" for name, value in given.items())
+    passed = ",\n            ".join(f"{name}={name}" for name in arguments(saved))
+    return bundle.text(_head("A network")) + NETWORK.format(
+        network=network.__name__, signature=signature, passed=passed
+    )

@@ -1,0 +1,197 @@
+"""Sampling by diffusers' conventions: `export_checkpoint.py format=diffusers` writes it, with all that it needs of this
+project, as the pipeline.py of an exported network (see bundle.py)."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from rf import RF
+from routing_module import Route
+from tread.data.columns import TextSpec
+from tread.data.latents import LatentSpec, from_network, to_uint8
+from tread.diffusion.edm import EDM
+from tread.diffusion.guidance import KINDS, Guidance
+from tread.diffusion.labels import Label, class_labels, class_number
+from tread.diffusion.pictures import in_form, to_pictures
+from tread.diffusion.sampling import Model, Sampler, draw
+from tread.diffusion.solvers import Churn
+from tread.encoders.language import encoder_for
+from tread.runtime.device import exact
+
+
+class TreadPipeline(DiffusionPipeline):
+    """Draws pictures of a network that was trained with or without token routing (TREAD, arXiv 2501.04765).
+
+    transformer  the network.
+    vae          the autoencoder that decodes its latents. None: it draws pixels, or `autoencoder` names a hub id, which
+                 is loaded when first needed.
+
+    The other arguments are the network's record: its diffusion process ("edm" or "rf") with its constants, latents,
+    routes in training, text encoder, and the shares of samples trained without a class and without a sparse part.
+    """
+
+    model_cpu_offload_seq = "transformer->vae"
+    _optional_components = ["vae"]
+
+    def __init__(
+        self,
+        transformer,
+        vae,
+        objective="edm",
+        process=None,
+        latents=None,
+        routes=None,
+        text=None,
+        autoencoder=None,
+        label_drop=0.0,
+        path_drop=0.0,
+    ) -> None:
+        super().__init__()
+        self.register_modules(transformer=transformer, vae=vae)
+        told = {"objective": objective, "process": process, "latents": latents, "routes": routes, "text": text}
+        self.register_to_config(**told, autoencoder=autoencoder, label_drop=label_drop, path_drop=path_drop)
+
+    @property
+    def latents(self) -> LatentSpec:
+        return LatentSpec.from_json(self.config.latents)
+
+    def get_label_ids(self, label: str | Sequence[str]) -> list[int]:
+        """Return the numbers of classes, given their names."""
+        names = [label] if isinstance(label, str) else label
+        return [class_number(name, self.latents.classes) for name in names]
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        class_labels: Label | Sequence[Label] = None,
+        prompt: str | Sequence[str] | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        *,
+        seeds: int | Sequence[int] | None = None,
+        guidance: str | None = None,
+        strong: float = 0.0,
+        weak: float = 0.0,
+        interval: Sequence[float] | None = None,
+        same_ids: bool = False,
+        solver: str | None = None,
+        shift: float | None = None,
+        churn: float = 0.0,
+        batch_size: int = 64,
+        text_encoder: str | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callable | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+    ) -> ImagePipelineOutput | tuple:
+        """Draw pictures, one for each class label or prompt, and return them as `images`.
+
+        class_labels          names or numbers of classes; None in a list is no class.
+        prompt                texts, of a network trained on captions.
+        seeds                 one a picture: the same picture as TREAD's own sample.py draws with this seed.
+        generator             one, or one a picture, in the place of seeds: ordinary torch noise, so other pictures.
+                              Without both, torch's global generator chooses seeds.
+        num_inference_steps   None: 40 steps of Heun's method for EDM, 50 of Euler's for rectified flow.
+        guidance_scale        ω in D_weak + ω·(D_strong − D_weak); 1, or None without a guidance: none.
+        guidance              "cfg" (None: with a guidance_scale), "sparse", "sparse_cfg", "path_drop" or
+                              "path_drop_class". Sparse Guidance (arXiv 2601.01608) runs two branches, in which the
+                              shares `strong` < `weak` of the tokens skip the routes of training.
+        interval              (lowest, highest) noise level, σ or t, at which guidance is on.
+        solver, shift, churn  as the options of sample.py; text_encoder is where the encoder of prompts lies now.
+        output_type           "pil", "np" (n, H, W, C) and "pt" (n, C, H, W) in 0..1, or "latent".
+        callback_on_step_end  called with the pipeline, the step, the noise level and {"latents": …} of a batch; the
+                              latents that it returns are gone on with.
+
+        Raises ValueError for arguments that do not fit together or with the network.
+        """
+        process = {"edm": EDM, "rf": RF}[self.config.objective](**self.config.process)
+        if shift is not None:
+            process = RF(**{**self.config.process, "shift": shift})
+        kind = guidance or ("none" if guidance_scale in (None, 1) else "cfg")
+        scale = 1.0 if guidance_scale is None else float(guidance_scale)
+        guide = Guidance(kind, scale, strong, weak, tuple(interval) if interval else None, same_ids=same_ids)
+        self._check_trained_for(guide)
+        labels, text = self._conditions(class_labels, prompt, text_encoder)
+        noise, seeds = self._noise(generator, seeds, len(labels))
+        labels = labels * len(seeds) if len(labels) == 1 else labels
+        if len(seeds) != len(labels):
+            raise ValueError(f"{len(seeds)} seeds or generators for {len(labels)} labels or prompts: one each")
+        routes = tuple(Route(**route) for route in self.config.routes or ())
+        model = Model(process, self.transformer, routes, text)
+        precision = "fp32" if self.transformer.dtype == torch.float32 else "bf16"
+        churned = Churn(churn) if churn else None
+        sampler = Sampler.of(
+            process, num_inference_steps, solver, min(batch_size, len(seeds)), precision, guide, churned
+        )
+        levels = process.schedule(sampler.steps).tolist()
+        bar = self.progress_bar(total=-(-len(seeds) // sampler.batch_size) * sampler.steps)
+
+        def after_step(step: int, x: Tensor) -> Tensor:
+            bar.update()
+            if callback_on_step_end is None:
+                return x
+            given = {"latents": x} if "latents" in callback_on_step_end_tensor_inputs else {}
+            return (callback_on_step_end(self, step, levels[step], given) or {}).get("latents", x)
+
+        with bar:
+            drawn = draw(model, seeds, torch.tensor(labels), sampler, noise=noise, after_step=after_step)
+            decode = partial(from_network, latents=self.latents) if output_type == "latent" else self._decode
+            images = in_form(output_type, torch.cat([to_pictures(x, decode, min(16, len(x))) for x in drawn]))
+        self.maybe_free_model_hooks()
+        return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def _check_trained_for(self, guide: Guidance) -> None:
+        """Raise ValueError if the network was not trained for a branch of the guidance."""
+        row = KINDS[guide.kind]
+        if row.weak_class is False and not self.config.label_drop:
+            raise ValueError(f"guidance={guide.kind} asks for no class, which this network was never trained without")
+        if row.routed and not (self.config.routes and self.transformer.skipped_return):
+            raise ValueError(f"guidance={guide.kind} leaves tokens out, which this network was not trained for")
+        if row.drops_path and not self.config.path_drop:
+            raise ValueError(f"guidance={guide.kind} leaves out SPRINT's sparse part, which this network always had")
+
+    def _conditions(self, classes: object, prompt: object, place: str | None) -> tuple[list[int], object]:
+        """Return labels, and the encoded prompts that they index if the network takes texts."""
+        if self.config.text is None:
+            if prompt is not None or classes is None:
+                raise ValueError("this network was trained with classes: class_labels=[0, 1] names them")
+            classes = [classes] if isinstance(classes, (str, int)) else classes
+            numbers = [class_number(label, self.latents.classes) for label in classes]
+            return class_labels(numbers, self.transformer.num_classes, self.config.label_drop), None
+        if prompt is None or classes is not None:
+            raise ValueError("this network was trained with captions: prompt='…' says what to draw")
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        spec = TextSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in self.config.text.items()})
+        return list(range(len(prompts))), encoder_for(spec, self.transformer.device, place).encode(prompts)
+
+    def _noise(self, generator: object, seeds: object, count: int) -> tuple[Tensor | None, list[int]]:
+        """Return the noise of a generator (None: it follows from the seeds), and a seed for each picture."""
+        if generator is None:
+            seeds = torch.randint(2**31, (count,)).tolist() if seeds is None else seeds
+            return None, [seeds] if isinstance(seeds, int) else list(seeds)
+        if seeds is not None:
+            raise ValueError("seeds and generator are both given: noise is drawn from one of them")
+        network, several = self.transformer, not isinstance(generator, torch.Generator)
+        generators = list(generator) if several else [generator]
+        count = max(count, len(generators)) if several else count
+        shape = (count, network.in_channels, network.input_size, network.input_size)
+        noise = randn_tensor(shape, generators if several else generator, network.device, torch.float32)
+        drawers = generators if several else generators * count
+        return noise, [int(torch.randint(2**31, (), generator=one, device=one.device)) for one in drawers]
+
+    def _decode(self, x: Tensor) -> Tensor:
+        """Decode latents to pictures uint8, in fp32."""
+        z = from_network(x, self.latents)
+        if self.latents.autoencoder == "pixels":
+            return to_uint8(z)
+        if self.vae is None:
+            kind = diffusers.AutoencoderKL.load_config(self.config.autoencoder)["_class_name"]
+            self.register_modules(vae=getattr(diffusers, kind).from_pretrained(self.config.autoencoder).to(x.device))
+        with exact():
+            return to_uint8(self.vae.decode(z.to(self.vae.dtype)).sample)

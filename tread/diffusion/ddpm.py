@@ -1,0 +1,28 @@
+"""DDPM's timesteps (Ho et al. 2020, arXiv 2006.11239), on which public DiT predicts noise, as EDM's noise levels.
+
+A DDPM network gets x_τ = √ᾱ_τ·x + √(1−ᾱ_τ)·ε and τ = 0 .. 999, with β from 1e-4 to 0.02. Divided by √ᾱ_τ, x_τ is
+x + σ·ε with σ = √((1−ᾱ_τ)/ᾱ_τ) from 0.010 to 157.4, so its noise prediction is a denoiser at these σ exactly:
+D = x_σ − σ·ε̂. Between timesteps, on which no network is trained, τ is interpolated in ln σ.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+@functools.lru_cache(maxsize=8)
+def log_levels(device: torch.device | str = "cpu") -> Tensor:
+    """Return ln σ of the timesteps 0 .. 999, rising: (1000,) fp64, on MPS fp32."""
+    beta = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
+    kept = torch.cumprod(1 - beta, 0)
+    levels = ((1 - kept) / kept).log() / 2
+    return levels.to(device, torch.float32 if torch.device(device).type == "mps" else torch.float64)
+
+
+def timestep(sigma: Tensor) -> Tensor:
+    """Return the timestep τ of noise levels σ, elementwise, fp32; 0 and 999 for levels below and above all."""
+    known = log_levels(sigma.device)
+    level = sigma.to(known.dtype).log().clamp(known[0], known[-1])
+    below = (torch.searchsorted(known, level.contiguous()) - 1).clamp(0, 998)
+    return (below + (level - known[below]) / (known[below + 1] - known[below])).float()

@@ -1,0 +1,101 @@
+"""A model card, README.md on the Hugging Face hub, from a checkpoint's record."""
+
+import json
+from collections.abc import Mapping
+
+import torch
+
+from tread.checkpoints.for_sampling import SavedNetwork
+from tread.checkpoints.network import build_network
+from tread.evaluation.score_files import sampler_told, table
+from tread.models.backbone import count_parameters
+
+LISTED = 20  # most class names in a card
+
+FOR_DIFFUSERS = """```python
+from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained("{place}", trust_remote_code=True)
+pictures = pipe({asked}, seeds=[0, 1]).images
+```
+
+A seed draws the same picture as the training code's `sample.py`; a `generator` draws others. diffusers' own pipelines
+do not know this network's preconditioning and would draw noise: use the one in this folder."""
+FOR_TREAD = """```python
+import tread
+
+pictures = tread.load("hf:{place}").sample({asked}, seeds=[0, 1])
+```"""
+
+
+def card(
+    saved: SavedNetwork,
+    info: Mapping,
+    dtype: str,
+    for_diffusers: bool,
+    license: str | None = None,
+    place: str | None = None,
+) -> str:
+    """Return a model card: how to sample, the network, its data, training and scores, as far as they are recorded.
+
+    info           the record to publish, a parsed info.json.
+    dtype          of the stored weights.
+    for_diffusers  whether the folder is for diffusers or a checkpoint of this project.
+    license        of the weights; None: the card says that it is not stated.
+    place          the repository's name on the hub.
+    """
+    config, cfg = info["config"], saved.cfg
+    library = "diffusers" if for_diffusers else "tread"
+    kind = "text-to-image" if saved.text else "unconditional-image-generation"
+    head = [f"library_name: {library}", f"pipeline_tag: {kind}", "tags: [diffusion, dit, tread]"]
+    head += [f"license: {license}"] if license else []
+    asked = 'prompt=["a red apple", "a green one"]' if saved.text else "class_labels=[0, 1]"
+    if not for_diffusers:
+        asked = asked.replace("prompt=", "prompts=").replace("class_labels=", "labels=")
+    with torch.device("meta"):
+        parameters = count_parameters(build_network(cfg))
+    model, latents, train = cfg.model, saved.latents, config["train"]
+    routes = "; ".join(f"{route}, {route.selection_ratio:.0%} of the tokens" for route in model.resolved_routes)
+    images = info["step"] * train["batch_size"]
+    rows = {
+        "network": f"{model.architecture}, {model.blocks}, width {model.hidden_size}, {parameters:,} parameters",
+        "route in training": routes or "none: all tokens in all blocks",
+        "draws": f"latents {latents.shape} of {latents.autoencoder}, by {_process(saved)}",
+        "weights": f"{saved.weights} of step {info['step']:,}, in {dtype}",
+        "training": f"{images:,} images in batches of {train['batch_size']}, rate {config['optim']['lr']:g}, "
+        f"seed {config['seed']}, code at {info['versions']['git'][:12]}",
+        "data": f"{config['dataset']['name']}, {info['samples']:,} pictures",
+    }
+    classes = "" if saved.text else _classes(latents.classes)
+    parts = [
+        "---\n" + "\n".join(head) + "\n---",
+        f"# {config['name']}",
+        (FOR_DIFFUSERS if for_diffusers else FOR_TREAD).format(asked=asked, place=place or "user/name"),
+        "| | |\n|---|---|\n" + "\n".join(f"| {name} | {said} |" for name, said in rows.items()),
+        classes,
+        "## Scores\n\n" + _scores(saved),
+        "## Licence\n\n" + "\n\n".join(filter(None, [license or "Not stated.", info.get("attribution")])),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _process(saved: SavedNetwork) -> str:
+    process = saved.process
+    name = "EDM (arXiv 2206.00364)" if saved.cfg.objective == "edm" else "rectified flow (arXiv 2209.03003)"
+    return f"{name}, {process.default_steps} steps of {process.default_solver} unless told otherwise"
+
+
+def _classes(names: tuple[str, ...]) -> str:
+    more = f", … ({len(names):,} in all)" if len(names) > LISTED else ""
+    return f"Classes, from 0: {', '.join(names[:LISTED])}{more}."
+
+
+def _scores(saved: SavedNetwork) -> str:
+    """Return the scores in fid.json beside the checkpoint, each with its counts."""
+    tables = []
+    for path in sorted(saved.found.folder.glob("fid*.json")):
+        scores = json.loads(path.read_text(encoding="utf-8"))
+        told = scores["settings"] | scores
+        how = f"{sampler_told(told)}, {told.get('steps')} steps, guidance {told.get('guidance')}"
+        tables.append(f"{path.stem}: {how}\n{table(scores)}")
+    return "\n\n".join(f"```\n{part}\n```" for part in tables) or "None recorded beside the checkpoint."

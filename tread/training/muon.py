@@ -1,0 +1,100 @@
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): orthogonal steps for the blocks' matrices.
+
+All other parameters take steps of AdamW: embeddings, modulations, last layer, vectors, and alignment's projector. As in
+torch.optim.Muon (torch ≥ 2.9), a matrix W (rows, columns) with gradient g is updated by
+
+    B ← μ·B + (1 − μ)·g,   U = μ·B + (1 − μ)·g (Nesterov's; else B),   W ← (1 − rate·weight_decay)·W − rate·r·O,
+
+where O is U with its singular values brought close to 1, and r is given by SCALES.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tread.models.backbone import block_matrices
+
+Scale = Literal["original", "match_rms"]
+SCALES = {  # r of a matrix with so many rows and columns
+    "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+    "match_rms": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,  # AdamW's step size (arXiv 2502.16982)
+}
+COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of an iteration: σ → a·σ + b·σ³ + c·σ⁵ for each singular value σ
+
+
+def groups_of(parameters: Iterable[nn.Parameter], network: nn.Module) -> list[dict]:
+    """Split a run's parameters into Muon's two groups: the network's block matrices, and the rest."""
+    matrices, own, rest = set(block_matrices(network)), [], []
+    for parameter in parameters:
+        (own if parameter in matrices else rest).append(parameter)
+    return [{"params": own}, {"params": rest}]
+
+
+def orthogonalized(matrices: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
+    """Return matrices (n, rows, columns) with their singular values brought close to 1 by Newton–Schulz iterations in
+    `dtype`; zero matrices stay zero."""
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = (x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype).contiguous()
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the first of two groups, fused AdamW for the second; arguments are named as the settings.
+
+    Like fused AdamW it divides gradients by `grad_scale`, changes nothing if `found_inf` is 1 (both 0-d, or None), and
+    takes rates as tensors. Matrices of one shape are orthogonalized together, in bf16 on a GPU and in fp32 on a CPU,
+    which may emulate bf16. Raises ValueError for a momentum outside 0..1, or without an iteration.
+    """
+
+    grad_scale = found_inf = None
+
+    def __init__(
+        self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+        muon_lr: float, muon_scale: Scale, momentum: float = 0.95, nesterov: bool = True, steps: int = 5,
+    ) -> None:  # fmt: skip
+        if not 0 <= momentum < 1 or steps < 1:
+            raise ValueError(f"momentum is {momentum}, steps {steps}, but must lie in [0, 1) and be at least 1")
+        super().__init__(groups, lr, betas, eps, weight_decay, fused=True)
+        self.scale, self.momentum, self.nesterov, self.iterations = SCALES[muon_scale], momentum, nesterov, steps
+        self.param_groups[0]["lr_factor"] = muon_lr / lr
+
+    @torch.no_grad()
+    def step(self) -> None:
+        (own, rest), alike = self.param_groups, {}  # matrices by shape
+        self.param_groups = [rest]
+        try:
+            super().step()
+        finally:
+            self.param_groups = [own, rest]
+        for weight in own["params"]:
+            if weight.grad is not None:
+                alike.setdefault(weight.shape, []).append(weight)
+        for weights in alike.values():
+            self.update(weights, own["lr"], own["weight_decay"])
+
+    def update(self, weights: list[nn.Parameter], rate: Tensor | float, weight_decay: float) -> None:
+        """Take Muon's step for matrices of one shape."""
+        for weight in weights:
+            if not self.state[weight]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        buffers, share = [self.state[weight]["momentum_buffer"] for weight in weights], 1 - self.momentum
+        gradient = torch.stack([weight.grad for weight in weights])
+        if self.grad_scale is not None:
+            gradient /= self.grad_scale
+        if self.found_inf is not None:  # 1: no gradient, and shares and rates of 0
+            gradient.masked_fill_(self.found_inf > 0, 0.0)
+            share, rate = share * (1 - self.found_inf), rate * (1 - self.found_inf)
+        mean = torch.stack(buffers).lerp_(gradient, share)
+        torch._foreach_copy_(buffers, mean.unbind())
+        direction = gradient.lerp_(mean, self.momentum) if self.nesterov else mean
+        direction = orthogonalized(direction, self.iterations, torch.bfloat16 if direction.is_cuda else torch.float32)
+        if weight_decay:
+            torch._foreach_mul_(weights, 1 - rate * weight_decay)
+        torch._foreach_sub_(weights, (direction * (rate * self.scale(*direction.shape[1:]))).unbind())
