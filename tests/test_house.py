@@ -19,10 +19,10 @@ NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 TREES = {name: ast.parse(path.read_text()) for name, path in zip(NAMES, FILES)}
 KNOWS = {  # library → who may import it; a package means all of its files
     "accelerate": {"tread/runtime/distributed.py"},
-    "wandb": {"tread/training/tracking.py"},
+    "wandb": {"tread/runtime/tracking.py"},
     "hydra": {"tread/runtime/cli.py"},
     "omegaconf": {"tread/runtime/cli.py", "tread/training/start.py", "tread/training/resume.py"},
-    "tensorboard": {"tread/training/tracking.py"},
+    "tensorboard": {"tread/runtime/tracking.py"},
     "plotly": {"tread/reports/page.py"},
     "diffusers": {
         "tread/encoders/autoencoder.py",

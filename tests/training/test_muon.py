@@ -59,7 +59,7 @@ def test_steps_are_those_by_hand(tmp_path, scale, nesterov):
     ours, theirs = small(), small()
     options = {"lr": 0.01, "muon_lr": 0.03, "muon_scale": scale, "options": {"nesterov": nesterov}}
     optim = settings(name="muon", weight_decay=0.1, **options)
-    optimizer = optim.build(ours.parameters(), ours)
+    optimizer = optim.build(ours.named_parameters(), ours)
     own, rest = (group["params"] for group in groups_of(theirs.parameters(), theirs))
     reference, momenta = torch.optim.AdamW(rest, weight_decay=0.1), [torch.zeros_like(weight) for weight in own]
     for step in range(6):
@@ -74,7 +74,7 @@ def test_steps_are_those_by_hand(tmp_path, scale, nesterov):
             assert equal(ours.state_dict(), before[0]) and equal(saved, before[1])
             checkpoint.save(tmp_path, 3, {"optimizer": saved}, {"config": {}})
             ours = copy.deepcopy(ours)
-            optimizer = optim.build(ours.parameters(), ours)
+            optimizer = optim.build(ours.named_parameters(), ours)
             checkpoint.load_optimizer(optimizer, ours, checkpoint.find(tmp_path).tensors("optimizer"))
             continue
         for parameter in theirs.parameters():
@@ -97,7 +97,7 @@ def test_steps_are_those_by_hand(tmp_path, scale, nesterov):
 def test_steps_are_torch_s_up_to_its_bf16(scale, theirs):
     ours, twin, start = small(), small(), small()
     optim = settings(name="muon", lr=0.01, muon_lr=0.02, muon_scale=scale, weight_decay=0.1)
-    optimizer = optim.build(ours.parameters(), ours)
+    optimizer = optim.build(ours.named_parameters(), ours)
     reference = torch.optim.Muon(block_matrices(twin), lr=0.02, weight_decay=0.1, adjust_lr_fn=theirs)
     for step in range(4):
         give_gradients(ours, step), give_gradients(twin, step)

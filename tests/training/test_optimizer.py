@@ -205,7 +205,7 @@ def test_sgd_is_the_closed_form():
     for nesterov in (False, True):
         weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
         options = {"momentum": 0.9, "nesterov": nesterov}
-        optimizer = settings(name="sgd", weight_decay=0.1, options=options).build([weight])
+        optimizer = settings(name="sgd", weight_decay=0.1, options=options).build([("weight", weight)])
         theta, velocity = [1.0, -2.0], [0.0, 0.0]
         for step, gradient in enumerate([(3.0, 4.0), (0.3, -0.4), (math.nan, 1.0), (-6.0, 8.0)]):
             weight.grad = torch.tensor(gradient, dtype=torch.float64)
@@ -269,10 +269,10 @@ def test_settings_of_groups_are_today_s_and_what_the_optimizer_changes_there_is_
 
     monkeypatch.setitem(OPTIMIZERS, "grouped", OptimizerEntry(make, lambda options: 2))
     model = network()
-    optimizer = settings(name="grouped", weight_decay=0.1).build(model.parameters())
+    optimizer = settings(name="grouped", weight_decay=0.1).build(model.named_parameters())
     give_gradients(model, 0)
     optimizer_step(optimizer, 0.01, None)
-    other = settings(name="grouped", weight_decay=0.2).build(model.parameters())
+    other = settings(name="grouped", weight_decay=0.2).build(model.named_parameters())
     checkpoint.load_optimizer(other, model, checkpoint.optimizer_tensors(optimizer, model))
     actual = [(group["weight_decay"], group["power"], group["steps"]) for group in other.param_groups]
     assert actual == [(0.2, 0.5, 1), (0.0, 1.0, 1)]
@@ -300,7 +300,7 @@ def settings(**options):
 )
 def test_bad_options_are_named(options, shown):
     with pytest.raises(ValueError, match=shown):
-        settings(**options).build([torch.nn.Parameter(torch.zeros(2))])
+        settings(**options).build([("weight", torch.nn.Parameter(torch.zeros(2)))])
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_bad_options_are_named(options, shown):
 )
 def test_the_size_of_state_that_is_said_is_what_it_takes(name, options):
     model, optim = network(), settings(name=name, options=options)
-    optimizer = optim.build(model.parameters())
+    optimizer = optim.build(model.named_parameters())
     give_gradients(model, 0)
     optimizer_step(optimizer, 0.01, None)
     numbers = sum(value.numel() for kept in optimizer.state.values() for value in kept.values() if value.dim())
@@ -402,3 +402,30 @@ def test_learning_rates():
     assert rates(110, (10, 60, 110, 500), **linear) == pytest.approx([1.0, 0.75, 0.5, 0.5])
     cosine = rates(100, (0, 25, 50, 100), lr=2.0, schedule="cosine")
     assert cosine == pytest.approx([2.0, 1 + 2**-0.5, 1.0, 0.0])
+
+
+def test_groups_have_their_own_rates_and_0_freezes(tmp_path):
+    """Against plain SGD by hand: each parameter moves by its group's rate times its gradient."""
+    model, groups = network(), ({"match": "bias$", "lr": 0.5}, {"match": "^blocks", "lr": 0})
+    optim = settings(name="sgd", groups=groups, lr=0.1)
+    optim.freeze(model)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    named = [pair for pair in model.named_parameters() if pair[1].requires_grad]
+    optimizer = optim.build(named)
+    for _, parameter in named:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer_step(optimizer, 0.05, None)  # the schedule is at half of optim.lr, so are the groups
+    for name, value in model.named_parameters():
+        rate = 0.25 if name.endswith("bias") else 0.0 if name.startswith("blocks") else 0.05
+        torch.testing.assert_close(value.detach(), before[name] - rate)
+    with pytest.raises(ValueError, match="optim.groups.0.match=nothing is found in no parameter's name: "):
+        settings(groups=({"match": "nothing", "lr": 0.1},)).freeze(network())
+    with pytest.raises(ValueError, match="freezes all parameters"):
+        settings(groups=({"match": "", "lr": 0.0},)).freeze(network())
+    launch(tmp_path, "optim.groups=[{match: y_embedder, lr: 1e-3}, {match: blocks, lr: 0}]", "train.steps=3", "name=a")
+    resumed = launch(tmp_path, "optim.groups=[{match: y_embedder, lr: 1e-3}, {match: blocks, lr: 0}]", "name=a")
+    first, last = (state(tmp_path / f"results/a/step_000000{step}") for step in (3, 6))
+    assert "the others are frozen" in resumed and "begins anew" not in resumed
+    names = [name for name in first if name.startswith("model/")]
+    frozen = {name for name in names if torch.equal(first[name], last[name])}
+    assert frozen == {name for name in names if name.startswith("model/blocks")} | {"model/pos_embed"}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import launch, logged
 
-from tread.training import tracking
+from tread.runtime import tracking
 
 RUN = "results/digits-tread"
 

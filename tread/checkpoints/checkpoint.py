@@ -268,8 +268,9 @@ def newest(run: Path) -> Path | None:
 
 
 def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a run's parameters by name, in the optimizer's order: the network's, then the alignment projector's."""
-    yield from network.named_parameters()
+    """Yield a run's parameters that are trained by name, in the optimizer's order: the network's, then the alignment
+    projector's."""
+    yield from (named for named in network.named_parameters() if named[1].requires_grad)
     if projector is not None:
         yield from projector.named_parameters(prefix="projector")
 

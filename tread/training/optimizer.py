@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from tread.runtime.step_unless import step_unless
 from tread.training.muon import Muon
-from tread.training.optimizers import step_unless
 from tread.training.settings import Settings
 
 SKIPPING = (torch.optim.AdamW, torch.optim.Adam, Muon)  # fused, they clip and skip by themselves

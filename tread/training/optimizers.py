@@ -1,18 +1,19 @@
-"""The optimizers that optim.name chooses from, their settings, and how any of them skips a step with bad gradients."""
+"""The optimizers that optim.name chooses from, and their settings."""
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import nn
 
 from routing_module import Table
-from tread.models.backbone import block_matrices, count_parameters
-from tread.runtime.schema import BelowOne, CountOrZero, Positive, written
+from tread.models.backbone import block_matrices
+from tread.runtime.schema import BelowOne, CountOrZero, Positive, PositiveOrZero, written
+from tread.runtime.tensor_files import listed
 from tread.training.muon import Muon, Scale, groups_of
 
 
@@ -46,6 +47,23 @@ OPTIMIZERS = Table(OptimizerEntry, {
 
 
 @dataclass(frozen=True)
+class OwnRate:
+    """Parameters with a learning rate of their own in the place of optim.lr; 0 freezes them.
+
+    match  regular expression; a parameter belongs to the first group whose expression is found in its name.
+    """
+
+    match: str
+    lr: PositiveOrZero
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ValueError(f"match is {self.match!r}, which is no regular expression: {error}") from error
+
+
+@dataclass(frozen=True)
 class Optim:
     lr: Positive
     betas: tuple[BelowOne, ...]
@@ -59,6 +77,7 @@ class Optim:
     options: dict | None = None
     muon_lr: Positive | None = None
     muon_scale: Scale = "original"
+    groups: tuple[OwnRate, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.final_lr <= self.lr:
@@ -72,6 +91,8 @@ class Optim:
             raise ValueError(f"{rate}, but optim.name={self.name} needs a rate: 1e-3 say, or 1e-4 with match_rms")
         if not OPTIMIZERS[self.name].splits and (self.muon_lr, self.muon_scale) != (None, "original"):
             raise ValueError(f"{rate}, but optim.name={self.name} has neither: leave them null and original")
+        if OPTIMIZERS[self.name].splits and any(group.lr for group in self.groups):
+            raise ValueError(f"optim.groups has rates, but optim.name={self.name} has its own: they can only be 0")
         signature, given = inspect.signature(OPTIMIZERS[self.name].make), self._arguments()
         try:
             signature.bind((), **given, **(self.options or {}))
@@ -85,10 +106,38 @@ class Optim:
     def _arguments(self) -> dict:
         return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
 
-    def build(self, parameters: Iterable[nn.Parameter], network: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Build the optimizer of these parameters; `network` decides which ones an entry that splits them treats apart.
-        Raises ValueError if the optimizer refuses its settings."""
-        groups = groups_of(parameters, network) if OPTIMIZERS[self.name].splits else list(parameters)
+    def freeze(self, network: nn.Module) -> None:
+        """Freeze the parameters of groups with lr 0. Raises ValueError for groups without any parameter, and if nothing
+        is left to train."""
+        members = [self._group_of(name) for name, _ in network.named_parameters()]
+        for number, group in enumerate(self.groups):
+            if group not in members:
+                names = listed(name for name, _ in network.named_parameters())
+                raise ValueError(f"optim.groups.{number}.match={group.match} is found in no parameter's name: {names}")
+        for parameter, group in zip(network.parameters(), members):
+            if group is not None and not group.lr:
+                parameter.requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in network.parameters()):
+            raise ValueError("optim.groups freezes all parameters: one at least must have a rate")
+
+    def _group_of(self, name: str) -> OwnRate | None:
+        return next((group for group in self.groups if re.search(group.match, name)), None)
+
+    def build(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], network: nn.Module | None = None
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer of these named parameters; `network` decides which ones an entry that splits them treats
+        apart. Raises ValueError if the optimizer refuses its settings."""
+        if OPTIMIZERS[self.name].splits:
+            groups = groups_of((parameter for _, parameter in parameters), network)
+        elif not self.groups:
+            groups = [parameter for _, parameter in parameters]
+        else:
+            members: dict[OwnRate | None, list] = {}
+            for name, parameter in parameters:
+                members.setdefault(self._group_of(name), []).append(parameter)
+            rates = {group: {"lr_factor": group.lr / self.lr} for group in members if group is not None}
+            groups = [{"params": part, **rates.get(group, {})} for group, part in members.items()]
         try:
             optimizer = OPTIMIZERS[self.name].make(groups, **self._arguments(), **(self.options or {}))
         except (TypeError, ValueError) as error:
@@ -98,7 +147,7 @@ class Optim:
 
     def keeps_state(self, changed: Collection[str]) -> bool:
         """Return whether the optimizer's state stays valid if settings change, given their dotted keys."""
-        return not any(key.startswith(("optim.name", "optim.options")) for key in changed)
+        return not any(key.startswith(("optim.name", "optim.options", "optim.groups")) for key in changed)
 
     @property
     def copies(self) -> float:
@@ -112,54 +161,17 @@ class Optim:
 
     def state_size(self, network: nn.Module) -> int:
         """Return how many numbers of state the optimizer has for a network's parameters."""
-        matrices = sum(matrix.numel() for matrix in block_matrices(network))
-        return int(self.matrix_copies * matrices + self.copies * (count_parameters(network) - matrices))
+        matrices = sum(matrix.numel() for matrix in block_matrices(network) if matrix.requires_grad)
+        trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+        return int(self.matrix_copies * matrices + self.copies * (trained - matrices))
 
     def split(self, optimizer: torch.optim.Optimizer) -> str:
         """Return how the optimizer treats parameters apart, as words to follow its name; "" if it does not."""
+        if self.groups and not OPTIMIZERS[self.name].splits:
+            parts = [(sum(p.numel() for p in group["params"]), group) for group in optimizer.param_groups]
+            told = (f"{count:,} parameters at {self.lr * group.get('lr_factor', 1):g}" for count, group in parts)
+            return f" for {', '.join(told)}; the others are frozen"
         if not OPTIMIZERS[self.name].splits:
             return ""
         own, rest = ([parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups)
         return f" for {len(own)} block matrices ({sum(own):,} parameters), AdamW for the other {sum(rest):,}"
-
-
-def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
-    """Call optimizer.step(), but keep parameters and state bit for bit as they are if `bad`, a 0-d bool tensor, is
-    true; the gradients are then set to 0.
-
-    The device chooses between the values before and after the step. The host must wait for the device in two cases: if
-    the step creates state, as the first one does, or if it changes Python numbers or tensors on another device. On a
-    GPU that includes state["step"] of torch's optimizers, unless capturable=True.
-    """
-    for gradient in gradients:
-        gradient.masked_fill_(bad, 0.0)  # a step may raise an error for NaN
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    owners, state, layout = _state(optimizer)
-    before, kept = ([v.clone() if torch.is_tensor(v) else v for v in values] for values in (parameters, state))
-    optimizer.step()
-    owners_now, state, layout_now = _state(optimizer)
-    alike = [*map(id, owners)] == [*map(id, owners_now)] and layout == layout_now
-    decidable = alike and all(_decidable(old, new, bad.device) for old, new in zip(kept, state))
-    for old, new in zip([*before, *kept], [*parameters, *state] if decidable else parameters):
-        if torch.is_tensor(new):
-            torch.where(bad, old, new, out=new)
-    if not decidable and bad:
-        values, groups = tree_unflatten(kept, layout)
-        optimizer.state.clear()
-        optimizer.state.update(zip(owners, values))
-        kept_groups = zip(groups, optimizer.param_groups)
-        optimizer.param_groups[:] = [{**settings, "params": group["params"]} for settings, group in kept_groups]
-
-
-def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
-    """Return the parameters that have state, and the values of optimizer.state and optimizer.param_groups (without
-    their parameters) as a flat list with its pytree structure."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
-
-
-def _decidable(old: object, new: object, device: torch.device) -> bool:
-    """Return whether a flag on `device` can choose between two values: both are tensors on it, or they are equal."""
-    if torch.is_tensor(old) and torch.is_tensor(new):
-        return (old.device, old.shape, old.dtype) == (device, new.shape, new.dtype) and new.device == device
-    return type(old) is type(new) and old == new

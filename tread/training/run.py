@@ -26,9 +26,9 @@ from tread.runtime.device import beside
 from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure
 from tread.runtime.signals import INTERRUPTED, Stop
+from tread.runtime.tracking import Tracker
 from tread.training.alignment import Aligner
 from tread.training.settings import Settings
-from tread.training.tracking import Tracker
 
 
 class StepStatistics:

@@ -36,6 +36,7 @@ from tread.runtime.randomness import generator
 from tread.runtime.schema import written
 from tread.runtime.signals import Stop
 from tread.runtime.tensor_files import LABELS
+from tread.runtime.tracking import check_tracker, open_tracker
 from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
 from tread.training.costs import (
     MemoryPlan,
@@ -51,7 +52,6 @@ from tread.training.optimizers import OPTIMIZERS
 from tread.training.run import Run
 from tread.training.run_folder import Claim, claim
 from tread.training.settings import Settings, prepare_embedded
-from tread.training.tracking import check_tracker, open_tracker
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
@@ -78,6 +78,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         network = build_network(cfg)
     network.residual = cfg.train.residual  # copied to the averaged networks, too
     weights, notes = bring_weights(cfg, network, claimed, data)
+    cfg.optim.freeze(network)
     network.to(processes.device)
     faulty = avoid_faults(processes.device, cfg.text.tokens if cfg.model.takes_text else None)
     ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
@@ -85,8 +86,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     with processes.main_first():  # the main process may fetch an encoder
         aligner = open_aligner(cfg, network, ema, data, precision)
     projector = aligner and aligner.module.projector
-    parameters = (parameter for _, parameter in checkpoint.optimized_parameters(network, projector))
-    optimizer = cfg.optim.build(parameters, network)
+    optimizer = cfg.optim.build(checkpoint.optimized_parameters(network, projector), network)
     trained = checkpoint.Trained(network, ema.network, optimizer, {w: p.network for w, p in powers.items()}, projector)
     if earlier:
         trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))
@@ -228,7 +228,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
         if not finished and optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
             rate = learning_rate(run.cfg, run.step)
             say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
-        run.tracker = open_tracker(run.cfg, run.config, run.folder, run.step)
+        run.tracker = open_tracker(run.cfg.tracker, run.cfg.wandb.project, run.config, run.folder, run.step)
     except (ValueError, OSError) as error:
         run.log.status("failed", run.step, str(error))
         run.log.close()

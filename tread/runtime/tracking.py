@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tread.runtime.files import write_whole
-from tread.training.settings import Settings
 
 
 def check_tracker(name: str) -> None:
@@ -57,9 +56,9 @@ class TensorBoard:
 Tracker = Wandb | TensorBoard
 
 
-def open_tracker(cfg: Settings, config: dict, folder: Path, step: int) -> Tracker | None:
-    """Open the tracker that cfg.tracker names, for steps after `step`; return None for "none". Raises ValueError if
+def open_tracker(tracker: str, project: str, config: dict, folder: Path, step: int) -> Tracker | None:
+    """Open a tracker for a run's steps after `step`; `project` is wandb's. Return None for "none". Raises ValueError if
     wandb refuses."""
-    if cfg.tracker == "wandb":
-        return Wandb(cfg.wandb.project, cfg.name, config, folder)
-    return TensorBoard(folder, step) if cfg.tracker == "tensorboard" else None
+    if tracker == "wandb":
+        return Wandb(project, config["name"], config, folder)
+    return TensorBoard(folder, step) if tracker == "tensorboard" else None
