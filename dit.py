@@ -81,6 +81,8 @@ class DiT(Backbone):
         num_classes: int = 1000,
         learn_sigma: bool = False,
         init: str = "adaln_zero",
+        *,
+        bottleneck: int | None = None,
     ) -> None:
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), *sizes, num_classes, learn_sigma, init)
+        sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init)
+        super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), *sizes, bottleneck=bottleneck)

@@ -8,7 +8,7 @@ Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal
 
@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread.diffusion.guidance import Branch, Routes, guided
+from tread.diffusion.predictions import Quantity, error_of, negatives, velocity_of
 from tread.diffusion.process import Network, Process, per_sample
 from tread.diffusion.solvers import solve
 from tread.models.conditions import Condition
-from tread.runtime.schema import Positive, PositiveOrZero, check
+from tread.runtime.schema import BelowOne, Fraction, Positive, PositiveOrZero, check
 
 Time = Literal["logit_normal", "uniform"]
+Shift = Positive | Literal["auto"]
 # Lower bound of a velocity's norm in the loss term of `direction`. A new network predicts 0: with a smaller bound, the
 # first gradients are so large that Adam's second moments stall the last layer for thousands of steps.
 SHORTEST = 0.01
@@ -39,13 +41,18 @@ class RF(Process):
                 over the channels of a position (LightningDiT: weight 1; Yao et al. 2025, arXiv 2501.01423). In this
                 term, norms of velocities below SHORTEST (0.01) count as SHORTEST.
     shift       s of the sampler: evenly spaced u = 1 − t become s·u / (1 + (s − 1)·u); 0.3 (LightningDiT) puts more
-                steps near noise.
+                steps near noise. "auto": 1 / √(CHW/4096), which `for_latents` computes.
+    train_shift s of training: drawn times become s·t / (1 + (s − 1)·t). "auto": √(CHW/4096), see `for_latents`.
+    predicts    what the network predicts, and loss_of what the squared error compares: see predictions.py. `clamp` is
+                the lower bound there. With `reverse` only a velocity changes its sign.
+    contrastive λ of −λ·(v − v')² in the loss, v' being another sample's velocity (arXiv 2506.05350: 0.05). Predicted
+                velocities become longer by about 1 / (1 − λ), which sampling does not undo.
     """
 
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
     evaluation = "eval_velocity"
+    conventions = ("time_scale", "reverse", "predicts", "clamp")
     data_std = 1.0  # standard deviation of latents after dataset.normalize; nothing else depends on it
-    conventions = ("time_scale", "reverse")
 
     time: Time = "logit_normal"
     time_mean: float = 0.0
@@ -53,18 +60,35 @@ class RF(Process):
     time_scale: Positive = 1.0
     reverse: bool = False
     direction: PositiveOrZero = 0.0
-    shift: Positive = 1.0
+    shift: Shift = 1.0
+    train_shift: Shift = 1.0
+    predicts: Quantity = "velocity"
+    loss_of: Quantity = "velocity"
+    clamp: Fraction = 0.05
+    contrastive: BelowOne = 0.0
 
     def __post_init__(self) -> None:
-        kinds = {"time": Time, "direction": PositiveOrZero}
-        for name in ("time", "time_std", "time_scale", "direction", "shift"):
-            check(f"rf.{name}", getattr(self, name), kinds.get(name, Positive))
+        for item in fields(self):
+            check(f"rf.{item.name}", getattr(self, item.name), item.type)
+        if self.contrastive and self.loss_of != "velocity":
+            given = f"rf.contrastive is {self.contrastive:g} and rf.loss_of {self.loss_of}"
+            raise ValueError(f"{given}, but contrasted are velocities: rf.loss_of must be velocity")
+
+    @property
+    def beyond(self) -> int:
+        return int(self.contrastive > 0)
+
+    def for_latents(self, channels: int, size: int) -> "RF":
+        """Return this process with numbers in the place of "auto", for latents (channels, size, size)."""
+        scale = size * channels**0.5 / 64  # √(CHW/4096)
+        numbers = {"shift": 1 / scale, "train_shift": scale}
+        return replace(self, **{name: value for name, value in numbers.items() if getattr(self, name) == "auto"})
 
     def noise_level(self, normal: Tensor) -> Tensor:
         """Map standard normal numbers to training times t, elementwise."""
-        if self.time == "uniform":
-            return torch.special.ndtr(normal)
-        return torch.sigmoid(normal * self.time_std + self.time_mean)
+        logit_normal = self.time == "logit_normal"
+        t = torch.sigmoid(normal * self.time_std + self.time_mean) if logit_normal else torch.special.ndtr(normal)
+        return t if self.train_shift == 1 else self.train_shift * t / (1 + (self.train_shift - 1) * t)
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
         """Return the times noise_level(normal) − step, which are closer to the data, clamped at 0; elementwise."""
@@ -82,16 +106,21 @@ class RF(Process):
     def combine(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
         """Return the predicted data D = x − t·v in the dtype of the noisy x; v is the predicted velocity."""
         level = torch.as_tensor(t, dtype=x.dtype, device=x.device).expand(x.shape[0]).view(-1, 1, 1, 1)
-        return x - level * self._velocity(output, x)
+        return x - level * self._velocity(output, x, level)
 
-    def _velocity(self, output: Tensor, x: Tensor) -> Tensor:
-        """Return the predicted velocity, noise minus data, in fp32: the first C channels of the network's output."""
-        v = output[:, : x.shape[1]].float()
-        return -v if self.reverse else v
+    def _predicted(self, output: Tensor, x: Tensor) -> Tensor:
+        """Return what `predicts` names, in fp32: the first C channels of the network's output."""
+        predicted = output[:, : x.shape[1]].float()
+        return -predicted if self.reverse and self.predicts == "velocity" else predicted
+
+    def _velocity(self, output: Tensor, x: Tensor, level: Tensor) -> Tensor:
+        """Return the predicted velocity, noise minus data, for the noisy x at times `level` (B, 1, 1, 1)."""
+        return velocity_of(self.predicts, self._predicted(output, x), x, level, self.clamp)
 
     def velocity(self, network: Network, x: Tensor, t: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
         """Run the network on a noisy x and return the predicted velocity, noise minus data: (B, C, S, S) fp32."""
-        return self._velocity(network(*self.precondition(x, t), y, routes=routes), x)
+        output = network(*self.precondition(x, t), y, routes=routes)
+        return self._velocity(output, x.float(), per_sample(t, x).view(-1, 1, 1, 1))
 
     def noised(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """Return x_t = (1 − t)·x + t·noise."""
@@ -101,14 +130,21 @@ class RF(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three (B, C, S, S) fp32 tensors: the velocity's squared errors, predicted data D = x_t − t·v, and x_t.
-        If `direction` is not 0, its cosine term at a position is added to the squared errors of all channels there."""
-        noisy = self.noised(x, t, noise)
-        v, target = self.velocity(network, noisy, t, y, routes), noise - x
-        squared = (v - target).square()
+        """Return three (B, C, S, S) fp32 tensors: squared errors of `loss_of`, predicted data D = x_t − t·v, and x_t.
+        If `direction` is not 0, its cosine term at a position is added to the squared errors of all channels there;
+        `contrastive` subtracts λ·(v − v')². x and noise may have `beyond` rows more than t, for the last one's v'."""
+        others = negatives(x, noise, len(t)) if self.contrastive else None
+        x, noise = x[: len(t)], noise[: len(t)]
+        noisy, level = self.noised(x, t, noise), t.float().view(-1, 1, 1, 1)
+        predicted = self._predicted(network(*self.precondition(noisy, t), y, routes=routes), noisy)
+        squared = error_of(self.predicts, self.loss_of, predicted, x, noise, level, self.clamp).square()
+        v = velocity_of(self.predicts, predicted, noisy, level, self.clamp)
         if self.direction:
-            squared = squared + self.direction * (1 - F.cosine_similarity(v, target, dim=1, eps=SHORTEST))[:, None]
-        return squared, noisy - t.float().view(-1, 1, 1, 1) * v, noisy
+            cosine = F.cosine_similarity(v, noise - x, dim=1, eps=SHORTEST)
+            squared = squared + self.direction * (1 - cosine)[:, None]
+        if self.contrastive:
+            squared = squared - self.contrastive * (v - others).square()
+        return squared, noisy - level * v, noisy
 
     def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
         """Return each sample's loss (B,) fp32, the mean of the first tensor that `errors` returns, for clean x and
@@ -123,8 +159,10 @@ class RF(Process):
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's mean squared velocity error (B,) fp32, without the cosine term (see `direction`)."""
-        return replace(self, direction=0.0).loss(network, x, y, t, noise, routes)
+        """Return each sample's mean squared error (B,) fp32 of the velocity with which samples are drawn, whatever is
+        predicted and whatever else the training loss compares or adds."""
+        v = self.velocity(network, self.noised(x, t, noise), t, y, routes)
+        return (v - (noise - x)).square().mean(dim=(1, 2, 3))
 
     def schedule(self, num_steps: int = 50) -> Tensor:
         """Return the sampler's times, (num_steps + 1,) fp64 from 1 to 0: evenly spaced, then shifted by `shift`."""

@@ -183,6 +183,7 @@ def refusal(state, expected):
         ({"num_classes": 7}, "dataset.num_classes=7"),
         ({"input_size": 16}, "dataset.size=16"),
         ({"in_channels": 3}, "dataset.channels=3"),
+        ({"bottleneck": 6}, "model.bottleneck=6"),
         (
             {"learn_sigma": True, "depth": 4, "num_classes": 1000},
             "depth=4 model.learn_sigma=true dataset.num_classes=1000",

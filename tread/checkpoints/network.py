@@ -49,6 +49,15 @@ class Network:
     text: TextSettings = TextSettings()
     plugins: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        settle_shifts(self)
+
+
+def settle_shifts(cfg: Network) -> None:
+    """Replace rf's "auto" by numbers as soon as the latents' channels and size are known; also for a run's Settings."""
+    if None not in (cfg.dataset.channels, cfg.dataset.size):
+        object.__setattr__(cfg, "rf", cfg.rf.for_latents(cfg.dataset.channels, cfg.dataset.size))
+
 
 def read_network(config: dict, folder: Path | None = None) -> Network:
     """Read the network's settings from a checkpoint's config. With the checkpoint's `folder`, its plugins are checked

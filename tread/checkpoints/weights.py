@@ -19,7 +19,7 @@ from tread.models.architectures import ARCHITECTURES, NetworkOptions, TextSettin
 from tread.models.rotary import ROUNDING, TABLES, check_tables
 from tread.runtime.hub import local
 from tread.runtime.schema import written
-from tread.runtime.tensor_files import FIRST, LABELS, MASKDIT, listed, read_kind
+from tread.runtime.tensor_files import EXPAND, FIRST, LABELS, MASKDIT, listed, read_kind
 
 USUAL_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by hidden size: DiT-S, B, L, XL
 POSITIONS = ("pos_embed", "decoder_pos_embed")  # fixed sines and cosines
@@ -113,7 +113,7 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
-    hidden_size, channels, patch_size, _ = shapes[FIRST]
+    (_, channels, patch_size, _), hidden_size = shapes[FIRST], shapes.get(EXPAND, shapes[FIRST])[0]
     blocks = {match[1] for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))}
     architecture = recognize(shapes)
     model = {"architecture": architecture, "hidden_size": hidden_size, "depth": len(blocks), "patch_size": patch_size}
@@ -232,7 +232,9 @@ class StoredWeights:
             pairs["objective"] = (theirs, cfg.objective)
         if recorded == predicts and theirs == cfg.objective:
             for name, here in _conventions(cfg).items():
-                pairs[name] = (config.get(theirs, {}).get(name.partition(".")[2], here), here)
+                key = name.partition(".")[2]
+                usual = getattr(type(process_of(cfg)), key)  # of a record older than the key
+                pairs[name] = (config.get(theirs, {}).get(key, usual), here)
         stated = self._latents
         same_autoencoder = stated.get("fingerprint") == latents.fingerprint is not None
         for name in LATENTS[same_autoencoder:]:

@@ -55,6 +55,7 @@ class Batch(NamedTuple):
 
 
 Verify = Literal["open", "full"]
+Rows = slice | np.ndarray  # of a batch, or their numbers
 
 
 @functools.lru_cache(maxsize=2)  # two epochs: batches are read ahead, into the next epoch
@@ -170,14 +171,14 @@ class LatentDataset:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size
 
-    def batch(self, seed: int, step: int, batch_size: int, rows: slice = slice(None), pin: bool = False) -> Batch:
+    def batch(self, seed: int, step: int, batch_size: int, rows: Rows = slice(None), pin: bool = False) -> Batch:
         """Return `rows` of the global batch of step `step` (0, 1, …) as a Batch; `pin` puts them in page-locked memory.
         Samples, views and captions follow from (seed, step); no sample comes twice in a batch or an epoch."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
         return self.read(indices, views, pin, captions)
 
     def _chosen(
-        self, seed: int, step: int, batch_size: int, rows: slice
+        self, seed: int, step: int, batch_size: int, rows: Rows
     ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray | None]:
         """Return, for `rows` of a step's global batch: sample indices, view numbers (0 plain, 1 mirrored; the int 0 if
         there are no mirrored ones), and caption numbers (None without text)."""
@@ -192,7 +193,7 @@ class LatentDataset:
             captions = self._text.numbers(indices, drawn.numpy()[rows])
         return indices, views, captions
 
-    def expect(self, seed: int, step: int, batch_size: int, rows: slice = slice(None)) -> None:
+    def expect(self, seed: int, step: int, batch_size: int, rows: Rows = slice(None)) -> None:
         """Ask the operating system to load what `batch` with these arguments will read."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
         for part in (self._latents, self._features, self._pictures):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ class Loader:
 
     seed           decides the order of the data.
     micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
+    beyond         samples to read after each micro-batch's own; after the batch's last one comes its first.
     steps          the number of training steps, beyond which nothing is read ahead; None: no limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
     """
@@ -35,11 +37,13 @@ class Loader:
         device: torch.device,
         steps: int | None = None,
         ahead: int | None = None,
+        beyond: int = 0,
     ) -> None:
         self.data, self.seed, self.batch_size = data, seed, batch_size
         self.steps = sys.maxsize if steps is None else steps
-        self.rows = slice(micro_batches[0].start, micro_batches[-1].stop)
-        self.pieces = [slice(rows.start - self.rows.start, rows.stop - self.rows.start) for rows in micro_batches]
+        first, last = micro_batches[0].start, micro_batches[-1].stop
+        self.rows = np.arange(first, last + beyond) % batch_size if beyond else slice(first, last)
+        self.pieces = [slice(rows.start - first, rows.stop - first + beyond) for rows in micro_batches]
         self.device = torch.device(device)
         self.ahead = (0 if self.device.type == "cpu" else 4) if ahead is None else ahead
         self.waited = 0.0  # seconds that `batches` has waited for samples; the caller may reset it

@@ -27,6 +27,7 @@ class Process(Protocol):
     variance_exploding             True if x_l = x + l·noise, so that a sampler may add noise between steps.
     data_std                       standard deviation to which dataset.normalize scales latents.
     conventions                    names of the settings that decide what a trained network's input and output mean.
+    beyond                         samples after a micro-batch's own that its loss needs, too: 0, or 1 (rf.contrastive).
     evaluation                     key of the mean evaluation_loss in metrics.jsonl; losses that can't be compared have
                                    different keys.
 
@@ -40,6 +41,7 @@ class Process(Protocol):
     data_std: float
     conventions: tuple[str, ...]
     evaluation: str
+    beyond = 0
 
     def noise_level(self, normal: Tensor) -> Tensor:
         """Map standard normal numbers to training noise levels, elementwise."""

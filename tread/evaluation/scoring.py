@@ -264,8 +264,9 @@ class ScoringPlan:
 def _constants(process: Process) -> dict:
     """Return a process's constants by name. Constants that older scores did not record are left out if they have their
     default, so that the settings equal those recorded then."""
-    added = {"direction": 0.0, "shift": 1.0}
-    return {key: value for key, value in asdict(process).items() if key not in added or value != added[key]}
+    added = ("direction", "shift", "train_shift", "predicts", "loss_of", "clamp", "contrastive")
+    given = asdict(process).items()
+    return {key: value for key, value in given if key not in added or value != getattr(type(process), key)}
 
 
 def plan_scoring(

@@ -21,7 +21,7 @@ from tread.models.sprint import Sprint, check_sparse_part
 from tread.models.text_dit import TextDiT
 from tread.routing.ids import RULES
 from tread.runtime.schema import Chosen, Count, CountOrZero, Positive, PositiveOrZero
-from tread.runtime.tensor_files import MASKDIT
+from tread.runtime.tensor_files import EXPAND, MASKDIT
 
 OUTSIDE = ("name", "architecture", "routes", "position_scale")  # options that are no constructor's argument
 Shapes = Mapping[str, tuple[int, ...]]  # name of a state dict's tensor → its shape
@@ -179,6 +179,7 @@ class NetworkOptions:
 @dataclass(frozen=True)
 class DiTOptions(NetworkOptions):
     num_heads: Count
+    bottleneck: Count | None = None
 
     network = DiT
     norm, mlp, positions, qk_norm = "layer", "gelu", "sincos", False
@@ -192,6 +193,7 @@ class DiTOptions(NetworkOptions):
         options["norm"] = "rms" if f"{BLOCK}norm1.weight" in shapes else "layer"
         options["mlp"] = "swiglu" if swiglu else "gelu"
         options["qk_norm"] = f"{BLOCK}attn.q_norm.weight" in shapes
+        options["bottleneck"] = shapes[EXPAND][1] if EXPAND in shapes else None
         for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
             options |= {"positions": "rope", "num_heads": hidden_size // max(1, rows[1])}
         return options

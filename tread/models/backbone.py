@@ -49,11 +49,14 @@ def sincos_positions(dim: int, grid_size: int, scale: float = 1.0) -> Tensor:
 
 class PatchEmbed(nn.Module):
     """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D).
-    Under torch.compile one matrix product replaces the convolution; the results differ by rounding."""
+    Under torch.compile one matrix product replaces the convolution; the results differ by rounding. With a bottleneck
+    of d channels a second one follows: to d without a bias, then to D (JiT; Li & He 2025, arXiv 2511.13720)."""
 
-    def __init__(self, in_channels: int, patch_size: int, hidden_size: int) -> None:
+    def __init__(self, in_channels: int, patch_size: int, hidden_size: int, bottleneck: int | None = None) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)
+        sizes = (in_channels, bottleneck or hidden_size, patch_size)
+        self.proj = nn.Conv2d(*sizes, stride=patch_size, bias=bottleneck is None)
+        self.expand = nn.Linear(bottleneck, hidden_size) if bottleneck else nn.Identity()
 
     def forward(self, x: Tensor, positions: Tensor | None = None, residual: Residual = "fp32") -> Tensor:
         if torch.compiler.is_compiling():
@@ -62,6 +65,7 @@ class PatchEmbed(nn.Module):
             tokens = F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
         else:
             tokens = self.proj(x).flatten(2).transpose(1, 2).contiguous()
+        tokens = self.expand(tokens)
         if positions is None:
             return tokens
         return kept_as(residual, tokens + positions, tokens)
@@ -151,6 +155,7 @@ class Backbone(nn.Module):
     init         "adaln_zero" (the paper's): modulations and last layer start at zero, so an untrained network outputs
                  0. "xavier": Xavier-uniform linear layers overwrite the zeros, as in the released TREAD code.
     embedder     function of hidden_size that creates the embedder of texts or other conditions; None: LabelEmbedder.
+    bottleneck   channels between a patch and its token, see PatchEmbed; None: no bottleneck.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -171,6 +176,7 @@ class Backbone(nn.Module):
         learn_sigma: bool = False,
         init: Init = "adaln_zero",
         embedder: Callable[[int], nn.Module] | None = None,
+        bottleneck: int | None = None,
     ) -> None:
         super().__init__()
         if input_size % patch_size:
@@ -184,7 +190,7 @@ class Backbone(nn.Module):
         self.activation_checkpointing = False  # True: keep blocks' inputs only, recompute the rest in backward
         self.residual: Residual = "fp32"  # "bf16": under autocast tokens are bf16 between blocks; norms stay in fp32
 
-        self.x_embedder = PatchEmbed(in_channels, patch_size, hidden_size)
+        self.x_embedder = PatchEmbed(in_channels, patch_size, hidden_size, bottleneck)
         self.t_embedder = TimestepEmbedder(hidden_size)
         self.y_embedder = embedder(hidden_size) if embedder else LabelEmbedder(num_classes, hidden_size)
         self.register_buffer("pos_embed", sincos_positions(hidden_size, side)[None])
@@ -199,7 +205,8 @@ class Backbone(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
-        nn.init.zeros_(self.x_embedder.proj.bias)
+        if self.x_embedder.proj.bias is not None:
+            nn.init.zeros_(self.x_embedder.proj.bias)
         self.y_embedder.initialize()
         if init == "adaln_zero":
             nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
@@ -262,9 +269,10 @@ class Backbone(nn.Module):
         """
         D, last = self.hidden_size, len(self.blocks) if upto is None else upto + 1
         blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks[:last], self.tokens_run(routes)))
-        values = self.patch_size**2 * (self.in_channels + (self.out_channels if upto is None else 0))
+        embedding = sum(weight.numel() for weight in self.x_embedder.parameters() if weight.ndim > 1)
+        values = D * self.patch_size**2 * self.out_channels if upto is None else 0
         time, final = (WAVES + D) * D, 2 * D * D if upto is None else 0
-        return int(2 * (blocks + self.num_tokens * D * values + final + time))
+        return int(2 * (blocks + self.num_tokens * (embedding + values) + final + time))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
         """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S).

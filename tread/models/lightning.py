@@ -126,13 +126,14 @@ class LightningDiT(Backbone):
         qk_norm: bool = False,
         block: Callable[..., nn.Module] = LightningBlock,
         embedder: Callable[[int], nn.Module] | None = None,
+        bottleneck: int | None = None,
     ) -> None:
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         for name, value, kind in (("norm", norm, Norm), ("mlp", mlp, MlpKind), ("positions", positions, Positions)):
             check(name, value, kind)
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init, embedder)
-        super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes)
+        super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes, bottleneck)
         self.final_layer.norm_final = make_norm(norm, hidden_size)
         self.head_dim = hidden_size // num_heads if positions == "rope" else None  # None: heads do not rotate
         self.register_load_state_dict_pre_hook(_take_tables)

@@ -40,13 +40,15 @@ class MaskDiT(DiT):
         decoder_hidden_size: int = 512,
         decoder_depth: int = 8,
         decoder_heads: int = 16,
+        *,
+        bottleneck: int | None = None,
     ) -> None:
         if decoder_hidden_size % decoder_heads:
             raise ValueError(
                 f"decoder_hidden_size {decoder_hidden_size} is not a multiple of decoder_heads {decoder_heads}"
             )
         sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init)
+        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, bottleneck=bottleneck)
         self.decoder_hidden_size = width = decoder_hidden_size
         table = self.y_embedder.embedding_table
         table.padding_idx = self.num_classes  # no gradient for the null class

@@ -151,6 +151,7 @@ class TextDiT(LightningDiT):
         mlp: MlpKind = "gelu",
         positions: Positions = "sincos",
         qk_norm: bool = False,
+        bottleneck: int | None = None,
     ) -> None:
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_heads, mlp_ratio, None, learn_sigma, init)
         super().__init__(
@@ -161,6 +162,7 @@ class TextDiT(LightningDiT):
             qk_norm=qk_norm,
             block=partial(TextBlock, text_tokens=text_tokens),
             embedder=lambda dim: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, dim, norm),
+            bottleneck=bottleneck,
         )
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()
         mask[:, 0] = True

@@ -26,6 +26,7 @@ KEYS = {  # where training code keeps averaged and raw weights
     "model": ("model", "model_state_dict", "state_dict", "module"),
 }
 FLAT = {"ema": "ema_model.", "model": "online_model."}  # ema_pytorch keeps both in one state dict
+EXPAND = "x_embedder.expand.weight"  # of model.bottleneck alone
 FIRST = "x_embedder.proj.weight"  # what precedes this name in a file is a wrapper's prefix
 WRAPPERS = re.compile(r"((module|model|net|ema_model)\.)*")
 LABELS = "y_embedder.embedding_table.weight"
@@ -151,7 +152,7 @@ def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
     if not {MASKDIT, LABELS, FIRST} <= state.keys():
         return state
     matrix = state[LABELS]
-    if matrix.ndim != 2 or matrix.shape[:1] != state[FIRST].shape[:1]:
+    if matrix.ndim != 2 or matrix.shape[:1] != state.get(EXPAND, state[FIRST]).shape[:1]:
         return state
     rows, columns = matrix.shape
     if rows == columns and not matrix[-1].any():

@@ -161,6 +161,6 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Return whether a setting of the dataset or of MaskDiT's decoder is null or "auto": its value comes later, from
-    the dataset's folder, the encoder's size or the user."""
-    return key.startswith(("dataset.", "model.decoder_")) and value in (None, "auto")
+    """Return whether a setting of the dataset, of MaskDiT's decoder or of rf is null or "auto": its value comes later,
+    from the dataset's folder, the encoder's size, the latents' shape or the user."""
+    return key.startswith(("dataset.", "model.decoder_", "rf.")) and value in (None, "auto")

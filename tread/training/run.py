@@ -117,7 +117,8 @@ class Run:
         self.log = RunLog(self.folder)
         self.device, self.main, self.say = self.processes.device, self.processes.main, self.processes.say
         device, batch_size = self.device, cfg.train.batch_size
-        self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, steps=cfg.train.steps)
+        more = {"steps": cfg.train.steps, "beyond": process_of(cfg).beyond}
+        self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, **more)
         # in DDP if there are several processes; a graph can't record hooks that were made on the default stream
         apart = torch.cuda.Stream(device) if cfg.train.cuda_graphs is True and device.type == "cuda" else None
         with beside(apart):

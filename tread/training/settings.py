@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from rf import RF
 from tread.checkpoints.adapting import Positions
-from tread.checkpoints.network import Dataset, Objective, process_of
+from tread.checkpoints.network import Dataset, Objective, process_of, settle_shifts
 from tread.checkpoints.posthoc_ema import Width
 from tread.data.dataset import LatentDataset
 from tread.data.index import prepared_heldout
@@ -199,8 +199,12 @@ class Settings:
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
                 "DINOv2, inception, or module:function"
             )
+        settle_shifts(self)
         process, steps = process_of(self), self.sampling.steps
-        process.schedule(process.default_steps if steps is None else steps)  # raises ValueError for impossible steps
+        if self.rf.shift != "auto":  # else `complete` settles it; raises ValueError for impossible steps
+            process.schedule(process.default_steps if steps is None else steps)
+        if process.beyond >= self.train.batch_size:
+            raise ValueError("rf.contrastive contrasts with another sample of the batch, but train.batch_size is 1")
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
 
@@ -241,8 +245,9 @@ def complete(config: dict) -> tuple[Settings, dict]:
     plugins = tuple(absolute(name) for name in cfg.plugins)
     stated = {**config["dataset"], **{key: getattr(dataset, key) for key in (*MEASURES, "heldout")}}
     model = CHOSEN.settle(config["model"], "model")[1]
-    config = {**config, "plugins": list(plugins), "model": model, "dataset": stated}
-    return replace(cfg, dataset=dataset, text=text, plugins=plugins), config
+    cfg = replace(cfg, dataset=dataset, text=text, plugins=plugins)
+    rf = {key: getattr(cfg.rf, key) if value == "auto" else value for key, value in config["rf"].items()}
+    return cfg, {**config, "plugins": list(plugins), "model": model, "dataset": stated, "rf": rf}
 
 
 def read_text_settings(cfg: Settings) -> TextSettings:

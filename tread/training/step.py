@@ -37,10 +37,14 @@ class Draws:
     back: Tensor | None = None  # (B,) uniform, lowers the noise of alignment=self's teacher
     path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
 
-    def rows(self, rows: slice) -> "Draws":
-        """Return the random numbers of the samples in the slice `rows` of the batch."""
+    def rows(self, rows: slice, beyond: int = 0) -> "Draws":
+        """Return the random numbers of the samples in the slice `rows` of the batch. Noise and posterior are those of
+        `beyond` samples more; after the batch's last one comes its first."""
         routes = tuple((route, chosen[rows]) for route, chosen in self.routes)
         drawn = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        if beyond:
+            numbers = torch.arange(rows.start, rows.stop + beyond, device=self.noise.device) % len(self.noise)
+            drawn |= {name: getattr(self, name)[numbers] for name in ("noise", "posterior") if name in drawn}
         return replace(self, **drawn, routes=routes)
 
 
@@ -95,8 +99,8 @@ def loss(
     latents  the meaning of the batch's stored numbers.
     null     the condition that replaces dropped labels or texts, see Backbone.null.
     """
-    process, record = process_of(cfg), Record()
-    x = to_network(batch.stored, latents, draws.posterior)
+    process, record, own = process_of(cfg), Record(), slice(len(draws.level))
+    x, batch = to_network(batch.stored, latents, draws.posterior), batch.rows(own)  # x may go on (process.beyond)
     y = drop(batch.condition, draws.drop, cfg.train.label_drop, null)
     level = process.noise_level(draws.level)
     sparse = {} if draws.path is None else {"path_drop": draws.path < cfg.train.path_drop}  # SPRINT's path
@@ -107,7 +111,7 @@ def loss(
         errors, weight = process.errors(network, x, y, level, draws.noise, draws.routes), process.weight(level)
         terms = [kept_terms(*errors, weight, record.ids, cfg.model.patch_size, cfg.train.reconstruction)]
     if aligner is not None:
-        targets = aligner.targets(process, batch, x, y, draws.level, draws.noise, draws.back)
+        targets = aligner.targets(process, batch, x[own], y, draws.level, draws.noise[own], draws.back)
         terms.append(aligner.distance(record, targets))
     return terms
 
@@ -150,12 +154,12 @@ def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
     that changes between steps but tensors in `inputs`, as a CUDA graph of one call is replayed for later steps."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
     weights = (1.0, cfg.alignment.weight) if run.aligner else (1.0,)
-    totals = [0.0] * len(weights)
+    totals, beyond = [0.0] * len(weights), process_of(cfg).beyond
     for rows, batch in zip(run.micro_batches, inputs.batches):
         last = rows is run.micro_batches[-1]
         with contextlib.nullcontext() if last else run.processes.no_sync(run.wrapped):
             with autocast(run.device, run.precision):
-                terms = loss(cfg, run.wrapped, latents, batch, inputs.draws.rows(rows), null, run.aligner)
+                terms = loss(cfg, run.wrapped, latents, batch, inputs.draws.rows(rows, beyond), null, run.aligner)
             means = [term.mean() / len(run.micro_batches) for term in terms]
             backward(sum(weight * mean for weight, mean in zip(weights, means)))
         totals = [total + mean.detach() for total, mean in zip(totals, means)]

@@ -1,0 +1,45 @@
+"""What a rectified-flow network predicts, and what its loss compares: the velocity, the data x or the noise.
+
+With x_t = (1−t)·x + t·ε and v = ε − x, each of the three follows from any other and x_t (Li & He 2025, arXiv
+2511.13720, whose time is 1 − t). A velocity divides by t or 1 − t, here at least `clamp`, in the prediction, in the
+target of the loss and in sampling alike; so in all nine pairs a network that predicts exactly has no loss.
+
+Shapes: B samples; data, noise and predictions (B, C, S, S); t (B, 1, 1, 1) or a scalar tensor.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+Quantity = Literal["velocity", "x", "noise"]
+
+
+def velocity_of(kind: Quantity, predicted: Tensor, noisy: Tensor, t: Tensor, clamp: float) -> Tensor:
+    """Convert a prediction of `kind` for the noisy input x_t to a velocity, noise minus data."""
+    if kind == "x":
+        return (noisy - predicted) / t.clamp(min=clamp)
+    if kind == "noise":
+        return (predicted - noisy) / (1 - t).clamp(min=clamp)
+    return predicted
+
+
+def error_of(
+    kind: Quantity, loss_of: Quantity, predicted: Tensor, x: Tensor, noise: Tensor, t: Tensor, clamp: float
+) -> Tensor:
+    """Return the error of `loss_of` that follows from a prediction of `kind`, except for its sign. Prediction and
+    target are converted alike, so it is the error of what is predicted times a factor."""
+    error = predicted - {"velocity": noise - x, "x": x, "noise": noise}[kind]
+    if kind == loss_of:
+        return error
+    if kind == "x":
+        error = error / t.clamp(min=clamp)
+    elif kind == "noise":
+        error = error / (1 - t).clamp(min=clamp)
+    return error * {"velocity": 1, "x": t, "noise": 1 - t}[loss_of]
+
+
+def negatives(x: Tensor, noise: Tensor, batch: int) -> Tensor:
+    """Return the velocity of the sample after each of the `batch` first ones, for the contrastive loss (Stoica et al.
+    2025, arXiv 2506.05350). After the last comes row `batch` if x and noise have one, else the first again."""
+    velocity = noise - x
+    return velocity[1:] if len(velocity) > batch else velocity.roll(-1, 0)
