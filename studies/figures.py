@@ -17,7 +17,7 @@ import numpy as np
 
 from studies.paired import ENOUGH, EQUAL, Estimate, along, curve, differences, estimate, last_difference, paired, series
 from studies.results import Made, Results, finished, gather, missing
-from studies.study import HERE, Planned, Study, plan, read_study
+from studies.study import HERE, Planned, Study, plan, read_study, training_memory
 from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
 from tread.evaluation.metric_table import METRICS, feature_metrics
 from tread.runtime.files import explain_failure, write_whole
@@ -58,7 +58,8 @@ def table(study: Study, results: Results) -> str:
     compared = [name for name, metric in METRICS.items() if metric.compared]
     compared += ["precision", "recall"]
     metrics = measured((*study.metrics, *compared), results)
-    taught = {arm for arm in results if "alignment.encoder=inception" in study.arms[arm].overrides}
+    of_inception = {"alignment.encoder=inception", "model.class_token=2048"}
+    taught = {arm for arm in results if of_inception & {*study.arms[arm].overrides}}
     columns = {
         "arm": {arm: arm for arm in results},
         "seeds": {arm: f"{len(runs)}" for arm, runs in results.items()},
@@ -389,6 +390,30 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
     _save(study, path, panels, key="dots: seeds; bars: their 95% interval; grey: two standard deviations by seed")
 
 
+def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
+    """Return one run's "flops" or "steady_seconds" of training (`axis`), divided by another's; None if either is
+    unknown, or seconds are not of the same device."""
+    if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
+        return None
+    ends = [max(curve(each, "loss", axis), default=0) for each in (run, other)]
+    return ends[0] / ends[1] if all(ends) else None
+
+
+def ladder_columns(study: Study, results: Results) -> Columns:
+    """Return table columns that divide each arm's costs by those of the arm that it is compared with, and its published
+    gain. Memory is predicted, as a CPU does not measure it."""
+    trainings = {run.arm: run.training for run in plan(study)}
+    cells: Columns = {title: {} for title in ("FLOPs, ratio", "seconds, ratio", "memory by plan, ratio")}
+    for arm, other in study.against.items():
+        for title, axis in (("FLOPs, ratio", "flops"), ("seconds, ratio", "steady_seconds")):
+            if mean := estimate(differences(results.get(arm, ()), results.get(other, ()), cost_ratio, axis)):
+                cells[title][arm] = f"{mean.mean:.3f}"
+        if results.get(arm) and arm in networks_of(study, results):
+            ratio = training_memory(trainings[arm]) / training_memory(trainings[other])
+            cells["memory by plan, ratio"][arm] = f"{ratio:.2f}"
+    return cells | ({"published": study.published} if study.published else {})
+
+
 def sampling_flops(results: Results) -> dict[str, float]:
     """Return {arm of the study: FLOPs to draw one sample}."""
     return {arm: runs[0]["scores"][-1]["flops"] for arm, runs in results.items() if runs and runs[0]["scores"]}
@@ -536,6 +561,7 @@ FIGURES = {
     "differences": Figure(draw_differences),
     "ends": Figure(draw_ends),
     "guidance": Figure(draw_guidance, guidance_columns),
+    "ladder": Figure(draw_ends, ladder_columns),
     "loss_gap": Figure(draw_loss_gap, loss_gap_columns),
     "placement": Figure(draw_placement),
     "precision": Figure(draw_balance, precision_columns),

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from tread.checkpoints.network import build_network
 from tread.evaluation.metric_table import METRICS
 from tread.models.architectures import TextSettings
+from tread.models.backbone import Backbone
 from tread.runtime import schema
 from tread.runtime.schema import Count, CountOrZero, Positive
 from tread.training import costs, settings
@@ -78,6 +79,7 @@ class Study:
     trials     {arm: {an override: name of the arm that tries it}}. The arm is trained with the override whose trial has
                the best last value of the first metric, and with other seeds than the trials.
     rule       what decides the study, fixed before it runs: `arm` against `rivals` in `metrics` (see `outcome`).
+    published  {arm: what it gained where it was published}.
     ways       names of further ways of scoring; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
     rehearsal  {field of Arm: value} for a trial of the same commands with a tiny network; {}: none. See `rehearsed`.
     """
@@ -96,6 +98,7 @@ class Study:
     seen: str = ""
     trials: dict[str, dict[str, str]] = field(default_factory=dict)
     rule: dict = field(default_factory=dict)
+    published: dict[str, str] = field(default_factory=dict)
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -180,11 +183,12 @@ def read_study(name: str, scale: ScaleName) -> Study:
     scales.yaml             the section of this scale (with `like: small`, of that one; with `alone: true`, none)
     scales.<scale>          the study's values for all arms at this scale
     arms.<arm>              the study's values for the arm
-    scales.<scale>.arms     the arm's values at this scale; null leaves it out
+    scales.<scale>.arms     the arm's values at this scale, overrides joined; null leaves it out
 
     `ways` and scales.<scale>.ways name further ways of scoring; null leaves a way out. For each way there is one more
-    arm per arm, or per arm in the way's `only`. `choose: {key: [values]}` adds an unscored arm of one seed for each arm
-    and value (see Study.trials). Raises ValueError for an unknown name or key, or a scale that the study does not have.
+    arm per arm, or per arm in the way's `only`. `choose: {key: [values]}`, of the study, a scale or an arm, adds an
+    unscored arm of one seed for each arm and value (see Study.trials). Raises ValueError for an unknown name or key, or
+    a scale that the study does not have.
     """
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
@@ -200,6 +204,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     base = _over(base | ({"scoring": []} if "scoring" in own_scale else {}), own_scale)
     only = {way: scored.pop("only", None) for way, scored in ways.items()}
     arms, trials, said_arms = {}, {}, tree.pop("arms")
+    chosen = bool(choose) or any("choose" in said for said in said_arms.values() if isinstance(said, dict))
     against, besides, figure = tree.pop("against", {}), tree.pop("besides", {}), tree.pop("figure")
     if unknown := {*against, *against.values(), *besides, *besides.values(), *changed} - _named(said_arms, ways):
         raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are no arms of it")
@@ -207,14 +212,16 @@ def read_study(name: str, scale: ScaleName) -> Study:
         if arm in changed and changed[arm] is None:
             continue
         said = said if isinstance(said, dict) else {"overrides": said}
-        whole = _over(base, said | changed.get(arm, {}))
-        for word in (f"{key}={value}" for key, values in choose.items() for value in values):
+        whole = _over(_over(base, said), changed.get(arm, {}))
+        tries = whole.pop("choose", choose)
+        for word in (f"{key}={value}" for key, values in tries.items() for value in values):
             tried = trials.setdefault(arm, {})[word] = f"{arm}, {word}"
             arms[tried] = schema.read(_over(whole | {"samples": 0, "seeds": 1}, {"overrides": [word]}), Arm)
-        whole |= {"first_seed": 1} if choose else {}
+        whole |= {"first_seed": 1} if chosen else {}
         own_ways = {f"{arm}, {way}": scored for way, scored in ways.items() if only[way] is None or arm in only[way]}
+        own_ways = {called: scored | changed.get(called, {}) for called, scored in own_ways.items()}
         for called, scored in {arm: {}, **own_ways}.items():
-            arms[called] = schema.read(_over(whole, scored | changed.get(called, {})), Arm, f"arms.{called}.")
+            arms[called] = schema.read(_over(whole, scored), Arm, f"arms.{called}.")
     against |= {f"{arm}, {way}": f"{other}, {way}" for arm, other in against.items() for way in ways}
     against, besides = ({a: b for a, b in each.items() if {a, b} <= {*arms}} for each in (against, besides))
     drawn = {"figure": figure["kind"], "metrics": figure["metrics"], "seen": figure.get("seen", "")}
@@ -299,13 +306,25 @@ def _planned(name: str, arm: Arm, seed: int) -> Planned:
 @cache
 def training_flops(training: Training) -> int:
     """Return the FLOPs of all training steps, forward and backward, as metrics.jsonl will count them."""
+    cfg, network, aligner = _built(training)
+    return costs.training_flops(cfg, network, range(training.steps), aligner)
+
+
+@cache
+def training_memory(training: Training) -> int:
+    """Return the most bytes that a step needs on a GPU, in bf16 and compiled, by scripts/plan.py's arithmetic."""
+    cfg, network, aligner = _built(training)
+    return costs.memory(cfg, network, cfg.model.resolved_routes, cfg.train.batch_size, "bf16", True, aligner).peak
+
+
+def _built(training: Training) -> tuple[settings.Settings, Backbone, costs.Aligner | None]:
     cfg = training.cfg
     if cfg.model.takes_text:  # without the data, assume texts of CLIP-L
         there = cfg.dataset.embedded or Path(cfg.dataset.path).exists()
         cfg = replace(cfg, text=settings.read_text_settings(cfg) if there else CLIP_L)
     with torch.device("meta"):
         network = build_network(cfg)
-    return costs.training_flops(cfg, network, range(training.steps), costs.blank_aligner(cfg, network))
+    return cfg, network, costs.blank_aligner(cfg, network)
 
 
 def _last_words(*overrides: Sequence[str]) -> list[str]:

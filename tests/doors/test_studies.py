@@ -56,7 +56,7 @@ def test_every_study_can_be_planned_at_the_papers_scale():
         read = study.read_study(name, "paper")
         runs = study.plan(read, seeds=1)
         assert {one.arm for one in runs} == {*read.arms} and read.figure in figures.FIGURES
-        shared = {"guidance": 14, "text": 9, "cifar10": 20, "mechanism": 18}.get(
+        shared = {"guidance": 14, "text": 9, "cifar10": 20, "mechanism": 18, "ladder": 5}.get(
             name, 0
         )  # arms that differ in what they are scored with alone
         assert len({one.training.key for one in runs}) + shared == len(runs)
@@ -65,6 +65,32 @@ def test_every_study_can_be_planned_at_the_papers_scale():
             assert one.training.cfg.model.routes or not any(word == "model=tread" for word in one.training.overrides)
             for score in one.scores:
                 schema.check_overrides(score.words, schema.known_keys(known[score.script]))
+
+
+def test_an_arm_alone_can_choose():
+    """Only it has trials, of seed 0, and it takes the best one's value; all arms are compared by other seeds."""
+    read = study.read_study("ladder", "small")
+    assert {*read.trials} == {"dense, Muon", "TREAD, Muon", "+ Muon"}
+    trials = {trial for each in read.trials.values() for trial in each.values()}
+    runs = study.plan(read)
+    assert {run.arm for run in runs if run.training.seed == 0} == trials and len(trials) == 12
+    *_, (word, best) = read.trials["TREAD, Muon"].items()
+    made = {run.training.key: result_of(run, {1: 2.0 - (run.arm == best)}) for run in runs if run.arm in trials}
+    for record in made.values():
+        record["points"][-1]["eval_velocity"] = record["points"][-1]["loss"]
+    chosen = {run.arm: run for run in study.plan(read, made=made)}["TREAD, Muon"]
+    assert word in chosen.training.overrides and best == f"TREAD, Muon, {word}"
+
+
+def test_costs_are_divided_by_those_of_the_arm_compared_with():
+    run, other = (
+        results.Made(
+            seed=0, points=[{"loss": 1.0, "images": 9, "flops": n, "steady_seconds": n}], scores=[], timed_on=("cpu", n)
+        )
+        for n in (3, 2)
+    )
+    assert figures.cost_ratio(run, other, "flops") == 1.5 and figures.cost_ratio(run, other, "steady_seconds") is None
+    assert figures.cost_ratio(run, other | {"timed_on": ("cpu", 3)}, "steady_seconds") == 1.5
 
 
 def test_a_training_is_known_by_what_is_said_of_it():
