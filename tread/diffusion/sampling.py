@@ -219,7 +219,8 @@ def _draw_batch(
 
 def _at_each_step(on_step: OnStep, order: Sequence[int], count: int) -> Callable[[Denoiser], Denoiser]:
     """Return a decorator of denoisers that calls on_step, for the first `count` samples, at the first call of each
-    step; `order` is call_order's. A step's first call is the last one at its noise level."""
+    step. `order` is call_order's. A step's first call is the last one at its noise level, as heun first ends the
+    previous step there."""
     first, calls = dict(zip(order, range(len(order)))), itertools.count()
 
     def told(denoiser: Denoiser) -> Denoiser:

@@ -49,8 +49,8 @@ def sincos_positions(dim: int, grid_size: int, scale: float = 1.0) -> Tensor:
 
 class PatchEmbed(nn.Module):
     """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D).
-    Under torch.compile one matrix product replaces the convolution; the results differ by rounding. With a bottleneck
-    of d channels a second one follows: to d without a bias, then to D (JiT; Li & He 2025, arXiv 2511.13720)."""
+    Under torch.compile a matrix product replaces the convolution; the results differ by rounding. With a bottleneck of
+    d channels the convolution maps to d without a bias, a linear layer to D (JiT; Li & He 2025, arXiv 2511.13720)."""
 
     def __init__(self, in_channels: int, patch_size: int, hidden_size: int, bottleneck: int | None = None) -> None:
         super().__init__()

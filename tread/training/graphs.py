@@ -36,11 +36,11 @@ class StepKind:
 
 
 class Graphs:
-    """Does a run's training steps, by CUDA graphs as soon as they are recorded.
+    """Takes a run's training steps, with CUDA graphs once they are recorded.
 
     stream  the stream for recording graphs and for the first steps of each kind; None on a CPU.
-    record  function: is given another one that does a step, records this step without doing it, and returns a function
-            that replays it. In tests on a CPU it may return its argument.
+    record  function (step) → replay: records the function `step`, which does a step, without running it, and returns a
+            function that replays it. In tests on a CPU it may return its argument.
     """
 
     def __init__(self, run: Run, stream: "torch.cuda.Stream | None", record: Callable[[Replay], Replay]) -> None:

@@ -66,8 +66,8 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 
 
 def migrate(config: dict) -> dict:
-    """Convert a config recorded by older code to today's keys; missing ones get their defaults. In the oldest records,
-    section `recipe` is dropped, wandb.enabled becomes `tracker`, and train.activation_checkpointing `memory`."""
+    """Convert a config recorded by older code to today's keys; missing ones get their defaults. Section `recipe` is
+    dropped, wandb.enabled becomes tracker, and train.activation_checkpointing=true becomes train.memory."""
     kept = {key: value for key, value in config.items() if key != "recipe"}
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"

@@ -111,7 +111,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 
 def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
-    """Return the settings with the model.position_scale that init_positions=scaled asks for."""
+    """Return settings and config with the model.position_scale that init_positions=scaled asks for."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, run, side)
     config = {**config, "model": {**config["model"], "position_scale": scale}}

@@ -38,8 +38,8 @@ class Draws:
     path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
 
     def rows(self, rows: slice, beyond: int = 0) -> "Draws":
-        """Return the random numbers of the samples in the slice `rows` of the batch. Noise and posterior are those of
-        `beyond` samples more; after the batch's last one comes its first."""
+        """Return the random numbers of the samples in the slice `rows` of the batch. Noise and posterior also cover the
+        `beyond` samples after them; the batch's first sample follows its last."""
         routes = tuple((route, chosen[rows]) for route, chosen in self.routes)
         drawn = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         if beyond:
