@@ -80,7 +80,7 @@ class RF(Process):
         return int(self.contrastive > 0)
 
     def for_latents(self, channels: int, size: int) -> "RF":
-        """Return this process with numbers in the place of "auto", for latents (channels, size, size)."""
+        """Return this process with numbers instead of "auto", for latents (channels, size, size)."""
         scale = size * channels**0.5 / 64  # √(CHW/4096)
         numbers = {"shift": 1 / scale, "train_shift": scale}
         return replace(self, **{name: value for name, value in numbers.items() if getattr(self, name) == "auto"})

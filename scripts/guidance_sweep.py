@@ -89,7 +89,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
     free = options.guidance.force or options.guidance.checkpoint is not None
     chosen = {point: setting(options, point) for point in grid if free or point.strong <= point.weak}
     if not chosen:
-        raise ValueError("a list is empty, or strong is above sweep.weak everywhere, which guidance.force=true runs")
+        raise ValueError("a list is empty, or strong is above sweep.weak everywhere (guidance.force=true allows it)")
     source, precision = checkpoint.find(paths[0]), use_precision(options.precision, processes.device)
     metric = choose_metric(sweep, options, [plan_scoring(scored, source, precision) for scored in chosen.values()])
     with processes.main_first():
@@ -172,8 +172,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Return a panel per metric against ω: a line for each combination of fractions of skipped tokens and an interval,
-    and a flat line for `baseline`, the score without guidance."""
+    """Return a panel per metric against ω: a line for each interval and pair of fractions of skipped tokens, and a
+    flat line for `baseline`, the score without guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

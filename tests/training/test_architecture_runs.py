@@ -217,7 +217,7 @@ def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_ag
     assert public.keys() == {f"model.{name}" for name in given}
     assert checkpoint.find(tmp_path / "given").tensors("ema").keys() == given.keys()
     for other in (given | {LABELS: torch.ones(11, 16)}, {LABELS: torch.zeros(11, 64)}):
-        with pytest.raises(ValueError, match="null class.* is not zero|public=true is of MaskDiT"):
+        with pytest.raises(ValueError, match="null class.* is not zero|public=true is for MaskDiT"):
             public_names(other)
     torch.save({"ema": public}, tmp_path / "theirs.pt")
     launch_door(import_checkpoint.main, "import_checkpoint", tmp_path, "weights=theirs.pt", "model=maskdit", *MASKED,

@@ -33,7 +33,7 @@ class EMA:
     """Keeps an averaged copy of a network: e ← d·e + (1−d)·w after each step, with the weights w.
 
     profile  d as a function of the number of earlier steps, from `exponential` or `power`.
-    network  the network to copy; the attribute of this name is the averaged copy, in eval mode, to be sampled from.
+    network  the network to copy; the attribute of this name is the averaged copy, in eval mode.
     """
 
     def __init__(self, network: nn.Module, profile: Callable[[int], float]) -> None:

@@ -37,7 +37,7 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     the released files can't hold it.
     """
     if MASKDIT not in tensors:
-        raise ValueError("public=true is of MaskDiT: this network's names are those of its public files already")
+        raise ValueError("public=true is for MaskDiT: this network already has the names of its public files")
     if tensors[LABELS][-1].any():
         raise ValueError(f"the null class, the last row of {LABELS}, is not zero: MaskDiT's files have no place for it")
     return {
@@ -47,7 +47,7 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
-    """Return info.json's content for publication. Raises ValueError if `autoencoder` is no hub id, or is given for a
+    """Return info.json's content for publication. Raises ValueError if `autoencoder` is not a hub id, or is given for a
     network that works on pixels.
 
     paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train".

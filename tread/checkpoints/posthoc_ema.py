@@ -149,7 +149,7 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
-    """Return factors (len(stored),): the stored averages' weighted sum is nearly that of width sigma_rel at `step`.
+    """Return factors (len(stored),) with which the stored averages nearly sum to the one of width sigma_rel at `step`.
 
     The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64. The factors sum to 1, so
     that parameters that do not move in training come out as they are; the paper leaves the sum free, which shrinks or

@@ -78,7 +78,7 @@ class RunLog:
         self.status("running", step)
 
     def status(self, state: str, step: int, reason: str | None = None, **facts: object) -> None:
-        """Write status.json: `state` (running, interrupted, finished or failed), the number of steps done, more facts.
+        """Write status.json: `state` (running, interrupted, finished or failed), steps done, and why it failed.
         Only "running" replaces a recorded failure, as other processes' failures follow from the first one."""
         if state == "running" or self.read_status().get("state") != "failed":
             who = {"host": platform.node(), "pid": os.getpid()}

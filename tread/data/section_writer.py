@@ -33,7 +33,7 @@ class SectionWriter(ShardStore, ABC):
     folder     a finished dataset, or the folder `data` of a DatasetWriter after `assemble`.
     place      the keys in index.json that lead to the section: ("text", encoder) or ("features",).
     stem       the first part of the files' names.
-    facts      the section's entries besides its shards, as JSON; a section with other facts has to be made anew.
+    facts      the section's entries besides its shards, as JSON; a section with other facts is out of date.
     ranges     the rows of each shard.
     row_bytes  bytes of a row, to check the free space.
     """
@@ -156,7 +156,7 @@ class TextWriter(SectionWriter):
     """Writes a dataset's captions, encoded by one encoder. The last shard is the empty caption, one row.
 
     counts      (samples,) number of captions of each sample, at least 1.
-    shard_size  captions in a shard; after an interruption a shard is begun anew. None: as many as fit into 256 MB.
+    shard_size  captions in a shard; an interrupted shard starts from its beginning. None: as many as fit into 256 MB.
     """
 
     def __init__(self, folder: Path, spec: TextSpec, counts: Sequence[int], shard_size: int | None = None) -> None:

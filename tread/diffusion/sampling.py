@@ -139,7 +139,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """Return the ratio of a sample's FLOPs to its FLOPs with the same steps, but all tokens and no guidance."""
+    """Return a sample's FLOPs divided by those of the same steps without routes and guidance. For `weak` see draw."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 
@@ -159,7 +159,7 @@ def draw(
     labels      (n,) int64 classes, or indices of the model's prompts, on the CPU.
     weak        guidance's second network; None: the weak branch uses `model` too.
     on_step     called at the start of each step with its number, the noise level, x and D(x), both (b, C, S, S) fp32.
-    noise       (n, C, S, S) standard normal, in the place of the noise that is drawn from the seeds.
+    noise       (n, C, S, S) standard normal; None: noise is drawn from the seeds.
     after_step  see `heun` in solvers.py; it gets the padding of the last batch, too.
 
     A sample does not depend on the others of its batch; another batch size changes it by rounding only.

@@ -40,7 +40,7 @@ def _raise(error: OSError) -> None:
 
 
 class Zip:
-    """The files of a zip. Raises ValueError for a file that is no zip, or is damaged or truncated."""
+    """The files of a zip. Raises ValueError for a file that is not a zip, or is damaged or truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)

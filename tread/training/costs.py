@@ -43,7 +43,7 @@ def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Alig
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
-    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass), and alignment."""
+    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass), and alignment, if any."""
     return 3 * network.forward_flops(routes) + (aligner.flops(routes) if aligner else 0)
 
 

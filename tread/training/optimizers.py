@@ -48,7 +48,7 @@ OPTIMIZERS = Table(OptimizerEntry, {
 
 @dataclass(frozen=True)
 class OwnRate:
-    """Parameters with a learning rate of their own in the place of optim.lr; 0 freezes them.
+    """Parameters with a learning rate of their own instead of optim.lr; 0 freezes them.
 
     match  regular expression; a parameter belongs to the first group whose expression is found in its name.
     """
