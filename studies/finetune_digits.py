@@ -21,6 +21,7 @@ import tread
 from tread.data.writer import write_dataset
 from tread.evaluation.scorers import judge_digits
 from tread.preparing.digits import MEANING, digits_parts
+from tread.runtime.cli import explained
 
 KNOWN = 7
 
@@ -64,5 +65,10 @@ def main(out: Path, steps: int, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    given = dict(word.split("=", 1) for word in sys.argv[1:])
-    main(Path(given.get("out", "results/finetune-digits")), int(given.get("steps", 2500)), int(given.get("seeds", 1)))
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__.strip())
+        sys.exit(0)
+    with explained("stopped"):
+        given = {"out": "results/finetune-digits", "steps": "2500", "seeds": "1"}
+        given |= dict(word.partition("=")[::2] for word in sys.argv[1:])
+        main(Path(given["out"]), int(given["steps"]), int(given["seeds"]))
