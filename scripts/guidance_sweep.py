@@ -126,7 +126,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """Return the metric's key to draw: sweep.metric, or the first available. ValueError if it is not available."""
+    """Return the key of the metric to draw: sweep.metric, or the first available. Raises ValueError if there is none."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]

@@ -112,7 +112,7 @@ class Checkpoint:
         return [file.removesuffix(".safetensors") for file in self.info["files"]]
 
     def sha256(self, name: str) -> str:
-        """Return the hash that info.json states for a part ("model", "ema", …). ValueError if it has no such part."""
+        """Return the hash that info.json states for a part ("model", "ema", …). Raises ValueError for other parts."""
         if name not in self.parts:
             other = {"ema": "model", "model": "ema"}.get(name)
             raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""

@@ -160,7 +160,7 @@ def draw(
     weak        guidance's second network; None: the weak branch uses `model` too.
     on_step     called at the start of each step with its number, the noise level, x and D(x), both (b, C, S, S) fp32.
     noise       (n, C, S, S) standard normal; None: noise is drawn from the seeds.
-    after_step  see `heun` in solvers.py; it gets the padding of the last batch, too.
+    after_step  see `heun` in solvers.py; it is also given the padding of the last batch.
 
     A sample does not depend on the others of its batch; another batch size changes it by rounding only.
     """

@@ -155,7 +155,7 @@ class NetworkOptions:
         return network
 
     def all_arguments(self, size: int, channels: int, num_classes: int, text: TextSettings) -> dict[str, object]:
-        """Return all arguments of the network's constructor, keyed by name; for those given here see `build`."""
+        """Return all arguments of the network's constructor, keyed by name. Parameters are those of `build`."""
         return {"input_size": size, "in_channels": channels, "num_classes": num_classes, **self.arguments()}
 
     def arguments(self) -> dict[str, object]:

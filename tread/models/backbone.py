@@ -27,8 +27,8 @@ WAVES = 256  # number of cosines and sines that embed the time input
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D). Under autocast this is computed in fp32, on CPUs
-    too, where norms return bf16 for bf16 tokens."""
+    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D). Under autocast this is computed in fp32, also on
+    CPUs, whose norms return bf16 for bf16 tokens."""
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
@@ -128,7 +128,7 @@ def count_parameters(network: nn.Module) -> int:
 
 
 def linear_products(block: nn.Module, tokens: int) -> int:
-    """Return the multiply-adds of a block's linear layers for one sample; the adaLN modulation runs once per sample."""
+    """Return the multiply-adds of a block's linear layers for one sample; adaLN modulation runs once, others per token."""
     modulation = block.adaLN_modulation[1].weight.numel()
     layers = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
     return tokens * (layers - modulation) + modulation

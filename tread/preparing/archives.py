@@ -63,7 +63,7 @@ class Zip:
 
 @functools.lru_cache(maxsize=4)
 def _opened_zip(path: Path, process: int) -> zipfile.ZipFile:
-    """Open a zip once in each process: a handle inherited by fork would share the file position with its parent."""
+    """Open a zip, once per process id: a handle inherited by fork would share the file position with its parent."""
     return zipfile.ZipFile(path)
 
 

@@ -146,7 +146,7 @@ class Optim:
         return optimizer
 
     def keeps_state(self, changed: Collection[str]) -> bool:
-        """Return whether the optimizer's state stays valid if settings change, given their dotted keys."""
+        """Return whether the optimizer's state stays valid when the settings with these dotted keys change."""
         return not any(key.startswith(("optim.name", "optim.options", "optim.groups")) for key in changed)
 
     @property

@@ -150,8 +150,8 @@ def step_inputs(run: Run) -> Inputs:
 
 
 def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
-    """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. It must read nothing
-    that changes between steps but tensors in `inputs`, as a CUDA graph of one call is replayed for later steps."""
+    """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. What it reads and
+    what changes between steps must be a tensor in `inputs`, as a CUDA graph of one call is replayed for later steps."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
     weights = (1.0, cfg.alignment.weight) if run.aligner else (1.0,)
     totals, beyond = [0.0] * len(weights), process_of(cfg).beyond
