@@ -2,7 +2,7 @@
 
 guidance=… chooses the kind. ω is the guidance weight, an interval is the range of noise levels with guidance, and a
 ratio is the fraction of tokens that a branch skips. Set these by sweep.…, not by guidance.…. Each setting is scored as
-by fid.py, in a folder of its own in `out`; a stopped sweep goes on when it is started again.
+by fid.py, in a folder of its own in `out`; a stopped sweep resumes when it is started again.
 
 Writes sweep.csv, and curves.png with each metric against ω. For kinds with routes it also writes sweep.png, heat maps
 over both ratios: one metric for each ω and interval, and the cost. All options: configs/guidance_sweep.yaml.
@@ -126,7 +126,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """Return the key of the metric to draw: sweep.metric, or the first available. Raises ValueError if there is none."""
+    """Return the key of the metric to draw: sweep.metric, or the first available. Raises ValueError without one."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]

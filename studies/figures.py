@@ -293,8 +293,8 @@ def draw_differences(study: Study, results: Results, path: Path) -> None:
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
     """Draw the first metric over the training of each network. Then draw the final FID against precision, and precision
-    against recall. A line joins a network's scores that differ only in guidance scale; scores with another number of
-    samples than the network's own are left out."""
+    against recall. A line joins a network's scores that differ only in guidance scale. Scores are left out if
+    their number of samples differs from that of the network's own arm."""
     networks = networks_of(study, results)
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()

@@ -4,7 +4,7 @@
     transformer/                    config.json, model.py and the weights
     vae/                            the autoencoder, unless the network draws pixels or the hub has it
 
-The two Python files need torch and diffusers alone; bundle.py collects them from this project's own source.
+The two Python files need only torch and diffusers; bundle.py collects them from this project's own source.
 """
 
 import json
@@ -52,7 +52,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], latents: Mapping, 
     """Write the folder's files except README.md.
 
     tensors  the network's state dict, in the dtype to store.
-    latents  the record of the latents, the section of info.json.
+    latents  the section `latents` of info.json.
     inside   True: the autoencoder's weights are written too. False: only its hub id is.
 
     Raises ValueError if the network's code is not this project's, and if the autoencoder can't be loaded.

@@ -41,7 +41,7 @@ def value_at(config: dict, key: str) -> object:
 
 
 class RunLog:
-    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Open it before `claim`."""
+    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Create it before `claim`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None

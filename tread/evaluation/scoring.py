@@ -1,5 +1,5 @@
-"""Scores checkpoints or pictures, see `run`. All checks come before the long work. That is split into parts, which the
-processes share; after an interruption, the same command run again makes only the missing parts."""
+"""Scores checkpoints or pictures, see `run`. All checks come before the long work. The work is split into parts, which
+the processes share; after an interruption, the same command makes only the missing parts."""
 
 import datetime
 import glob

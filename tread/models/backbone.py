@@ -128,7 +128,7 @@ def count_parameters(network: nn.Module) -> int:
 
 
 def linear_products(block: nn.Module, tokens: int) -> int:
-    """Return the multiply-adds of a block's linear layers for one sample; adaLN modulation runs once, others per token."""
+    """Return the multiply-adds of a block's linear layers for one sample; adaLN runs once, the others per token."""
     modulation = block.adaLN_modulation[1].weight.numel()
     layers = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
     return tokens * (layers - modulation) + modulation

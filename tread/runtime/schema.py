@@ -1,7 +1,7 @@
 """Reads settings, nested dicts, into dataclasses by their annotations; unknown keys and wrong types raise ValueError.
 
-Choices are Literals. Annotated[…] adds a Range, in which a number must lie; a string, which errors show in brackets; or
-Chosen, for a section whose dataclass is picked from a table. Numbers without a Range must be finite.
+Choices are Literals. Annotated[…] adds a Range for a number, a text that errors show in brackets, or Chosen, for a
+section whose dataclass is picked from a table. Numbers without a Range must be finite.
 """
 
 import difflib
