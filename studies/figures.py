@@ -52,7 +52,7 @@ def measured(names: Sequence[str], results: Results) -> list[str]:
 def table(study: Study, results: Results) -> str:
     """Return table.md's text: a table of means ± standard deviations over the seeds, with a row per arm; a table of
     paired differences, with a row per pair; the outcome of the study's rule, if it has one; and notes. With the figure
-    "balance", each metric has one table with both instead."""
+    "balance", each metric instead has a single table of means and differences."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
@@ -239,7 +239,7 @@ def over_training(
     results: Results, metric: str, axes: Sequence[str], colour: Mapping[str, str] | None = None
 ) -> list[Panel]:
     """Return a panel per axis ("images", "flops" or "steady_seconds") with each arm's mean over the seeds and a band of
-    ± one standard deviation. `colour` maps arms to colours; others, or all with None, get the next unused ones."""
+    ± one standard deviation. `colour` maps arms to colours; the chart chooses those of other arms."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
     units = {
@@ -401,8 +401,8 @@ def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
 
 
 def ladder_columns(study: Study, results: Results) -> Columns:
-    """Return table columns that divide each arm's costs by those of the arm that it is compared with, and its published
-    gain. Memory is predicted, as a CPU does not measure it."""
+    """Return table columns that divide each arm's costs by those of the arm that it is compared with, and state the
+    arm's published gain. Memory is predicted, as a CPU does not measure it."""
     trainings = {run.arm: run.training for run in plan(study)}
     cells: Columns = {title: {} for title in ("FLOPs, ratio", "seconds, ratio", "memory by plan, ratio")}
     for arm, other in study.against.items():

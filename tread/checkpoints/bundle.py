@@ -92,7 +92,7 @@ class Bundle:
             self._add_used(other, [statement for table, statement in other.entered if self._is(other, table)])
 
     def _is(self, source: Source, table: str) -> bool:
-        """Return whether entries that `source` adds to `table` belong in the file: it has names of both."""
+        """Return whether the file needs the entries that `source` adds to `table`: it has both in use."""
         origin, name = source.imported.get(table, (source.module, table))
         return source.module in self.wanted and name in self.wanted.get(origin, ())
 

@@ -30,7 +30,7 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint is damaged. Raised with (problem, folder); the message names the newest undamaged one before it."""
+    """A checkpoint is damaged. Raised as Damaged(problem, folder); the message adds the newest undamaged one."""
 
     def __str__(self) -> str:
         problem, folder = self.args

@@ -67,7 +67,7 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
 
 
 def shortened(value: object) -> object:
-    """Return a tree of JSON values with only the last two names of each absolute path in it."""
+    """Return a tree of JSON values with each absolute path cut to its last two names."""
     if isinstance(value, Mapping):
         return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -41,7 +41,8 @@ def value_at(config: dict, key: str) -> object:
 
 
 class RunLog:
-    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Create it before `claim`."""
+    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Create it before
+    run_folder.claim is called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None

@@ -155,7 +155,7 @@ def draw(
 ) -> Iterator[Tensor]:
     """Draw samples batch by batch: yields latents (b, C, S, S) fp32 on the network's device, in the order of the seeds.
 
-    seeds       one for each sample; its noise and its routes' ids_keep are drawn from it.
+    seeds       one per sample, from which the sample's noise and its routes' ids_keep are drawn.
     labels      (n,) int64 classes, or indices of the model's prompts, on the CPU.
     weak        guidance's second network; None: the weak branch uses `model` too.
     on_step     called at the start of each step with its number, the noise level, x and D(x), both (b, C, S, S) fp32.

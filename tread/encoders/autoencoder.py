@@ -165,7 +165,7 @@ def decoded(model: nn.Module, z: Tensor) -> Tensor:
 
 def _scaling(model: nn.Module) -> dict[str, object]:
     """Return LatentSpec's fields for x = (z − shift)·scale or, if the config has statistics by channel, for
-    (z − mean)·scale / std, as diffusers' pipelines compute them. An AutoencoderRAE applies its own itself."""
+    (z − mean)·scale / std, as diffusers' pipelines compute them. An AutoencoderRAE applies its statistics itself."""
     if _is_rae(model):
         return {}
     scale, shift = float(model.config.scaling_factor), float(getattr(model.config, "shift_factor", None) or 0.0)

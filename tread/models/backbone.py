@@ -147,8 +147,8 @@ class Backbone(nn.Module):
     """The network F(x; t, y): embedders, `depth` blocks and a last layer. Arguments are named as in public DiT.
 
     make_block   function that creates a block, called depth times. A block maps tokens (B, N, D), the tensors of
-                 along(B) and conditioning (B, D) to tokens, with grid=(rows, columns) if needs_grid is set. Its last
-                 modulation layer is adaLN_modulation[1]; its multiply_adds(tokens, attention) are for one sample.
+                 along(B) and conditioning (B, D) to tokens; if needs_grid is set, it also gets grid=(rows, columns). It
+                 has a linear layer adaLN_modulation[1], and multiply_adds(tokens, attention) for one sample.
     input_size   height and width S of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
     learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.

@@ -139,7 +139,7 @@ class Routing:
 
     def _tokens_first(self, number: int, index: int, args: tuple, kwargs: dict) -> Inputs:
         """Return the inputs (args, kwargs) of block `index`, with the tokens moved to args[0] if they came by keyword.
-        Raises ValueError if the number of tokens is not the one for which route `number` has ids_keep. With a custom
+        Raises ValueError if the ids_keep of route `number` are for another number of tokens. With a custom
         `select` any input may be the tokens, so the error is raised only if no input has an axis of this length."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)

@@ -94,7 +94,7 @@ def push(folder: Path, name: str) -> str:
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
     """Raise OSError unless a server answers within `seconds`, including the DNS look-up. `ask(url, seconds)` sends a
-    request, and raises an error if there is no answer; it should use the client and the proxies of the later fetch.
+    request, and raises an error if there is no answer; it should use the client and proxies of the later fetch.
     """
     failure: list[object] = [f"no answer in {seconds} s"]
 
