@@ -49,7 +49,7 @@ class Job:
         return state == "finished" or (state == "interrupted" and self.over_time())
 
     def only_scores_lack(self, made: Mapping[str, dict]) -> bool:
-        """Return whether `made` records this training as done, but its checkpoints are not here. To be scored, it must
+        """Return whether `made` records this training as done, but its folder has no checkpoints. To be scored, it must
         be trained again."""
         return not self.trained and made.get(self.training.key, {"trained": False})["trained"]
 

@@ -30,7 +30,7 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint is damaged. Raised as Damaged(problem, folder); the message adds the newest undamaged one."""
+    """A checkpoint is damaged. Raised as Damaged(problem, folder); the message adds the last good one before it."""
 
     def __str__(self) -> str:
         problem, folder = self.args

@@ -188,7 +188,7 @@ class StoredWeights:
         self, expected: Mapping[str, Tensor], model: NetworkOptions | None = None, text: TextSettings | None = None
     ) -> dict[str, Tensor]:
         """Return the tensors to load into a network with the state dict `expected`, built from `model` and `text`.
-        Raises ValueError unless names, shapes and recorded settings match."""
+        Raises ValueError unless names, shapes and recorded settings match (with None: names and shapes alone)."""
         state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
         texts = text.decisive if model and text and model.takes_text else {}
         return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded())
