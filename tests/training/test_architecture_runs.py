@@ -146,7 +146,7 @@ def test_weights_tell_their_settings(composed, changed):
         (["model=tread_mamba", "model.attention_every=-1"], "model.attention_every is -1"),
         (["model=tread_mamba", "model.norm=rms"], "model.norm is 'rms', but mamba has no such choice"),
         (["model=tread", "model.state=32"], "model.state is 32, but dit has no such choice: model=mamba has it"),
-        (["model=tread", "model.mlp_ratio=0"], "model.mlp_ratio is 0, but must be positive: of dit no MLP"),
+        (["model=tread", "model.mlp_ratio=0"], "model.mlp_ratio is 0, but must be positive: the blocks of dit need"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(read_config, overrides, shown):
