@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import tread
 from tread.checkpoints import checkpoint
+from tread.checkpoints.diffusers_export import goes_inside
 from tread.checkpoints.network import build_network, read_network
 
 SMALL = ("model.hidden_size=32", "model.depth=6", "model.patch_size=4", "train.path_drop=0.1")
@@ -59,6 +60,11 @@ def end_at_zero(pipe, step, level, given):
     return {"latents": given["latents"] * (step < 1)}
 ended = pipe([1], seeds=0, num_inference_steps=2, output_type="latent", callback_on_step_end=end_at_zero)
 assert told == [0, 1] and pipe.get_label_ids("c") == [2]
+for wrong in ({"solver": "huen"}, {"output_type": "png"}, {"shift": 0.5}):  # the last is of rectified flow
+    try:
+        assert not pipe([1], seeds=0, num_inference_steps=2, **wrong)
+    except ValueError as error:
+        assert f"{[*wrong][0]}" in str(error)
 latents = pipe.latents
 assert torch.allclose(ended.images, torch.tensor(latents.channel_shift)[0] / latents.scale + latents.shift)
 for name in sorted(os.listdir(exports)):
@@ -97,7 +103,8 @@ def exports(tmp_path_factory, composed, autoencoder):
         if kind == "text":
             config["dataset"]["num_classes"], config["text"] = None, WORDS
         network = randomized(partial(build_network, read_network(config)), 3, 0.1).eval()
-        info = {"config": config, "latents": asdict(latents), "samples": 10, "versions": {"git": "unknown"}}
+        info = {"config": config, "latents": asdict(latents), "versions": {"git": "unknown"}}
+        info |= {"weights": "/far/a.pt"} if kind == "rwkv" else {"samples": 10}  # as import_checkpoint.py, as a run
         checkpoint.save(root / kind, 3, {"ema": network.state_dict()}, info)
         export(root, f"checkpoint={kind}", f"out=exports/{kind}", "license=mit")
         given = torch.randn(2, *latents.shape), torch.rand(2)
@@ -140,6 +147,7 @@ def test_what_the_folder_holds(exports):
     assert index["process"]["sigma_data"] == 0.5 and index["latents"]["scale"] == 0.3
     card = (folder / "README.md").read_text()
     assert "license: mit" in card and "r(2→2)" in card and "a, b, c, d, e" in card
+    assert "imported from a.pt |" in (exports / "exports/rwkv/README.md").read_text()
     commands = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9", str(exports / "exports")]
     assert subprocess.run(commands, capture_output=True).returncode == 0
 
@@ -155,3 +163,5 @@ def test_what_is_refused(exports, autoencoder, tmp_path):
         ([*given, "push=nobody"], "such as push=user/name"),
     )
     assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="did not say which autoencoder made them: autoencoder=… names it"):
+        goes_inside("unknown", None)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tread.checkpoints.bundle import OURS, Bundle
 from tread.checkpoints.for_sampling import SavedNetwork
-from tread.encoders.autoencoder import load_autoencoder
+from tread.encoders.autoencoder import UNKNOWN, load_autoencoder
 from tread.runtime.hub import HUB_ID
 from tread.runtime.versions import git_revision
 
@@ -105,9 +105,11 @@ def arguments(saved: SavedNetwork) -> dict[str, object]:
 
 def goes_inside(name: str, asked: bool | None) -> bool:
     """Return whether the weights of the autoencoder `name` go into the folder: as `asked` says or, if that is None,
-    unless `name` is a hub id. Raises ValueError if `asked` is False, but `name` is not a hub id."""
+    unless `name` is a hub id. Raises ValueError if `asked` is False, but `name` is not a hub id, and for "unknown"."""
     if name == "pixels":
         return False
+    if name == UNKNOWN:
+        raise ValueError("the source of these latents did not say which autoencoder made them: autoencoder=… names it")
     at_hub = bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
     if asked is False and not at_hub:
         raise ValueError(f"include_autoencoder=false, but {name} is no hub id to name: autoencoder=… names one")

@@ -3,6 +3,7 @@ this project that it needs (see bundle.py), as the pipeline.py of an exported ne
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import get_args
 
 import diffusers
 import torch
@@ -17,9 +18,9 @@ from tread.data.latents import LatentSpec, from_network, to_uint8
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS, Guidance
 from tread.diffusion.labels import Label, class_labels, class_number
-from tread.diffusion.pictures import in_form, to_pictures
+from tread.diffusion.pictures import Output, in_form, to_pictures
 from tread.diffusion.sampling import Model, Sampler, draw
-from tread.diffusion.solvers import Churn
+from tread.diffusion.solvers import Churn, Solver
 from tread.encoders.autoencoder import decoded
 from tread.encoders.language import encoder_for
 from tread.runtime.device import exact
@@ -111,6 +112,12 @@ class TreadPipeline(DiffusionPipeline):
 
         Raises ValueError for arguments that do not fit together or with the network.
         """
+        known = (("solver", solver, (None, *get_args(Solver))), ("output_type", output_type, get_args(Output)))
+        for name, given, choices in known:
+            if given not in choices:
+                raise ValueError(f"{name} is {given!r}, but must be one of {choices}")
+        if shift is not None and self.config.objective != "rf":
+            raise ValueError(f"shift={shift:g} is for rectified flow, but this network was trained by EDM")
         process = {"edm": EDM, "rf": RF}[self.config.objective](**self.config.process)
         if shift is not None:
             process = RF(**{**self.config.process, "shift": shift})

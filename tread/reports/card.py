@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import PurePath
 
 import torch
 
@@ -62,10 +63,13 @@ def card(
         "route in training": routes or "none: all tokens in all blocks",
         "draws": f"latents {latents.shape} of {latents.autoencoder}, by {_process(saved)}",
         "weights": f"{saved.weights} of step {info['step']:,}, in {dtype}",
-        "training": f"{images:,} images in batches of {train['batch_size']}, rate {config['optim']['lr']:g}, "
-        f"seed {config['seed']}, code at {info['versions']['git'][:12]}",
-        "data": f"{config['dataset']['name']}, {info['samples']:,} pictures",
     }
+    if "samples" in info:
+        rows["training"] = f"{images:,} images in batches of {train['batch_size']}, rate {config['optim']['lr']:g}, "
+        rows["training"] += f"seed {config['seed']}, code at {info['versions']['git'][:12]}"
+        rows["data"] = f"{config['dataset']['name']}, {info['samples']:,} pictures"
+    else:  # of import_checkpoint.py
+        rows["training"] = f"elsewhere; imported from {PurePath(info['weights']).name}"
     classes = "" if saved.text else _classes(latents.classes)
     parts = [
         "---\n" + "\n".join(head) + "\n---",
