@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import RGB, assert_refused, launch, opened, read_json, save_checkpoint, take_samples
 
-from tread.checkpoints.adapting import new_classes
+from tread.checkpoints.adapting import new_classes, new_positions
 from tread.checkpoints.weights import read_weights
 from tread.data.writer import write_dataset
 from tread.models.backbone import sincos_positions
@@ -34,11 +34,16 @@ def test_rows_of_the_label_table(tmp_path, composed):
     assert "2 of 4 begin as old ones (a → a, d → d), the others anew" in said
     fresh = new_classes(stored, drawn, "new", NEW)[0].state[LABELS]
     assert torch.equal(fresh, torch.cat([drawn[:4], old[5:]])) and torch.equal(stored.state[LABELS], old)
+    digits = ("1", "10", "0", "2")  # a number that is a class's name is that name, typed as either
+    for asked in ({0: 2, "b": 10}, {"0": "2", 1: "10"}):
+        rows = new_classes(stored, drawn, asked, digits)[0].state[LABELS]
+        assert torch.equal(rows, torch.stack([drawn[0], old[1], drawn[2], old[0], old[5]]))
     for asked, told in (
         ({"a": "d", "b": 0}, "names the new class 'd' .0. twice"),
         ({"a": "d", 0: "x"}, "names the old class 'a' .0. twice"),
         ({"f": "d"}, "'f' is no class"),
         ({0: 4}, "names class 4, but the classes there are 0..3"),
+        ({0: -1}, "'-1' is no class"),
     ):
         with pytest.raises(ValueError, match=told):
             new_classes(stored, drawn, asked, NEW)
@@ -68,6 +73,9 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
         take_samples(tmp_path, f"checkpoint=results/{how}", "seeds=0", "steps=2", "classes=[0]", "decode=false")
     launch(tmp_path, *large, *kind, "init_from=results/scaled", "init_positions=scaled", "name=again", "train.steps=1")
     assert read_json(tmp_path / "results/again/latest/info.json")["config"]["model"]["position_scale"] == 0.5
+    stretched = read_weights(tmp_path / "results/again")
+    for side, scale, told in ((8, 0.5, "are those"), (16, 0.25, "span the old"), (8, 1.0, "scaled by 1, there by 0.5")):
+        assert told in new_positions(stretched, side, scale)[1][0]
 
 
 def test_what_needs_weights_is_refused_without(tmp_path):

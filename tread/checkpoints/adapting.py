@@ -57,9 +57,9 @@ def new_classes(
 
 
 def _number(label: Label, classes: tuple[str, ...]) -> int:
-    known = label in classes or not str(label).isdecimal()
-    number = class_number(label if known else int(label), classes)
-    if number is None or not 0 <= number < len(classes):
+    named = str(label) in classes or not str(label).isdecimal()
+    number = class_number(str(label) if named else int(label), classes)
+    if number >= len(classes):
         raise ValueError(f"init_classes names class {label}, but the classes there are 0..{len(classes) - 1}")
     return number
 
@@ -77,7 +77,10 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
             raise ValueError(f"{name} of {stored.where} are not fixed sines and cosines: they can't be recomputed")
     check_tables({name: stored.state[name] for name in TABLES if name in stored.state}, before**2, stored.where)
     state = {name: value for name, value in stored.state.items() if name not in (*POSITIONS, *TABLES)}
-    how = "span the old range" if scale != stretched else "go on beyond the old ones" if side > before else "are those"
+    how = "go on beyond the old ones" if side > before else "are those"
+    if scale != stretched:
+        spans = math.isclose(scale * side, stretched * before)
+        how = "span the old range" if spans else f"are scaled by {scale:g}, there by {stretched:g}"
     lines = [f"positions: {before}×{before} tokens where these weights were trained, {side}×{side} now: they {how}"]
     if side > before:
         lines += [
