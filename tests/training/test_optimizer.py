@@ -422,8 +422,13 @@ def test_groups_have_their_own_rates_and_0_freezes(tmp_path):
         settings(groups=({"match": "nothing", "lr": 0.1},)).freeze(network())
     with pytest.raises(ValueError, match="freezes all parameters"):
         settings(groups=({"match": "", "lr": 0.0},)).freeze(network())
-    launch(tmp_path, "optim.groups=[{match: y_embedder, lr: 1e-3}, {match: blocks, lr: 0}]", "train.steps=3", "name=a")
-    resumed = launch(tmp_path, "optim.groups=[{match: y_embedder, lr: 1e-3}, {match: blocks, lr: 0}]", "name=a")
+    projector = torch.nn.Parameter(torch.ones(1))  # with a name like a frozen one's
+    assert "lr_factor" not in settings(groups=groups).build([("blocks", projector)]).param_groups[0]
+    given = ["optim.groups=[{match: y_embedder, lr: 1e-3}, {match: blocks, lr: 0}]", "optim.warmup_steps=2"]
+    launch(tmp_path, *given, "train.steps=3", "name=a")
+    resumed = launch(tmp_path, *given, "name=a")
+    launch(tmp_path, *given, "name=whole")
+    assert same(tmp_path / "results/a", tmp_path / "results/whole")
     first, last = (state(tmp_path / f"results/a/step_000000{step}") for step in (3, 6))
     assert "the others are frozen" in resumed and "begins anew" not in resumed
     names = [name for name in first if name.startswith("model/")]

@@ -135,7 +135,8 @@ class Optim:
         else:
             members: dict[OwnRate | None, list] = {}
             for name, parameter in parameters:
-                members.setdefault(self._group_of(name), []).append(parameter)
+                group = self._group_of(name)  # alignment's projector, which `freeze` leaves alone, always has a rate
+                members.setdefault(group if group and group.lr else None, []).append(parameter)
             rates = {group: {"lr_factor": group.lr / self.lr} for group in members if group is not None}
             groups = [{"params": part, **rates.get(group, {})} for group, part in members.items()]
         try:
@@ -170,7 +171,8 @@ class Optim:
         if self.groups and not OPTIMIZERS[self.name].splits:
             parts = [(sum(p.numel() for p in group["params"]), group) for group in optimizer.param_groups]
             told = (f"{count:,} parameters at {self.lr * group.get('lr_factor', 1):g}" for count, group in parts)
-            return f" for {', '.join(told)}; the others are frozen"
+            frozen = "; the others are frozen" * any(not group.lr for group in self.groups)
+            return f" for {', '.join(told)}{frozen}"
         if not OPTIMIZERS[self.name].splits:
             return ""
         own, rest = ([parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups)
