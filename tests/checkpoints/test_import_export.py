@@ -139,7 +139,12 @@ def test_weights_that_predict_noise_are_sampled_by_edm_and_start_runs(tmp_path, 
     network = build_network(read_network(composed(*SIZES, "model.learn_sigma=true")))
     told = load_weights(network, str(tmp_path / "alone"))
     cfg = read_network(composed(*SIZES, "model.learn_sigma=true", "edm.predicts=ddpm_noise"))
-    assert not [line for line in told.warnings(cfg, digits.MEANING) if "prediction" in line]
+    assert not [line for line in told.warnings(cfg, digits.MEANING) if "predict" in line]
+    del told.source.info["predicts"]
+    told.source.info["config"]["edm"]["predicts"] = "ddpm_noise"  # as a run records it
+    assert not [line for line in told.warnings(cfg, digits.MEANING) if "predict" in line]
+    plain = read_network(composed(*SIZES))
+    assert "the prediction was noise on timesteps 0..999 where" in "\n".join(told.warnings(plain, digits.MEANING))
 
 
 def test_nothing_is_written_of_what_can_not_be_used(tmp_path, states):

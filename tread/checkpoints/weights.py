@@ -226,11 +226,13 @@ class StoredWeights:
         the network's inputs and outputs mean."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
+        if theirs == "edm" and config.get("edm", {}).get("predicts") == "ddpm_noise":
+            recorded = "noise"
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
         pairs = {"the prediction": (told.get(recorded, recorded), told.get(predicts, predicts))}
-        if recorded == predicts:
+        if recorded == predicts == "objective":
             pairs["objective"] = (theirs, cfg.objective)
-        if recorded == predicts and theirs == cfg.objective:
+        if recorded == predicts == "objective" and theirs == cfg.objective:
             for name, here in _conventions(cfg).items():
                 key = name.partition(".")[2]
                 usual = getattr(type(process_of(cfg)), key)  # of a record older than the key
