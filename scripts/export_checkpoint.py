@@ -77,7 +77,8 @@ def export_for_diffusers(options: Options) -> str:
     source.verify(options.weights)
     saved, info = open_network(source, options.weights), record(source.info, options.paths, options.autoencoder)
     tensors = as_dtype(source.tensors(options.weights), options.dtype)
-    inside = diffusers_export.goes_inside(info["latents"]["autoencoder"], options.include_autoencoder)
+    place = record(source.info, "full", options.autoencoder)["latents"]["autoencoder"]  # paths=short shortens it
+    inside = place if diffusers_export.goes_inside(place, options.include_autoencoder) else None
     check_place(out.parent, sum(value.nbytes for value in tensors.values()))
     with explain_failure(out), whole_folder(out) as partial:
         diffusers_export.write(saved, tensors, info["latents"], partial, inside)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import diffusers
 import export_checkpoint
@@ -106,7 +107,7 @@ def exports(tmp_path_factory, composed, autoencoder):
         info = {"config": config, "latents": asdict(latents), "versions": {"git": "unknown"}}
         info |= {"weights": "/far/a.pt"} if kind == "rwkv" else {"samples": 10}  # as import_checkpoint.py, as a run
         checkpoint.save(root / kind, 3, {"ema": network.state_dict()}, info)
-        export(root, f"checkpoint={kind}", f"out=exports/{kind}", "license=mit")
+        export(root, f"checkpoint={kind}", f"out=exports/{kind}", "license=mit", "paths=short")
         given = torch.randn(2, *latents.shape), torch.rand(2)
         torch.save(given, root / f"{kind}.pt")
     return root
@@ -137,12 +138,13 @@ def test_a_process_without_our_code_draws_our_pictures(exports, tmp_path):
         torch.testing.assert_close(torch.from_numpy(theirs[f"{kind} forward"]), ours)
 
 
-def test_what_the_folder_holds(exports):
+def test_what_the_folder_holds(exports, autoencoder):
     folder = exports / "exports/dit"
     ours = checkpoint.find(exports / "dit").tensors("ema")
     stored = load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
     assert stored.keys() == ours.keys() and all(torch.equal(stored[name], ours[name]) for name in ours)
     index = json.loads((folder / "model_index.json").read_text())
+    assert index["latents"]["autoencoder"] == "/".join(Path(autoencoder).parts[-2:])  # of paths=short
     assert index["vae"] == ["diffusers", "AutoencoderKL"] and index["autoencoder"] is None
     assert index["process"]["sigma_data"] == 0.5 and index["latents"]["scale"] == 0.3
     card = (folder / "README.md").read_text()

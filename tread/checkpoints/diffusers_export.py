@@ -48,12 +48,14 @@ class TreadTransformer(ModelMixin, {network}, ConfigMixin):
 '''
 
 
-def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], latents: Mapping, folder: Path, inside: bool) -> None:
+def write(
+    saved: SavedNetwork, tensors: Mapping[str, Tensor], latents: Mapping, folder: Path, inside: str | None
+) -> None:
     """Write the folder's files except README.md.
 
     tensors  the network's state dict, in the dtype to store.
-    latents  the section `latents` of info.json.
-    inside   True: the autoencoder's weights are written too. False: only its hub id is.
+    latents  the section `latents` of the info.json to publish.
+    inside   name of the autoencoder whose weights are written too. None: only its hub id in `latents` is.
 
     Raises ValueError if the network's code is not this project's, and if the autoencoder can't be loaded.
     """
@@ -76,7 +78,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], latents: Mapping, 
     )
     name, vae = latents["autoencoder"], [None, None]
     if inside:
-        autoencoder = load_autoencoder(name)
+        autoencoder = load_autoencoder(inside)
         autoencoder.save_pretrained(folder / "vae")
         vae = ["diffusers", type(autoencoder).__name__]
     (folder / "pipeline.py").write_text(pipeline_file(saved), encoding="utf-8")
