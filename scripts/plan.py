@@ -72,6 +72,7 @@ def show(cfg: Settings, options: Options) -> None:
         raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
     with torch.device("meta"):
         network = build_network(cfg)
+    cfg.optim.freeze(network)
     images, routes = cfg.train.batch_size // options.devices, cfg.model.resolved_routes
     constants, measured = constants_of(options.device)
     columns = [column(cfg, network, kind, images, options, constants) for kind in ((), routes)[: 2 if routes else 1]]

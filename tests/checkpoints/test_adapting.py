@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import RGB, assert_refused, launch, opened, read_json, save_checkpoint, take_samples
 
-from tread.checkpoints.adapting import new_classes, new_positions
+from tread.checkpoints.adapting import new_classes, new_positions, position_scale
 from tread.checkpoints.weights import read_weights
 from tread.data.writer import write_dataset
 from tread.models.backbone import sincos_positions
@@ -76,6 +76,10 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
     stretched = read_weights(tmp_path / "results/again")
     for side, scale, told in ((8, 0.5, "are those"), (16, 0.25, "span the old"), (8, 1.0, "scaled by 1, there by 0.5")):
         assert told in new_positions(stretched, side, scale)[1][0]
+    learned = replace(stretched, state={**stretched.state, "pos_embed": 2 * stretched.state["pos_embed"]})
+    with pytest.raises(ValueError, match="pos_embed of .* are not fixed sines and cosines"):
+        new_positions(learned, 8, 0.5)
+    assert position_scale("gone", tmp_path / "results/scaled", 8) == 0.5  # a run that goes on reads its own record
 
 
 def test_what_needs_weights_is_refused_without(tmp_path):

@@ -260,6 +260,7 @@ def test_a_plan_measures_this_machine(tmp_path):
         (["device=h300"], "device is 'h300', but must be h200, h100, a100, 4090 or this"),
         (["devices=3"], "train.batch_size 256 is not a multiple of devices 3"),
         (["price=-1"], "price is -1, but must be positive"),
+        (["optim.groups=[{match: nothing, lr: 0}]"], "is found in no parameter's name"),
     ],
 )
 def test_what_can_not_be_planned_is_refused(tmp_path, words, said):

@@ -45,7 +45,8 @@ def test_closed_forms():
         given[1] = 0.0
         found = orthogonalized(given, 5, torch.float32)
         assert_close(found[2].double(), direction(given[2]), rtol=0, atol=1e-4)
-        assert_close(orthogonalized(10 * given[2:], 5, torch.float32)[0], found[2], rtol=0, atol=1e-5)
+        for factor in (10, 1e-5):
+            assert_close(orthogonalized(factor * given[2:], 5, torch.float32)[0], found[2], rtol=0, atol=1e-5)
         assert not found[1].any()
     scales = [scale(*shape) for scale in SCALES.values() for shape in ((2304, 768), (768, 2304))]
     assert scales == pytest.approx([3**0.5, 1.0, 9.6, 9.6])

@@ -418,6 +418,7 @@ def test_groups_have_their_own_rates_and_0_freezes(tmp_path):
     for name, value in model.named_parameters():
         rate = 0.25 if name.endswith("bias") else 0.0 if name.startswith("blocks") else 0.05
         torch.testing.assert_close(value.detach(), before[name] - rate)
+    assert optim.keeps_state({"optim.lr"}) and not optim.keeps_state({"optim.groups.1.lr"})
     with pytest.raises(ValueError, match="optim.groups.0.match=nothing is found in no parameter's name: "):
         settings(groups=({"match": "nothing", "lr": 0.1},)).freeze(network())
     with pytest.raises(ValueError, match="freezes all parameters"):

@@ -98,6 +98,8 @@ def test_doors_take_what_the_record_says(trained, composed):
     assert "rf.predicts was x where these weights were trained, but is velocity now" in stored.warnings(
         cfg, run.latents
     )
+    same_kind = settings.read(composed("objective=rf", "rf.predicts=x", "rf.clamp=0.2", *conftest.TINY))
+    assert "rf.clamp was 0.05 where these weights" in "\n".join(stored.warnings(same_kind, run.latents))
     older = opened(trained / "results/plain").found
     del older.info["config"]["rf"]["predicts"]
     kind = settings.read(composed("objective=rf", "rf.predicts=noise", *conftest.TINY))
