@@ -11,6 +11,7 @@ from tread.checkpoints.adapting import new_classes, new_positions, position_scal
 from tread.checkpoints.weights import read_weights
 from tread.data.writer import write_dataset
 from tread.models.backbone import sincos_positions
+from tread.models.rotary import TABLES, rotary_angles
 from tread.runtime.tensor_files import LABELS
 
 NEW = ("d", "x", "a", "y")  # RGB's classes are a to e
@@ -59,6 +60,7 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
     for how, scale in (("recomputed", 1.0), ("scaled", 0.5)):
         told = launch(tmp_path, *large, *kind, *start, f"init_positions={how}", f"name={how}", "train.steps=3")
         assert "4×4 tokens where these weights were trained, 8×8 now" in told and "begin as old ones" in told
+        assert "were trained, but" not in told  # a warning
         launch(tmp_path, *large, *kind, *start, f"init_positions={how}", f"name={how}", "train.steps=6")
         run = tmp_path / "results" / how
         assert read_json(run / "latest/info.json")["config"]["model"].get("position_scale", 1.0) == scale
@@ -71,6 +73,11 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
         if kind:
             torch.testing.assert_close(network.rotary[0, places], old.rotary[0])
         take_samples(tmp_path, f"checkpoint=results/{how}", "seeds=0", "steps=2", "classes=[0]", "decode=false")
+    assert_refused(
+        lambda *more: launch(tmp_path, *large, *kind, "name=scaled", *more),
+        ("init_classes=new", "holds a run with other settings"),
+        ("init_positions=recomputed", "init_positions: scaled there, recomputed here"),
+    )
     launch(tmp_path, *large, *kind, "init_from=results/scaled", "init_positions=scaled", "name=again", "train.steps=1")
     assert read_json(tmp_path / "results/again/latest/info.json")["config"]["model"]["position_scale"] == 0.5
     stretched = read_weights(tmp_path / "results/again")
@@ -79,6 +86,9 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
     learned = replace(stretched, state={**stretched.state, "pos_embed": 2 * stretched.state["pos_embed"]})
     with pytest.raises(ValueError, match="pos_embed of .* are not fixed sines and cosines"):
         new_positions(learned, 8, 0.5)
+    angles = rotary_angles(16, 8).repeat_interleave(2, 1)  # the tables that public files hold
+    public = replace(stretched, state={**stretched.state, TABLES[0]: angles.cos(), TABLES[1]: angles.sin()})
+    assert not {*TABLES} & {*new_positions(public, 16, 0.25)[0].state}
     assert position_scale("gone", tmp_path / "results/scaled", 8) == 0.5  # a run that goes on reads its own record
 
 

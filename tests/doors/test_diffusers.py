@@ -23,14 +23,21 @@ from tread.checkpoints.network import build_network, read_network
 
 SMALL = ("model.hidden_size=32", "model.depth=6", "model.patch_size=4", "train.path_drop=0.1")
 LATENTS = replace(RGB, shape=(4, 16, 16), scale=0.3, shift=0.1, channel_shift=(0.1,) * 4, channel_scale=(2.0,) * 4)
-KINDS = {  # name → overrides; the first two and the last draw pictures, the others only run once
+KINDS = {  # name → overrides; the first three draw pictures, the others only run once
     "dit": ("model=tread",),
-    "rectified": ("model=tread_lightning", "objective=rf", "rf.shift=0.5", "model.position_scale=0.5"),
+    "rectified": (
+        "model=tread_lightning",
+        "objective=rf",
+        "rf.shift=0.5",
+        "model.positions=rope",
+        "model.position_scale=0.5",
+    ),
     "text": ("model=tread_text", "objective=rf"),
     "sprint": ("model=sprint",),
     "maskdit": ("model=maskdit",),
     "mamba": ("model=mamba",),
     "rwkv": ("model=rwkv",),
+    "plain": ("model=dit", "train.label_drop=0"),
 }
 WORDS = {"encoder": "words", "tokens": 4, "vocabulary": ["<begin>", "<unknown>", "red", "apple"], "fingerprint": "f"}
 GUIDED = {"scale": 1.5, "strong": 0.25, "weak": 0.75}
@@ -61,11 +68,18 @@ def end_at_zero(pipe, step, level, given):
     return {"latents": given["latents"] * (step < 1)}
 ended = pipe([1], seeds=0, num_inference_steps=2, output_type="latent", callback_on_step_end=end_at_zero)
 assert told == [0, 1] and pipe.get_label_ids("c") == [2]
-for wrong in ({"solver": "huen"}, {"output_type": "png"}, {"shift": 0.5}):  # the last is of rectified flow
+plain = open_pipeline("plain")
+for opened, wrong, said in (
+    (pipe, {"solver": "huen"}, "solver is 'huen'"),
+    (pipe, {"output_type": "png"}, "output_type is 'png'"),
+    (pipe, {"shift": 0.5}, "for rectified flow"),
+    (plain, {"guidance_scale": 2.0}, "no class, which this network was never"),
+    (plain, {"guidance": "sparse", "guidance_scale": 2.0, "weak": 0.5}, "leaves tokens out"),
+):
     try:
-        assert not pipe([1], seeds=0, num_inference_steps=2, **wrong)
+        assert not opened([1], seeds=0, num_inference_steps=2, **wrong)
     except ValueError as error:
-        assert f"{[*wrong][0]}" in str(error)
+        assert said in str(error), error
 latents = pipe.latents
 assert torch.allclose(ended.images, torch.tensor(latents.channel_shift)[0] / latents.scale + latents.shift)
 for name in sorted(os.listdir(exports)):
@@ -146,6 +160,8 @@ def test_what_the_folder_holds(exports, autoencoder):
     index = json.loads((folder / "model_index.json").read_text())
     assert index["latents"]["autoencoder"] == "/".join(Path(autoencoder).parts[-2:])  # of paths=short
     assert index["vae"] == ["diffusers", "AutoencoderKL"] and index["autoencoder"] is None
+    dropped = json.loads((exports / "exports/sprint/model_index.json").read_text())
+    assert (dropped["label_drop"], dropped["path_drop"]) == (0.1, 0.1)
     assert index["process"]["sigma_data"] == 0.5 and index["latents"]["scale"] == 0.3
     card = (folder / "README.md").read_text()
     assert "license: mit" in card and "r(2→2)" in card and "a, b, c, d, e" in card
