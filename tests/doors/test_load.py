@@ -6,12 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import export_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, launch_door, take_samples
+from conftest import ROOT, launch_door, read_json, save_checkpoint, take_samples, write_json
 from hub import serve
 from huggingface_hub import constants
 from PIL import Image
@@ -80,6 +81,24 @@ def test_the_page_s_loop_draws_the_sampler_s_pictures(monkeypatch):
     torch.testing.assert_close(page["x"].float(), ours)
 
 
+def test_a_weak_network_and_a_shift_are_taken(tmp_path, composed):
+    """By hand: Euler's steps at shifted times, by D_weak + 2·(D − D_weak)."""
+    folders = [save_checkpoint(tmp_path / name, composed, step=step)[1] for name, step in (("a", 3), ("b", 4))]
+    for folder in folders:
+        info = read_json(folder / "info.json")
+        write_json(folder / "info.json", info | {"config": info["config"] | {"objective": "rf"}})
+    strong, weak = (tread.load(folder, device="cpu") for folder in folders)
+    asked = {"guidance": "autoguidance", "scale": 2.0, "checkpoint": folders[1], "shift": 0.5}
+    drawn = strong.sample(1, seeds=0, steps=3, output="latent", **asked)
+    levels = replace(strong.process, shift=0.5).schedule(3)
+    x, y = seeded_normal([0], drawn.shape[1:]).double(), torch.tensor([1])
+    for level, after in zip(levels, levels[1:]):
+        with torch.no_grad():
+            data, less = (each.process.denoise(each.network, x, level, y) for each in (strong, weak))
+        x = x + (after - level) * (x - less - 2 * (data - less)) / level
+    torch.testing.assert_close(drawn, x.float())
+
+
 def test_what_does_not_fit_is_said_before_anything_is_drawn(model):
     cases = [
         ({"classes": "x"}, "'x' is no class of .*there are 0, 1"),
@@ -120,7 +139,8 @@ def test_in_a_process_of_its_own_it_imports_little_and_prints_nothing():
 def test_from_the_hub_and_without_it_from_its_cache(tmp_path, monkeypatch):
     shutil.copytree(DIGITS, tmp_path / "hub/ann/digits/main")
     (tmp_path / "hub/ann/pickles/main").mkdir(parents=True)
-    (tmp_path / "hub/ann/pickles/main/model.pt").write_bytes(b"x")
+    for name in ("digits", "pickles"):
+        (tmp_path / f"hub/ann/{name}/main/model.pt").write_bytes(b"x")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with serve(tmp_path / "hub") as address:
         monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -128,6 +148,7 @@ def test_from_the_hub_and_without_it_from_its_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + template)
         found = tread.load("hf:ann/digits").saved.found
         assert len(found.revision) == 40 and found.sha256("ema") == checkpoint.find(DIGITS).sha256("ema")
+        assert not [*found.folder.rglob("*.pt")]
         take_samples(tmp_path, "checkpoint=hf:ann/digits@main", "steps=2", "seeds=0", "out=grid.png")
         facts = json.loads(Image.open(tmp_path / "grid.png").text[FACTS])
         assert facts["network"]["revision"] == found.revision
