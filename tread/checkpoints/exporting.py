@@ -47,7 +47,7 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
-    """Return info.json's content for publication, of merged weights. Raises ValueError if `autoencoder` is no hub id, or is given for a
+    """Return info.json's content for publication. Raises ValueError if `autoencoder` is no hub id, or is given for a
     network that works on pixels.
 
     paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train".
