@@ -50,7 +50,11 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
     small, large = write(tmp_path / "small", 16, RGB.classes), write(tmp_path / "large", 32, NEW)
     launch(tmp_path, *small, *kind, "name=old")
     start = ("init_from=results/old", "init_classes={a:a,3:0}")
-    assert_refused(lambda *more: launch(tmp_path, *large, *kind, *start, "name=no", *more), ("of other shapes",))
+    assert_refused(
+        lambda *more: launch(tmp_path, *large, *kind, "name=no", *more),
+        (*start, "of other shapes.*\n.*\n.*\n  or train.py takes init_positions for another size"),
+        (start[0], "takes init_classes for other classes, init_positions for another size"),
+    )
     for how, scale in (("recomputed", 1.0), ("scaled", 0.5)):
         told = launch(tmp_path, *large, *kind, *start, f"init_positions={how}", f"name={how}", "train.steps=3")
         assert "4×4 tokens where these weights were trained, 8×8 now" in told and "begin as old ones" in told

@@ -82,6 +82,9 @@ def fit(
             fitting = {"model": fitting.pop("model.architecture"), **fitting}
         settings = " ".join(f"{key}={written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")
+    ways = {"dataset.num_classes": "init_classes for other classes", "dataset.size": "init_positions for another size"}
+    if others := [way for key, way in ways.items() if key in fitting]:
+        problems.append(f"or train.py takes {', '.join(others)}")
     raise ValueError("\n  ".join([refusal, *problems]))
 
 
