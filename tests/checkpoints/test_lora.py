@@ -78,13 +78,13 @@ def test_a_run_goes_on_bit_for_bit_and_is_opened_and_exported_without_peft(tmp_p
     pictures = (np.asarray(Image.open(tmp_path / name)) for name in ("a.png", "b.png"))
     assert np.array_equal(*pictures)
     (runs[0] / BASE).write_bytes((runs[0] / BASE).read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match="not their network, but another or a damaged one, by its hash"):
+    with pytest.raises(ValueError, match="is not their network: it is another one, or damaged, by its hash"):
         straight.tensors("ema")
     (runs[0] / BASE).unlink()
     before = contents(straight.folder)
     assert_refused(
         lambda *more: launch(tmp_path, *more),
-        (*asked, "name=straight", "train.steps=9", f"{BASE}, their network, is missing; scripts/export_checkpoint.py"),
+        (*asked, "name=straight", "train.steps=9", f"{BASE}, their network, is missing: scripts/export_checkpoint.py"),
         ("init_from=results/straight", "name=x", f"{BASE}, their network, is missing"),
         (*asked, "name=halved", "lora.rank=4", "lora.rank: 2 there, 4 here"),
         ("init_from=results/halved", "name=x", "model.hidden_size=32", "do not fit this network"),
@@ -92,7 +92,7 @@ def test_a_run_goes_on_bit_for_bit_and_is_opened_and_exported_without_peft(tmp_p
         ("init_from=results/halved", "name=x", "lora.rank=2", "lora.targets=qvk", "lora.targets=qvk is found in no"),
         ("init_from=results/halved", "name=x", "lora.rank=2", "lora.also=label", "lora.also=label is found in no"),
         ("init_from=a", "lora.rank=2", "lora.targets='('", "lora.targets is .*no regular expression"),
-        ("init_from=a", "lora.rank=2", "optim.name=muon", "optim.muon_lr=1e-3", "optim.name=muon is of whole matrices"),
+        ("init_from=a", "lora.rank=2", "optim.name=muon", "optim.muon_lr=1e-3", "optim.name=muon updates whole matrices"),
         ("init_from=a", "lora.rank=2", "ema.power=[0.1]", "ema.power averages whole weights"),
         ("lora.rank=2", "lora.rank is given, but init_from=… is not"),
     )

@@ -7,7 +7,7 @@ results/<run>/step_0001000/
     powers.safetensors     power-function EMAs, keyed "<width>/<parameter>"; only with ema.power
     info.json              step, config, versions, and size and sha256 of each file
 results/<run>/latest       link to the newest one
-results/<run>/base.safetensors  only with lora.rank: the network as it began, to which model and ema hold adapters
+results/<run>/base.safetensors  with lora.rank only: the network that the run started from; model and ema hold adapters
 """
 
 import contextlib
@@ -32,7 +32,7 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint is damaged. Raised with (problem, folder); the message names the newest undamaged one before it."""
+    """A checkpoint is damaged. Raised as Damaged(problem, folder); the message adds the last good one before it."""
 
     def __str__(self) -> str:
         problem, folder = self.args
@@ -106,7 +106,7 @@ class Checkpoint:
 
     @property
     def revision(self) -> str | None:
-        """The hash of the hub's revision that it was fetched as; None for other checkpoints."""
+        """The hash of the revision on the hub, for a checkpoint fetched from there; else None."""
         return self.folder.name if self.folder.parent.name == "snapshots" else None
 
     @property
@@ -114,7 +114,7 @@ class Checkpoint:
         return [file.removesuffix(".safetensors") for file in self.info["files"]]
 
     def sha256(self, name: str) -> str:
-        """Return the hash that info.json states for a part ("model", "ema", …). ValueError if it has no such part."""
+        """Return the hash that info.json states for a part ("model", "ema", …). Raises ValueError for other parts."""
         if name not in self.parts:
             other = {"ema": "model", "model": "ema"}.get(name)
             raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
@@ -145,24 +145,24 @@ class Checkpoint:
         return load_file(self.verify(name))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """As `stored`, but LoRA's adapters come merged into the weights that they were trained beside."""
+        """Like `stored`, but with LoRA's adapters merged into the weights that they were trained for."""
         stored, adapter = self.stored(name), self.info.get("adapter")
         return merge(self.base(), stored, adapter["scale"]) if adapter and name in ("model", "ema") else stored
 
     def base(self) -> dict[str, Tensor]:
-        """Load the network that a LoRA run began with. Raises ValueError if it is missing or another one."""
+        """Load the weights that a LoRA run started from. Raises ValueError if they are missing or not the same ones."""
         path, alone = self.folder.parent / BASE, f"{self.folder} holds adapters (LoRA) alone, and"
         if not path.is_file():
-            raise ValueError(f"{alone} {path}, their network, is missing; scripts/export_checkpoint.py merges the two")
+            raise ValueError(f"{alone} {path}, their network, is missing: scripts/export_checkpoint.py merges the two")
         if sha256(path) != self.info["adapter"]["base"]:
-            raise ValueError(f"{alone} {path} is not their network, but another or a damaged one, by its hash")
+            raise ValueError(f"{alone} {path} is not their network: it is another one, or damaged, by its hash")
         return load_file(path)
 
 
 def find(path: Path | str) -> Checkpoint:
-    """Open the checkpoint at `path`: its own folder, a run's link `latest`, a run's folder, which stands for the
-    checkpoint that `latest` names, else the newest, or hf:user/name[@revision]. Raises FileNotFoundError if there is
-    none, ValueError if it is damaged or was not written by this code."""
+    """Open the checkpoint at `path`: a checkpoint's folder, a run's link `latest`, a run's folder (for its `latest`,
+    else its newest checkpoint), or hf:user/name[@revision]. Raises FileNotFoundError if there is none, ValueError if it
+    is damaged or was not written by this code."""
     path = local(path)
     if path.name == "latest" and not path.is_dir():
         other = newest(path.parent)
@@ -208,7 +208,7 @@ def containing(path: Path) -> Checkpoint | None:
 
 
 def _parsed(folder: Path) -> dict:
-    """Return the content of a folder's info.json; {} for JSON that is no dict."""
+    """Return the content of a folder's info.json; {} if it is not a dict. Raises Damaged if it is not JSON."""
     try:
         info = json.loads((folder / "info.json").read_text())
     except ValueError as error:
@@ -284,8 +284,8 @@ def newest(run: Path) -> Path | None:
 
 
 def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a run's parameters that are trained by name, in the optimizer's order: the network's, then the alignment
-    projector's."""
+    """Yield (name, parameter) of a run's trained parameters in the optimizer's order: the network's, then those of the
+    alignment projector, if there is one."""
     yield from (named for named in network.named_parameters() if named[1].requires_grad)
     if projector is not None:
         yield from projector.named_parameters(prefix="projector")

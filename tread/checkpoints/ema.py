@@ -33,8 +33,8 @@ class EMA:
     """Keeps an averaged copy of a network: e ← d·e + (1−d)·w after each step, with the weights w.
 
     profile  d as a function of the number of earlier steps, from `exponential` or `power`.
-    network  the network to copy; the attribute of this name is the averaged copy, in eval mode, to be sampled from.
-    shared   names of parameters that never change, which the copy has in common with `network`.
+    network  the network to copy; the attribute of this name is the averaged copy, in eval mode.
+    shared   names of parameters that never change; the copy shares them with `network`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EMA:
 
 def fused_average(averaged: list[Tensor], current: list[Tensor], share: Tensor | float, skip: Tensor) -> None:
     """Do averaged += share·(current − averaged) in one pass, unless `skip` is 1: by fused SGD with gradient −current
-    and weight decay 1. A foreach lerp by a weight on the device launches a kernel for each parameter."""
+    and weight decay 1. A foreach lerp by a weight on the device would launch a kernel per parameter."""
     torch._fused_sgd_(
         averaged, current, [], weight_decay=1.0, momentum=0.0, lr=share, dampening=0.0, nesterov=False, maximize=True,
         is_first_step=False, found_inf=skip,

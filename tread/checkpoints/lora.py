@@ -1,9 +1,9 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): a linear layer keeps its weight W and trains a small product beside it.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): linear layers keep their weights, and small products of matrices are trained.
 
-The layer multiplies by W + alpha/rank · B·A, with A (rank, inputs) and B (outputs, rank), of which B begins at zero.
-peft makes such layers. A checkpoint of the run holds what is trained alone. The network as it began is written once, to
-base.safetensors in the run's folder, and checkpoints name its hash. Checkpoint.tensors merges the two, so whoever reads
-a checkpoint gets whole weights, without peft.
+A layer multiplies by W + alpha/rank · B·A, where W is its weight, A is (rank, inputs), and B (outputs, rank) starts at
+zero. peft makes these layers. Checkpoints of such a run hold only what was trained. The network that the run started
+from is written once, to base.safetensors in the run's folder, and the checkpoints record its hash. Checkpoint.tensors
+merges both, so readers of a checkpoint get whole weights and do not need peft.
 """
 
 import re
@@ -25,10 +25,10 @@ DOWN, UP = ".lora_A.default.weight", ".lora_B.default.weight"  # peft's names of
 class Lora:
     """Section `lora` of a run's settings.
 
-    rank     of the trained products; None: all parameters are trained, and the rest is unused.
-    alpha    the product counts alpha/rank times; None: once.
-    targets  regular expression; adapted are the linear layers of the blocks in whose names it is found.
-    also     regular expression; parameters in whose names it is found are trained as they are, None: none.
+    rank     rank of the products; None: no LoRA, and the other fields have no effect.
+    alpha    products are multiplied by alpha/rank; None: by 1.
+    targets  regular expression; a linear layer in the blocks gets an adapter if the expression is found in its name.
+    also     regular expression; parameters are trained without an adapter if it is found in their names; None: none.
     """
 
     rank: Count | None = None
@@ -48,8 +48,9 @@ class Lora:
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def adapt(self, network: nn.Module) -> frozenset[str]:
-        """Put adapters into the network's blocks, with A from torch's global generator, and freeze what is not trained;
-        returns the names of the frozen parameters. Raises ValueError without peft, or if a pattern finds nothing."""
+        """Add adapters to the network's blocks, drawing A from torch's global generator, and freeze all parameters that
+        are not trained. Returns the names of the frozen ones. Raises ValueError if peft is not installed or a pattern
+        is found in no name."""
         names = [name for name, _ in block_layers(network)]
         chosen = [name for name in names if re.search(self.targets, name)]
         if not chosen:
@@ -70,17 +71,18 @@ class Lora:
 
 
 def plain(name: str) -> str:
-    """Return the name that a parameter of an adapted network had before."""
+    """Return the name that a parameter of a network with adapters had before they were added."""
     return name.replace(".base_layer", "")
 
 
 def base_of(network: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of an adapted network without its adapters."""
+    """Return the state dict of a network with adapters as it would be without them."""
     return {plain(name): value for name, value in network.state_dict().items() if ".lora_" not in name}
 
 
 def merge(base: Mapping[str, Tensor], trained: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Return whole weights: `base` with the tensors that were trained in their places, and adapters added."""
+    """Return the weights of the network without adapters that computes the same: `base`, with the tensors of `trained`
+    in place of its own, plus `scale` times the adapters' products."""
     merged = {**base, **{plain(name): value for name, value in trained.items() if ".lora_" not in name}}
     for layer in (name.removesuffix(DOWN) for name in trained if name.endswith(DOWN)):
         product = trained[layer + UP].float() @ trained[layer + DOWN].float()
