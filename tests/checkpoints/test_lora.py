@@ -82,17 +82,19 @@ def test_a_run_goes_on_bit_for_bit_and_is_opened_and_exported_without_peft(tmp_p
         straight.tensors("ema")
     (runs[0] / BASE).unlink()
     before = contents(straight.folder)
+    (tmp_path / "alone.safetensors").write_bytes(before["ema.safetensors"])
     assert_refused(
         lambda *more: launch(tmp_path, *more),
         (*asked, "name=straight", "train.steps=9", f"{BASE}, their network, is missing: scripts/export_checkpoint.py"),
         ("init_from=results/straight", "name=x", f"{BASE}, their network, is missing"),
         (*asked, "name=halved", "lora.rank=4", "lora.rank: 2 there, 4 here"),
+        ("init_from=alone.safetensors", "name=x", "they are adapters .LoRA. alone"),
         ("init_from=results/halved", "name=x", "model.hidden_size=32", "do not fit this network"),
         ("init_from=results/halved", "name=x", "lora.rank=2", "needs peft: pip install -r requirements-lora.txt"),
         ("init_from=results/halved", "name=x", "lora.rank=2", "lora.targets=qvk", "lora.targets=qvk is found in no"),
         ("init_from=results/halved", "name=x", "lora.rank=2", "lora.also=label", "lora.also=label is found in no"),
         ("init_from=a", "lora.rank=2", "lora.targets='('", "lora.targets is .*no regular expression"),
-        ("init_from=a", "lora.rank=2", "optim.name=muon", "optim.muon_lr=1e-3", "optim.name=muon updates whole matrices"),
+        ("init_from=a", "lora.rank=2", "optim.name=muon", "optim.muon_lr=1e-3", "muon updates whole matrices"),
         ("init_from=a", "lora.rank=2", "ema.power=[0.1]", "ema.power averages whole weights"),
         ("lora.rank=2", "lora.rank is given, but init_from=… is not"),
     )

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): linear layers keep their weights, and small products of matrices are trained.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): trains small matrices beside linear layers, whose weights stay as they are.
 
 A layer multiplies by W + alpha/rank · B·A, where W is its weight, A is (rank, inputs), and B (outputs, rank) starts at
 zero. peft makes these layers. Checkpoints of such a run hold only what was trained. The network that the run started
