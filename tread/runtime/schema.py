@@ -216,6 +216,8 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
             return tuple(_convert(get_args(kind)[0], item, f"{key}.{i}", known) for i, item in enumerate(value))
         if is_dataclass(kind) and isinstance(value, dict):
             return _build(kind, value, key + ".", known)
+        if type(value) is int and get_origin(kind) is Literal and str(value) in get_args(kind):
+            return str(value)  # device=4090 is typed as a number
         choices = [(type(choice), choice) for choice in get_args(kind)] if get_origin(kind) is Literal else ()
         if type(value) is kind or (kind is float and type(value) is int) or (type(value), value) in choices:
             for limit in [limit for limit in said if isinstance(limit, Range)] or [_FINITE] * (kind is float):
