@@ -99,7 +99,7 @@ def last_difference(run: Made, other: Made, metric: str) -> float | None:
 
 
 def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's, at the last number of images where both have it."""
+    """Return one run's metric minus another's, at the last number of images where both have it; None without one."""
     both = series([run, other], metric)
     return both[-1][1][0] - both[-1][1][1] if both else None
 

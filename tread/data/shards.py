@@ -168,8 +168,8 @@ class ShardRows:
         return batch
 
     def expect(self, indices: np.ndarray, views: np.ndarray | int = 0) -> None:
-        """Ask the operating system to load all rows that `read` will need, unless `place` has copied them. Otherwise
-        `read` would wait for the disk page by page."""
+        """Ask the operating system to load all rows that `read` will need, which it would otherwise wait for page by
+        page. Does nothing after `place`."""
         if not self._in_place:
             return
         size = self._arrays[0][0, 0].nbytes

@@ -145,7 +145,7 @@ TextEncoder = WordEncoder | ModelEncoder
 
 
 def remarks(encoder: TextEncoder, texts: Sequence[str]) -> list[str]:
-    """Describe what the encoder ignores in captions or prompts: ends that are cut off, and unknown words."""
+    """Return lines on what the encoder ignores in captions or prompts: ends that are cut off, unknown words; or []."""
     lengths, tokens, lines = encoder.lengths(texts), encoder.spec.tokens, []
     if cut := sum(length > tokens for length in lengths):
         longest = f"the longest has {max(lengths):,}"

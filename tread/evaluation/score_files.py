@@ -21,8 +21,8 @@ class ScoreFiles:
         self.folder, self.stem = folder, stem
 
     def path(self, name: str, number: int | None = None) -> Path:
-        """Return the path of the file `name`, such as "fid.json", of the newest score. With number=1 it is that of an
-        older score: fid-1.json."""
+        """Return the path of the file `name`, such as "fid.json", of the newest score; with a `number` that of an older
+        score, such as fid-1.json."""
         head, _, suffix = name.rpartition(".")
         return self.folder / f"{self.stem}{head}{'' if number is None else f'-{number}'}.{suffix}"
 
@@ -61,7 +61,7 @@ class ScoreFiles:
                 self.path(name).replace(self.path(name, number))
 
     def write(self, record: dict) -> Path:
-        """Write fid.json and return its path."""
+        """Write `record` as the newest score's fid.json, which it replaces (see make_room); return the path."""
         path = self.path("fid.json")
         write_whole(path, json.dumps(record, indent=1) + "\n")
         return path

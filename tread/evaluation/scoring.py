@@ -55,7 +55,7 @@ OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precis
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """The options of configs/fid.yaml."""
+    """The options of configs/fid.yaml. Raises ValueError if they do not fit together."""
 
     checkpoint: str | None
     samples: str | None
@@ -121,7 +121,7 @@ def read_options(config: dict) -> ScoringOptions:
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict; None
-    for new scores in processes other than the main one."""
+    for new scores in processes other than the main one; [] for pictures. Raises ValueError or OSError."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -453,8 +453,8 @@ class CheckpointScoring:
 
     def score(self, decoder: autoencoder.Decoder) -> dict | None:
         """Draw samples into the store `parts`, score them, and remove them. Returns fid.json's content in the main
-        process, None in the others. If another launch has made the score meanwhile, its content is returned in all
-        processes, and nothing is drawn."""
+        process, None in the others; if another launch has made the score meanwhile, nothing is drawn, and all processes
+        return its content. Raises FileExistsError if another launch is scoring in this folder."""
         began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
         with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
             record = processes.from_main(self.find_score)

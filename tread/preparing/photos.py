@@ -149,9 +149,9 @@ def captions_hash(captions: Sequence[Sequence[str]]) -> str:
 
 
 def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str | None) -> np.ndarray:
-    """Choose the pictures to hold out: (n,) bool.
+    """Choose the pictures to hold out: (n,) bool. labels (n,) lie in 0..classes−1.
 
-    wanted  float: a fraction of all pictures (at least one), divided over the classes by their sizes. int: a count,
+    wanted  float: a fraction of all pictures, but one at least, divided over the classes by their sizes. int: a count,
             divided over the classes evenly. Either way, each class keeps a picture for training. str: the prefix of the
             names of the pictures that the source itself holds out. None: no picture.
 
@@ -174,7 +174,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
 
 
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
-    """Round shares to integers that sum to `total`, each at most `most`, by the largest-remainder method."""
+    """Round shares to integers up to `most` with the sum `total`, by largest remainders; ValueError if impossible."""
     if total > most.sum():
         raise ValueError(
             f"heldout takes {total:,} pictures, but {most.sum():,} can be held out: each class keeps one for training"

@@ -181,8 +181,8 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return sentences on when a group of runs reaches another group's result, for each metric and pair of groups. If
-    there are more than four groups, only pairs with the first group are compared."""
+    """Return sentences on when a group of runs reaches another group's result, for each metric and ordered pair of
+    groups whose values can be compared. With more than four groups, only pairs with the first group are taken."""
     first = groups if len(groups) <= 4 else groups[:1]
     pairs = [(a, b) for a in groups for b in groups if a is not b and (a in first or b in first)]
     return [
@@ -226,7 +226,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """Return one value as text with four digits; several as mean and standard deviation, "12.3 ± 1.2"; none as "–"."""
+    """Format one value with four digits; several as mean ± standard deviation, if that is in 1e-4..1e4; none as "–"."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
@@ -237,7 +237,7 @@ def number(values: Sequence[float]) -> str:
 
 
 def charts(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[dict[str, Panel]]:
-    """Return {x-axis: panel} for each metric. x-axes are "step" and, if records have them, "flops" and "seconds"."""
+    """Return {x-axis: panel} for each metric. x-axes are "steps" and, if records have them, "FLOPs" and "time"."""
     points = [point for group in groups for metric in metrics for point in group.curve(metric)]
     axes = {name: axis for axis, name in AXES.items() if any(getattr(point, axis) for point in points)}
     return [{name: panel(groups, metric, axis) for name, axis in axes.items()} for metric in metrics]

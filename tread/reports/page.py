@@ -39,7 +39,7 @@ class Page:
         self.sections[title] = []
 
     def add(self, element: str) -> None:
-        """Append HTML to the last section."""
+        """Append HTML, unescaped, to the last section; there must be one."""
         self.sections[next(reversed(self.sections))].append(element)
 
     def heading(self, text: str) -> None:

@@ -41,8 +41,8 @@ def why_failing(attempt: Callable[[], None]) -> str | None:
 
 
 def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | None]:
-    """Return whether to compile and, if compiling is wanted but fails, the error in one line, else None. "auto" wants
-    it on GPUs only."""
+    """Return whether to compile, by the setting `value`, and, if that is wanted but fails, the error in one line, else
+    None. "auto" wants it on GPUs only."""
     if not value or (value == "auto" and device.type != "cuda"):
         return False, None
     reason = why_not(device)

@@ -52,7 +52,7 @@ class Launch:
 
 def guarded_step(run: Run) -> None:
     """Run a training step; if torch.compile fails, run it and all later ones uncompiled. Raises Failure if the device's
-    memory does not suffice; its message names a micro-batch size that would fit."""
+    memory does not suffice; its message names a micro-batch size that fits, if one is found."""
     full = None
     try:
         training_step(run)
