@@ -323,7 +323,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Time token gathering and weight averaging, then steps under various torch settings, the usual first and last."""
+    """Time token gathering and weight averaging, then steps by torch settings, the usual ones first and last."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 

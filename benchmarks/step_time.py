@@ -135,7 +135,7 @@ def kinds_of(run: Run) -> Kinds:
 
 
 def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
-    """Return the settings with routes that end at step `last`; None: they never end."""
+    """Return the settings with routes in the steps before step `last` only; None: in all steps."""
     return replace(cfg, train=replace(cfg.train, routes_until=last))
 
 
@@ -180,7 +180,7 @@ def forward_flops(run: Run, cfg: settings.Settings) -> int:
 
 
 def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
-    """Take `count` training steps of a run, with the settings `cfg`."""
+    """Set a run's `cfg` and take `count` training steps, which run.step counts."""
     run.cfg = cfg
     try:
         for _ in range(count):

@@ -44,7 +44,7 @@ def split_words(caption: str) -> list[str]:
 
 
 def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
-    """Return "<begin>", "<unknown>", then the captions' words, most frequent first; at most MOST entries in all."""
+    """Return "<begin>", "<unknown>", then the captions' words, most frequent first, cut to MOST entries in all."""
     counts = Counter(word for caption in captions for word in split_words(caption))
     return (BEGIN, UNKNOWN, *sorted(counts, key=lambda word: (-counts[word], word))[: MOST - 2])
 

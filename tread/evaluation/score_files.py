@@ -44,8 +44,8 @@ class ScoreFiles:
         return record if same else None
 
     def find(self, settings: dict, with_samples: bool = False, **values: str) -> tuple[Path, dict] | None:
-        """Return (path, content) of the fid.json or fid-1.json, … with these settings and with each of `values` under
-        its key; None if there is none. with_samples=True: the score must have a samples.npz too."""
+        """Return (path, content) of the first of fid.json, fid-1.json, … that has these settings and the entries
+        `values`; None if none has. with_samples=True: the score must have a samples.npz too."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
             same = record and all(record.get(key) == value for key, value in values.items())

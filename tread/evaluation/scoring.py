@@ -339,8 +339,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
-    """Return the folder of CIFAR-10's training pictures: the one a network was trained on, else data/cifar10. If
-    `make`, training and test pictures are written if missing. Raises the errors of prepare_cifar10."""
+    """Return the folder of CIFAR-10's training pictures: the one a planned network was trained on, else data/cifar10.
+    If `make`, training and test pictures are written if missing. Raises the errors of prepare_cifar10."""
     datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
     folder = Path(datasets[0].path if datasets else "data/cifar10")
     if make:
@@ -554,9 +554,9 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """Return the entries that every fid.json has: the metrics' values and the number of samples behind each, warnings,
-    the reference, and time, command, device and versions. `pictures` are the samples if they were read from files;
-    their damaged ones are counted. None: the samples were generated."""
+    """Return the entries that every fid.json has: the metrics' values and the number of samples behind each (`count`,
+    or the scorer's), warnings, the reference, and time, command, device and versions. `pictures` are the samples if
+    they were read from files; their damaged ones are counted. None: the samples were generated."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {
@@ -579,7 +579,7 @@ def common_record(
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
-    """Score pictures made elsewhere, write fid.json and print it. Their features are kept in options.cache."""
+    """Score pictures made elsewhere; in the main process write fid.json and print it. options.cache keeps features."""
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()

@@ -33,7 +33,7 @@ STANDIN = "standin"
 
 
 def heldout_of(folder: Path) -> Path:
-    """Return the folder of the test pictures, given the training pictures' folder."""
+    """Return the test pictures' folder, <folder>-heldout, given the training pictures' folder."""
     return folder.with_name(f"{folder.name}-heldout")
 
 

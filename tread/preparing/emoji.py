@@ -126,8 +126,8 @@ def composition(text: str, known: dict[str, dict]) -> Composition | None:
 
 
 def held_compositions(known: dict[str, dict]) -> set[Composition]:
-    """Return the held-out compositions: for each activity one woman and one man, with different skin tones.
-    `known` is the result of `all_emoji`."""
+    """Return the compositions to hold out, even if there is no such emoji: for each activity one woman and one man,
+    with different skin tones. `known` is the result of `all_emoji`."""
     activities = sorted({parts.activity for text in known if (parts := composition(text, known))})
     genders = (("woman", 0), ("man", 2))
     return {Composition(what, who, TONES[(n + by) % 5]) for n, what in enumerate(activities) for who, by in genders}

@@ -102,7 +102,7 @@ class Photos:
             raise ValueError(f"{self.where}: " + "\n".join(texts))
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
-        """Return a copy with only the photos that have captions. Its faults also list the others, and `faults`.
+        """Return a copy with only the photos that have captions. Its faults add those without, and `faults`.
 
         captions  the captions of each picture, or the reason why it has none.
         faults    (name, reason) of captions without a picture.
@@ -188,9 +188,9 @@ def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
 
 
 def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Separate captions from other files: return the names of the others, and {name without suffix: text file}.
-    Other files named like a picture (a.json beside a.jpg) are dropped. If no text file is named like a picture, returns
-    all names and {}."""
+    """Return the names of files that are no captions, and {name without suffix: text file} of those that are. Other
+    files named like a picture (a.json beside a.jpg) are dropped. If no text file is named like a picture, returns all
+    names and {}."""
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
     if not pictures & texts.keys():

@@ -115,7 +115,7 @@ def reached(group: SeedGroup, metric: str, value: float) -> Point | None:
 
 
 def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str]) -> None:
-    """Write a .csv: a row for each run and logged step that has a value of one of the metrics. Raises OSError."""
+    """Write a .csv: a row for each run and logged step that has a value of a metric. Raises OSError if it can't."""
     columns = ["group", "run", "seed", "step", "seconds", "flops", *metrics]
     with explain_failure(path), path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")

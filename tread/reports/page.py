@@ -134,7 +134,7 @@ def escape(text: object) -> str:
 
 
 def _plain(panel: Panel) -> dict:
-    """Convert a panel to a dict for JSON: at most about POINTS points per line, numbers to six digits."""
+    """Convert a panel to a dict for JSON: lines thinned to about POINTS points, numbers rounded to six digits."""
     lines = []
     for line in panel.lines:
         every, last = math.ceil(len(line.x) / POINTS), len(line.x) - 1
@@ -145,8 +145,8 @@ def _plain(panel: Panel) -> dict:
 
 
 def data_uri(path: Path) -> tuple[str, bool]:
-    """Return a picture's file as a data URI, and whether it was converted: large files, and all but PNGs, become JPEGs
-    of at most SIDE pixels a side. Raises OSError or ValueError if the file is not a complete picture."""
+    """Return a picture's file as a data URI, and whether it was converted: large files, and all but PNGs, become JPEGs,
+    shrunk to SIDE pixels a side. Raises OSError or ValueError if the file is not a complete picture."""
     try:
         with Image.open(path) as picture:
             picture.load()  # a truncated file fails here

@@ -113,7 +113,7 @@ class Token:
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         """Return ids_keep (B, K): the tokens with the largest scores (B, N) or, if scores is None, the smallest uniform
-        draws (B, N). `keep` (B, N) bool is true for tokens that must be kept (None: no such tokens)."""
+        draws (B, N). `keep` (B, N) bool marks tokens that must be kept (None: none; over K: ValueError)."""
         if scores is not None and scores.shape != draws.shape:
             raise ValueError(
                 f"scores of select={route.select} are {tuple(scores.shape)}, but must be {tuple(draws.shape)}, (B, N)"
@@ -310,7 +310,7 @@ def _check_mask(noise: Tensor, keep: Tensor) -> None:
 class RatioSchedule:
     """A selection_ratio, the same for all routes, that moves through a few levels during training.
 
-    start, end  the ratio until step `first`, and the ratio from step `last` on; both in [0, 1).
+    start, end  the ratios, in [0, 1): `start` lasts beyond step `first`, and `end` begins before step `last`.
     shape       "linear", or "cosine" (flat at both ends).
     levels      the number of different ratios, 2 to 16 (else ValueError); compiled blocks have one graph for each.
     """

@@ -25,7 +25,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's type and the first line of its message, at most 300 characters of it."""
+    """Return an error's type and the first line of its message, cut to 300 characters."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300].rstrip()}"
 
 

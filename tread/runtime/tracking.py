@@ -37,7 +37,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Writes events to <run>/tensorboard, and hides those of steps after `step`, which a resumed run repeats."""
+    """Writes events to <run>/tensorboard, hiding older ones of steps after `step`, which a resumed run repeats."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes seconds
