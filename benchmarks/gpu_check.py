@@ -127,8 +127,8 @@ class Check:
             torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time each of `calls` {name: function} once per round, and return {name: Turns} without the calls that failed.
-        Each failure is recorded with its reason."""
+        """Time `calls` {name: function} by take_turns, and return {name: Turns} without those that failed. Each failure
+        is recorded with its reason."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():

@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def open_run(folder: Path, overrides: Sequence[str]) -> Run:
-    """Start a run as train.py does, in a temporary folder, on random latents (and texts) of the config's shapes."""
+    """Start a run as train.py does, in `folder`, on random latents (and texts) of the config's shapes."""
     fixed = [f"dataset.path={folder}/data", f"results={folder}", "dataset.heldout=null", "sampling.decode=false"]
     fixed += ["dataset.embedded=null", "eval.demo_samples=0", "init_from=null", "train.steps=1000000"]
     words = composed("config", [*overrides, *fixed])["text"]["encoder"] == "words"

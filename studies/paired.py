@@ -73,7 +73,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric, where x is the "images", "flops" or "steady_seconds" of its points."""
+    """Return {x: value} of a run's metric; x is its points' "images", "flops" or "steady_seconds", as `axis` says."""
     return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
 
 

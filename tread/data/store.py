@@ -92,7 +92,7 @@ class ShardStore:
         return json.loads(self._note(number).read_text())
 
     def notes(self, forgotten: bool = False) -> Iterator[dict]:
-        """Yield `note` of all finished shards, in order; with `forgotten` also the notes that `forget` set aside."""
+        """Yield `note` of all finished shards, by number; with `forgotten` also the notes that `forget` set aside."""
         files = self.done.glob("[0-9]*.json*" if forgotten else "[0-9]*.json")
         for file in sorted(files, key=lambda file: int(file.name.split(".")[0])):
             yield json.loads(file.read_text())

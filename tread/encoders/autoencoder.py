@@ -128,8 +128,8 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
-    """Return the `fingerprint` of the autoencoder that load_decoder, with the same arguments, would use; "pixels" if it
-    would use none."""
+    """Return the `fingerprint` of the autoencoder that load_decoder, with the same arguments, would use (it is loaded
+    if latents.fingerprint doesn't tell it); "pixels" if it would use none."""
     if latents.autoencoder == "pixels":
         return "pixels"
     known = latents.fingerprint if autoencoder is None else None  # load_decoder refuses other weights in that case

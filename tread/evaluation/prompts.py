@@ -75,7 +75,7 @@ def encode_prompts(
 
 
 def brief(prompt: str) -> str:
-    """Return a prompt for a message, cut off if it is long."""
+    """Return a prompt for a message, cut to 60 letters."""
     return prompt if len(prompt) <= 60 else prompt[:59] + "…"
 
 

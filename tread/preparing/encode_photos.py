@@ -438,7 +438,7 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def report_text(report: dict) -> str:
-    """Format a dataset's report as lines to print."""
+    """Return a dataset's report as a text of several lines."""
     by_class, counts = report["class_counts"], list(report["class_counts"].values())
     span = f"{min(counts):,} to {max(counts):,}, median {int(np.median(counts)):,}"
     lines = {

@@ -28,7 +28,7 @@ TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 class Point(NamedTuple):
-    """A point of a group's curve: means over its seeds, and the standard deviation of `value` (None for one seed)."""
+    """A point of a group's curve: means over its seeds (None if one has none); `spread` is that of `value` (stdev)."""
 
     step: int
     value: float
@@ -101,8 +101,8 @@ def _names(groups: list[list[Found]]) -> list[str]:
 
 
 def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[object]]:
-    """Return the settings that differ: {dotted key: its value in each config}; if `keys` are given, only these keys or
-    sections."""
+    """Return the settings that differ: {dotted key: its value in each config, None if missing}; if `keys` are given,
+    only these keys or sections."""
     differing = {key: None for config in configs for key in differences(configs[0], config)}
     chosen = [key for key in differing if not keys or any(f"{key}.".startswith(f"{name}.") for name in keys)]
     return {key: [value_at(config, key) for config in configs] for key in chosen}

@@ -94,7 +94,7 @@ class Page:
         self.add(f'<div class="samples">{control}<div class="pictures">{"".join(figures)}</div></div>')
 
     def write(self, path: Path) -> None:
-        """Write the page. Raises OSError if that fails, ImportError if plotly is missing."""
+        """Write the page to `path`. Raises OSError if that fails, ImportError if plotly is missing."""
         try:
             from plotly.offline import get_plotlyjs  # imported here because only the main process draws, at the end
         except ImportError as error:
