@@ -23,7 +23,7 @@ PLACEMENTS = get_args(Placement)
 @dataclass(frozen=True)
 class Stream:
     """An array that is written part by part along its first axis. Each part is made when it is written, so that memory
-    holds one at a time."""
+    holds one at a time. `shape` is that of the whole array."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -55,7 +55,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards of another plan; without it, finished ones raise ValueError.
-        begun  entries with which the unfinished work to be continued was begun, where they differ from `plan`.
+        begun  entries that unfinished work was begun with, where they differ from `plan`'s: such work is continued.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """

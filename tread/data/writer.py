@@ -26,7 +26,7 @@ EARLIER = {"orientation": "stored", "alpha": "drop"}  # how photos were read if 
 class DatasetWriter(ShardStore):
     """Writes a dataset in shards; the work may be interrupted and continued.
 
-    folder    the future dataset's. Raises ValueError if it has no name, as "..".
+    folder    the folder of the future dataset; ValueError if it has no name, such as "..".
     plan      JSON of what determines the shards; unfinished work is continued only if its plan is the same.
     pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: no pictures are kept.
     besides   further settings, which change no shard; unlike `plan`, they may change while the dataset is unfinished.

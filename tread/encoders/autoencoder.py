@@ -51,7 +51,7 @@ SD_CONFIG = {
 
 
 def preview(x: Tensor) -> Tensor:
-    """Return the first 3 channels of network latents, or 1 of fewer, as uint8 pictures: −3..3 → 0..255, clipped."""
+    """Return the first 3 channels of latents, or 1 if there are fewer, as uint8 pictures: −3..3 → 0..255, clipped."""
     return to_uint8(x[:, : 3 if x.shape[1] >= 3 else 1] / 3)
 
 

@@ -42,13 +42,13 @@ SHIPPED = {"cifar10": Path(__file__).with_name("cifar10.npz")}  # save_reference
 
 @dataclass(frozen=True)
 class Reference:
-    """An opened reference: statistics, pictures, or both.
+    """An opened reference: statistics, pictures, or both. `where` and `sha256` are those of its file or folder.
 
     stated      statistics stored in the file: (mean, covariance) by kind of features, "pool" or "spatial".
     pictures    the pictures, from whose features missing statistics are computed; None: there are none.
     resolution  (H, W); None: unknown.
     count       number of its pictures, or of those behind its statistics; None: unknown.
-    lacking     why there are no pictures, if so: the message for metrics that need them.
+    lacking     why `pictures` is None, as a message for metrics that need pictures.
     """
 
     where: str

@@ -186,7 +186,7 @@ def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """How a checkpoint is scored.
+    """How the network `saved` is scored by `options`, with samples drawn by `sampler`.
 
     weak            the guidance's weak network, if it is another checkpoint; else None.
     count           number of samples to draw.
@@ -408,7 +408,7 @@ def check_target(path: Path, reference: Reference) -> None:
 
 
 class CheckpointScoring:
-    """Scores one checkpoint.
+    """Scores one checkpoint as `plan` says: by `scorer` and, unless it is None, by `clip`, the CLIP score.
 
     settings  everything that decides the score, a ScoringPlan.fingerprint.
     files     files of the score.

@@ -223,7 +223,7 @@ class PhotoOptions:
 
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
-    """Check everything, make this process's shards, and in the main one the datasets. Raises ValueError or OSError."""
+    """Check everything, make this process's shards; the main one makes the datasets. Raises ValueError or OSError."""
     photos = open_photos(options)
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)

@@ -102,7 +102,7 @@ class Photos:
             raise ValueError(f"{self.where}: " + "\n".join(texts))
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
-        """Return a copy with only the photos that have captions. Its faults add those without, and `faults`.
+        """Return a copy with only the photos that have captions. Its faults also list the rest, and `faults`.
 
         captions  the captions of each picture, or the reason why it has none.
         faults    (name, reason) of captions without a picture.

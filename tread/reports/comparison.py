@@ -28,7 +28,7 @@ TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 class Point(NamedTuple):
-    """A point of a group's curve: means over its seeds (None if one has none); `spread` is that of `value` (stdev)."""
+    """A curve's point: means over seeds (None if one has none); standard deviation of `value` (None for one seed)."""
 
     step: int
     value: float
