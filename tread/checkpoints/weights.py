@@ -249,8 +249,8 @@ class StoredWeights:
 
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
-    """Read the "ema" or "model" weights of a checkpoint or file. Of a checkpoint's file, the name tells which it holds:
-    model.safetensors is read for "ema" too, "model" of ema.safetensors raises ValueError. Also FileNotFoundError.
+    """Read the "ema" or "model" weights of a checkpoint or file. The name of a checkpoint's file tells which of them it
+    holds. Raises FileNotFoundError, or ValueError, also if weights="model" but the file holds ema.
     """
     if not path.is_file():
         source = checkpoint.find(path)
