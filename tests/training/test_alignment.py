@@ -489,8 +489,8 @@ def test_what_does_not_fit_is_named_before_training(repa):
         ("alignment=self", "alignment.block=1", "alignment.blocks=[1,3]", r"\[1,3\] and alignment.block 1: name one"),
         ("alignment=self", "alignment.blocks=[]", "alignment.blocks is .* name one block or more"),
         ("alignment=self", "alignment.until=4", "alignment.fade=5", "alignment.fade is 5, but alignment.until 4"),
-        ("alignment=none", "alignment.until=4", "alignment.until is 4, which is of alignment=repa or .*=self, not"),
-        (*REPA[:3], "alignment.teacher=3", "alignment.teacher is 3, which is of alignment=self, not of .*=repa"),
-        ("alignment.encoder=dinov2-b", "alignment.encoder is dinov2-b, which is of alignment=repa, not of .*=none"),
+        ("alignment=none", "alignment.until=4", "alignment.until is 4, which belongs to alignment=repa or .*=self"),
+        (*REPA[:3], "alignment.teacher=3", "alignment.teacher is 3, which belongs to alignment=self, not to .*=repa"),
+        ("alignment.encoder=dinov2-b", "alignment.encoder is dinov2-b, which belongs to alignment=repa, not .*=none"),
     )
     assert not (folder / "results/none").exists()

@@ -103,7 +103,7 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
 
 
 class Npz:
-    """Arrays of an .npz file, read without unpickling. Raises ValueError if the file is damaged or no .npz."""
+    """Arrays of an .npz file, read without unpickling. Raises ValueError if the file is damaged or not an .npz."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
