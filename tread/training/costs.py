@@ -8,8 +8,8 @@ A step's memory is traced: its passes run on torch's fake tensors, which have sh
 numbers, and after each operation the bytes of all storages in use are counted.
 """
 
-import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -38,10 +38,12 @@ USABLE = 0.94  # share of a device's memory for tensors; CUDA and fragmentation 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
     """Return the FLOPs of the training steps numbered `steps`, on whole batches under each step's own routes."""
-    alike = itertools.groupby((active_routes(cfg, step), bool(cfg.alignment.weight_at(step))) for step in steps)
-    counts = ((routes, aligner if aligned else None, sum(1 for _ in group)) for (routes, aligned), group in alike)
-    each = sum(sample_flops(network, routes, aligner) * count for routes, aligner, count in counts)
-    return each * cfg.train.batch_size
+    kinds, changes = Counter(), {steps.start, cfg.train.routes_until, cfg.alignment.until}
+    firsts = [*steps] if cfg.train.ratio_schedule else sorted(step for step in changes if step in steps)
+    for first, end in zip(firsts, [*firsts[1:], steps.stop]):
+        kinds[active_routes(cfg, first), bool(cfg.alignment.weight_at(first))] += end - first
+    each = ((routes, aligner if aligned else None, count) for (routes, aligned), count in kinds.items())
+    return cfg.train.batch_size * sum(sample_flops(network, routes, aligner) * count for routes, aligner, count in each)
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
