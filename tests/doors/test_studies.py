@@ -82,6 +82,17 @@ def test_an_arm_alone_can_choose():
     assert word in chosen.training.overrides and best == f"TREAD, Muon, {word}"
 
 
+def test_an_arm_over_another_says_what_it_adds():
+    """The ladder's arms, by hand: a rung left out of the whole, in overrides or in scoring; an encoder by scale."""
+    read = study.read_study("ladder", "small")
+    whole, norm, labels = (read.arms[name] for name in ("+ two aligned blocks", "− RMSNorm", "− balanced labels"))
+    assert {*whole.overrides} ^ {*norm.overrides} == {"model.norm=rms", "model.norm=layer"}
+    assert whole.overrides == labels.overrides and {*whole.scoring} - {*labels.scoring} == {"labels=balanced"}
+    assert read.against["− RMSNorm"] == "+ two aligned blocks" and (whole.seeds, norm.seeds) == (3, 1)
+    paper = [word for arm in study.read_study("ladder", "paper").arms.values() for word in arm.overrides]
+    assert {word for word in paper if "encoder" in word} == {"alignment.encoder=dinov2-b", "alignment.encoder=null"}
+
+
 def test_costs_are_divided_by_those_of_the_arm_compared_with():
     run, other = (
         results.Made(
