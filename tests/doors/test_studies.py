@@ -61,7 +61,9 @@ def test_every_study_can_be_planned_at_the_papers_scale():
         )  # arms that differ in what they are scored with alone
         assert len({one.training.key for one in runs}) + shared == len(runs)
         for one in runs:
-            assert one.scores[-1].step == one.training.steps == one.training.cfg.train.steps
+            assert one.training.steps == one.training.cfg.train.steps
+            assert bool(one.scores) != (one.arm in study._trials(read))  # which are not scored
+            assert all(score.step == one.training.steps for score in one.scores[-1:])
             assert one.training.cfg.model.routes or not any(word == "model=tread" for word in one.training.overrides)
             for score in one.scores:
                 schema.check_overrides(score.words, schema.known_keys(known[score.script]))
