@@ -4,17 +4,15 @@ import copy
 from dataclasses import replace
 
 import pytest
-import test_sprint
 import test_text
 import torch
 from conftest import equal, state_of
-from modes import assert_golden_gradients, assert_modes_agree, assert_near, batch, counted_flops, drawn, hot
+from modes import assert_golden_gradients, assert_modes_agree, assert_near, batch, counted_flops, hot
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from dit import Attention, DiT, mixed
 from routing_module import Record, Route, run_blocks
-from tread.checkpoints.network import build_network
 from tread.checkpoints.weights import fit, sizes
 from tread.models.backbone import block_matrices
 from tread.models.lightning import LightningDiT
@@ -173,8 +171,14 @@ def test_what_a_block_hands_on_is_gathered_and_full_again():
         return x + c
 
     record = Record((0, 2))
-    out = run_blocks([begin, later, later, later], tokens, 2, routes=[(Route(2, 2), ids)], along=[places], record=record)
-    assert torch.equal(seen[1], ids + 10) and torch.equal(seen[2], places + 10) and out[0, :, 0].tolist() == [7, 5, 5, 7, 5]
+    out = run_blocks(
+        [begin, later, later, later], tokens, 2, routes=[(Route(2, 2), ids)], along=[places], record=record
+    )
+    assert (
+        torch.equal(seen[1], ids + 10)
+        and torch.equal(seen[2], places + 10)
+        and out[0, :, 0].tolist() == [7, 5, 5, 7, 5]
+    )
     assert torch.equal(record.outputs[0][0], tokens + 1)
     run_blocks([begin, later, later], tokens, 2, routes=[(Route(0, 1, rejoin="stale"), ids)], along=[places])
     with pytest.raises(ValueError, match="block 0 hands something on, but on a route"):
