@@ -149,7 +149,8 @@ def test_flops_weights_and_optimizer_know_it(name, read_config):
     assert not {*map(id, block_matrices(network))} & {*map(id, shares(network).values())}
 
 
-@pytest.mark.parametrize("name", ["dit", pytest.param("sprint", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dit", "sprint"])
 def test_bf16_recomputation_and_compiled_blocks_agree_with_the_plain_network(name):
     """Graphs: the first block, the later ones on all tokens and on kept ones, embedding and last layer."""
     network, given, [(route, ids)] = build(name)
