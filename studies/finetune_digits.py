@@ -1,10 +1,10 @@
-"""New classes for a trained network: 0 to 6 are known, 7, 8 and 9 come in a tenth of the steps.
+"""Teaches a network that was trained on the digits 0 to 6 the classes 7, 8 and 9 as well.
 
 python studies/finetune_digits.py out=results/finetune-digits
 
-A network is trained on the digits 0 to 6 and goes on with all ten (init_classes), for a tenth of its steps. Beside it
-stand one trained from nothing for as many steps, and one for ten times as many. `table.md` in the folder has the label
-agreement of 100 samples a class by the digits' judge (docs/scores.md), of the old classes and of the new ones.
+A network is trained on the digits 0 to 6, then on all ten (init_classes) for a tenth of its steps. It is compared with
+networks trained on all ten from the start, for as many steps and for ten times as many. `table.md` in the folder `out`
+has the label agreement of 100 samples per class (docs/scores.md), averaged over the old classes and over the new ones.
 """
 
 import sys
