@@ -21,11 +21,12 @@ from tread.checkpoints.network import build_network, read_network
 
 SMALL = ("model.hidden_size=32", "model.depth=6", "model.patch_size=4", "train.path_drop=0.1")
 LATENTS = replace(RGB, shape=(4, 16, 16), scale=0.3, shift=0.1, channel_shift=(0.1,) * 4, channel_scale=(2.0,) * 4)
+VALUES = "model.value_residual=true"
 KINDS = {  # name → overrides; the first two and the last draw pictures, the others only run once
     "dit": ("model=tread",),
-    "rectified": ("model=tread_lightning", "objective=rf", "rf.shift=0.5", "model.position_scale=0.5"),
+    "rectified": ("model=tread_lightning", "objective=rf", "rf.shift=0.5", "model.position_scale=0.5", VALUES),
     "text": ("model=tread_text", "objective=rf"),
-    "sprint": ("model=sprint",),
+    "sprint": ("model=sprint", VALUES),
     "maskdit": ("model=maskdit",),
     "mamba": ("model=mamba",),
     "rwkv": ("model=rwkv",),
