@@ -152,6 +152,7 @@ class TextDiT(LightningDiT):
         positions: Positions = "sincos",
         qk_norm: bool = False,
         bottleneck: int | None = None,
+        class_token: int | None = None,
     ) -> None:
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_heads, mlp_ratio, None, learn_sigma, init)
         super().__init__(
@@ -163,6 +164,7 @@ class TextDiT(LightningDiT):
             block=partial(TextBlock, text_tokens=text_tokens),
             embedder=lambda dim: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, dim, norm),
             bottleneck=bottleneck,
+            class_token=class_token,
         )
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()
         mask[:, 0] = True

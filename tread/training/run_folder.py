@@ -17,6 +17,7 @@ FIXED += ("init_from", "init_classes", "init_positions")
 FIXED += tuple(f"alignment.{item.name}" for item in fields(Alignment) if item.name != "precision")
 FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
 FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))
+FIXED += ("train.class_token_weight",)
 LAUNCH = ("name", "results", "resume", "run")  # settings of a launch, not of a run
 NOTHING = "nothing"  # stands for a missing value
 
