@@ -24,7 +24,7 @@ LATENTS = replace(RGB, shape=(4, 16, 16), scale=0.3, shift=0.1, channel_shift=(0
 KINDS = {  # name → overrides; the first two and the last draw pictures, the others only run once
     "dit": ("model=tread",),
     "rectified": ("model=tread_lightning", "objective=rf", "rf.shift=0.5", "model.position_scale=0.5"),
-    "text": ("model=tread_text", "objective=rf"),
+    "text": ("model=tread_text", "objective=rf", "model.class_token=10"),
     "sprint": ("model=sprint",),
     "maskdit": ("model=maskdit",),
     "mamba": ("model=mamba",),
@@ -65,7 +65,8 @@ for name in sorted(os.listdir(exports)):
     network = AutoModel.from_pretrained(f"{exports}/{name}/transformer", trust_remote_code=True)
     assert network.dtype == torch.float32
     given = torch.load(f"{exports}/../{name}.pt", weights_only=True)
-    drawn[f"{name} forward"] = network.eval()(*given, network.null(2)).detach().numpy()
+    token = {"class_token": torch.ones(2, 10)} if name == "text" else {}
+    drawn[f"{name} forward"] = network.eval()(*given, network.null(2), **token).detach().numpy()
 ours = [name for name in sys.modules if name.partition(".")[0] in ("tread", "dit", "rf", "routing_module")]
 assert not ours, ours
 np.savez(f"{exports}/../drawn.npz", **drawn)
@@ -126,7 +127,7 @@ def test_a_process_without_our_code_draws_our_pictures(exports, tmp_path):
         network = tread.load(exports / kind, device="cpu").network
         x, t = torch.load(exports / f"{kind}.pt", weights_only=True)
         with torch.no_grad():
-            ours = network(x, t, network.null(2))
+            ours = network(x, t, network.null(2), **({"class_token": torch.ones(2, 10)} if kind == "text" else {}))
         torch.testing.assert_close(torch.from_numpy(theirs[f"{kind} forward"]), ours)
 
 

@@ -43,7 +43,7 @@ class Beside:
     @classmethod
     def of(cls, network: nn.Module) -> "Beside":
         """Return how the states of this network are put together."""
-        token = getattr(network, "class_token", None)
+        token = getattr(network, "z_embedder", None)
         return cls(network.in_channels, token and token.width)
 
     def join(self, x: Tensor, token: Tensor) -> Tensor:

@@ -202,8 +202,8 @@ class Backbone(nn.Module):
         self.register_buffer("pos_embed", sincos_positions(hidden_size, side)[None])
         self.blocks = nn.ModuleList(make_block() for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels, hidden_size)
-        self.class_token = ClassToken(class_token, hidden_size) if class_token else None
-        self.leading = int(self.class_token is not None)  # tokens before the patches
+        self.z_embedder = ClassToken(class_token, hidden_size) if class_token else None
+        self.leading = int(self.z_embedder is not None)  # tokens before the patches
         self.initialize(init)
 
     def initialize(self, init: str) -> None:
@@ -223,8 +223,8 @@ class Backbone(nn.Module):
                 if hasattr(module, "adaLN_modulation"):
                     nn.init.zeros_(module.adaLN_modulation[1].weight)
             nn.init.zeros_(self.final_layer.linear.weight)
-        if self.class_token is not None:
-            nn.init.zeros_(self.class_token.out.weight)
+        if self.z_embedder is not None:
+            nn.init.zeros_(self.z_embedder.out.weight)
 
     def scale_positions(self, scale: float) -> None:
         """Multiply rows and columns in the fixed positions by `scale` (NetworkOptions.position_scale)."""
@@ -283,8 +283,8 @@ class Backbone(nn.Module):
         embedding = sum(weight.numel() for weight in self.x_embedder.parameters() if weight.ndim > 1)
         values = D * self.patch_size**2 * self.out_channels if upto is None else 0
         time, final = (WAVES + D) * D, 2 * D * D if upto is None else 0
-        if self.class_token is not None:  # its embedding; its velocity, with the last layer's modulation once more
-            blocks += self.class_token.width * D * (2 if upto is None else 1) + final
+        if self.z_embedder is not None:  # its embedding; its velocity, with the last layer's modulation once more
+            blocks += self.z_embedder.width * D * (2 if upto is None else 1) + final
         return int(2 * (blocks + self.num_tokens * (embedding + values) + final + time))
 
     def forward(
@@ -304,13 +304,13 @@ class Backbone(nn.Module):
         class_token  (B, z) noised class token, of a network that has one.
         """
         x, c, *shared = self.embed(x, t, y)
-        if self.class_token is not None:
-            x = self.class_token.before(x, class_token)
+        if self.z_embedder is not None:
+            x = self.z_embedder.before(x, class_token)
         grid, along = self.grid if self.needs_grid else None, self.along(len(x))
         blocks, more = self.called(self.blocks), {"record": record, "leading": self.leading}
         x = run_blocks(blocks, x, c, *shared, routes=routes, along=along, grid=grid, **more)
-        if self.class_token is not None and record is not None:
-            record.class_token = self.class_token.velocity(self.final_layer.modulated(x[:, :1], c))
+        if self.z_embedder is not None and record is not None:
+            record.class_token = self.z_embedder.velocity(self.final_layer.modulated(x[:, :1], c))
         return self.unpatchify(self.final_layer(x[:, self.leading :], c))
 
     def called(self, blocks: Iterable[nn.Module]) -> list[Callable[..., Tensor]]:
@@ -324,8 +324,8 @@ class Backbone(nn.Module):
         """Return the output (B, N, D) of the block with index `block` on all tokens; later blocks do not run."""
         x, *shared = self.embed(x, t, y)
         grid = self.grid if self.needs_grid else None
-        if self.class_token is not None:
-            x = self.class_token.before(x, class_token)
+        if self.z_embedder is not None:
+            x = self.z_embedder.before(x, class_token)
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)[:, self.leading :]
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:

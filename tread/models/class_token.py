@@ -26,6 +26,6 @@ class ClassToken(nn.Module):
             raise ValueError(f"class_token is {said}, but this network takes ({len(tokens)}, {self.width})")
         return torch.cat([self.norm(self.proj(given)).to(tokens.dtype)[:, None], tokens], dim=1)
 
-    def velocity(self, tokens: Tensor) -> Tensor:
-        """Map tokens (B, 1 + N, D), modulated as for the last layer, to the class token's velocity (B, z)."""
-        return self.out(tokens[:, 0])
+    def velocity(self, token: Tensor) -> Tensor:
+        """Map the class token (B, 1, D), modulated as the patches are for the last layer, to its velocity (B, z)."""
+        return self.out(token[:, 0])

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from routing_module import Record, Route, gather_tokens
+from routing_module import Record, Route, Routes, gather_tokens
 from tread.data.dataset import Batch
 from tread.diffusion.process import Process
 from tread.diffusion.token_beside import noised_token
@@ -106,15 +106,9 @@ class Aligned(nn.Module):
         self.network, self.projector, self.block = network, projector, block
 
     def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
-        record: Record | None = None,
-        path_drop: Tensor | None = None,
-        class_token: Tensor | None = None,
-    ) -> Tensor:
+        self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None,
+        path_drop: Tensor | None = None, class_token: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the network's output; record.outputs[block] is then (projected tokens (B, K, z), ids_keep)."""
         record = record or Record()
         record.blocks = (self.block,)

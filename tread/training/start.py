@@ -387,8 +387,7 @@ def open_dataset(
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None
     pictures = repa and cfg.alignment.source == "live"
     text = cfg.text.encoder if cfg.model.takes_text else None
-    flip = part == "train" and cfg.dataset.flip
-    token = cfg.model.class_token
+    flip, token = part == "train" and cfg.dataset.flip, cfg.model.class_token
     data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text, flip, token)
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, cfg.dataset.num_classes)
     measures = (*data.latents.shape, len(data.latents.classes))
