@@ -257,7 +257,7 @@ def over_training(
 
 
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
-    """Return two panels of a metric's paired differences against images: at equal images, and at equal FLOPs."""
+    """Return up to two panels over the number of images: the metric's paired differences at equal images or FLOPs."""
     colour, panels = colours(study), []
     for axis, name in (("images", "images"), ("flops", "FLOPs")):
         lines = []

@@ -135,7 +135,7 @@ def pipeline_file(saved: SavedNetwork) -> str:
 
 
 def network_file(saved: SavedNetwork) -> str:
-    """Return the text of transformer/model.py."""
+    """Return the text of transformer/model.py: the network's class as Python source, with its sizes as defaults."""
     network = saved.cfg.model.network
     bundle = Bundle({("tread.runtime.schema", "check"): CHECK})
     bundle.add(network.__module__, network.__name__)

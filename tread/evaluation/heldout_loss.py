@@ -21,8 +21,8 @@ from tread.runtime.randomness import seeded_normal
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
     """Return sample and noise-level indices, (n,) int64 each, of the evaluation points `numbers` (n,) in 0..points−1.
 
-    With fewer points than samples, the points are spread evenly over the samples, so that each class has its share.
-    Otherwise point k uses sample k % samples, and each round over the samples uses the next noise level of each.
+    If points ≤ samples, point k has a sample at even spacing, so that each class has its share, and level
+    k % noise_levels. Otherwise it has sample s = k % samples and level (s + k // samples) % noise_levels.
     """
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels

@@ -178,7 +178,7 @@ class FeatureSets:
         """Return measure(reference, samples, seen) for the pool features of both sets, with a progress bar that shows
         the title. A later call with the same title returns the stored result.
 
-        passes     how often `measure` reports each row of the reference and of the samples to `seen`; (0, 0): no bar.
+        passes     how many times `measure` counts each reference row and each sample row in `seen`; (0, 0): no bar.
         more_than  number of pictures that each set must exceed.
         """
         if title in self._compared:

@@ -85,7 +85,7 @@ def _written(*inputs: Any) -> list[int]:
 
 
 def _in_forward() -> bool:
-    """Return False in a backward pass, where activation checkpointing calls blocks again, and in compiled graphs."""
+    """Return False in compiled graphs and in a backward pass, in which activation checkpointing calls blocks again."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
 

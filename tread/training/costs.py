@@ -136,8 +136,8 @@ def memory(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool,
     aligner: Aligner | None = None,
 ) -> StepMemory:  # fmt: skip
-    """Return the bytes of a step on one device: traced if the blocks are not compiled, else predicted from tables of
-    bytes per token and channel. train.memory=auto counts as plain, and so does budget if nothing is compiled."""
+    """Return the bytes of a step in micro-batches of `images` samples on one device: traced if not `compiled`, else by
+    tables of bytes per token and channel. train.memory="auto" counts as "plain"; so does "budget" if not `compiled`."""
     if aligner is not None:
         step = memory(cfg, network, routes, images, precision, compiled)
         weights = 4 * count_parameters(aligner.module.projector)

@@ -151,7 +151,7 @@ class Optim:
 
     @property
     def copies(self) -> float:
-        """The size of the optimizer's state, in numbers per parameter value (AdamW: 2), but see matrix_copies."""
+        """The optimizer's state, in numbers per parameter value (AdamW: 2); for blocks' matrices see matrix_copies."""
         return OPTIMIZERS[self.name].copies(self.options or {})
 
     @property
