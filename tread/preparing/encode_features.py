@@ -1,5 +1,6 @@
-"""Writes an encoder's patch features of a dataset's pictures beside its latents (`prepare_features`). All checks run
-before the long work. Processes share the shards; the same command, run again, makes the missing ones."""
+"""Writes an encoder's features of a dataset's pictures, of patches and of the whole, beside its latents
+(`prepare_features`). All checks run before the long work. Processes share the shards; the same command, run again,
+makes the missing ones."""
 
 import json
 import math
