@@ -48,7 +48,7 @@ def launch(folder, *overrides):
 
 
 def encode(folder, part, *overrides):
-    options = (f"dataset.path=data/digits/{part}", "encoder=own_tokens:patches", *overrides)
+    options = (f"dataset.path=data/digits/{part}", "encoder=own_tokens:patches", "batch_size=500", *overrides)
     return launch_door(prepare_features.main, "prepare_features", folder, *options)
 
 
