@@ -55,6 +55,8 @@ def test_pictures_as_arrays_and_latents(model):
     latents = model.sample(5, output="latent", **BRIEF)
     assert np.array_equal((latents[:, 0] * 127.5 + 127.5).round().clip(0, 255).numpy(), pictures)
     assert len(model.sample(steps=2, seeds=0)) == 10
+    counted = model.sample(np.array([5]), np.arange(2), steps=3, output="np")
+    assert np.array_equal(counted, array) and np.array_equal(model.sample(np.int64(5), output="np", **BRIEF), array)
 
 
 @pytest.mark.parametrize("solver", ["heun", "euler"])
