@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,7 +12,7 @@ import export_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import RGB, assert_refused, launch_door, randomized, read_json, write_json
+from conftest import RGB, assert_refused, launch_door, randomized, read_json
 from safetensors.torch import load_file
 
 import tread
