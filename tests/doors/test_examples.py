@@ -25,8 +25,9 @@ def codes(notebook: dict) -> list[dict]:
 
 
 def kinds(cell: dict) -> list[str]:
-    """What a cell shows: pictures, values and printed text."""
-    return [f"{output['output_type']} {'image/png' in output.get('data', ())}" for output in cell["outputs"]]
+    """What a cell shows: pictures, values and printed text, in pieces or as one."""
+    shown = (f"{output['output_type']} {'image/png' in output.get('data', ())}" for output in cell["outputs"])
+    return list(dict.fromkeys(shown))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
