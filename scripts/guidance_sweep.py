@@ -2,7 +2,7 @@
 
 guidance=… chooses the kind. ω is the guidance weight, an interval is the range of noise levels with guidance, and a
 ratio is the fraction of tokens that a branch skips. Set these by sweep.…, not by guidance.…. Each setting is scored as
-by fid.py, in a folder of its own in `out`; a stopped sweep goes on when it is started again.
+by fid.py, in a folder of its own in `out`; a stopped sweep resumes when it is started again.
 
 Writes sweep.csv, and curves.png with each metric against ω. For kinds with routes it also writes sweep.png, heat maps
 over both ratios: one metric for each ω and interval, and the cost. All options: configs/guidance_sweep.yaml.
@@ -64,8 +64,8 @@ class Sweep:
     metric: str | None
 
     def points(self, routed: bool) -> list[Point]:
-        """Return all combinations of the sweep's values, each once. Unless the guidance uses routes (`routed`), the
-        fractions of skipped tokens are 0."""
+        """Return all combinations of the sweep's values, each once. The fractions of skipped tokens are 0 unless the
+        guidance uses routes (`routed`); a null list of fractions is then STRONG or WEAK."""
         strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
@@ -81,7 +81,7 @@ def main(tree: dict) -> None:
 
 
 def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
-    """Check all settings, score each, then write the table and the figures."""
+    """Check all settings, score each, then write the table and the figures. Raises ValueError or OSError."""
     options, paths = processes.from_main(lambda: scoring.settle_paths(options))
     check(sweep, options, paths)
     options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed
@@ -89,7 +89,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
     free = options.guidance.force or options.guidance.checkpoint is not None
     chosen = {point: setting(options, point) for point in grid if free or point.strong <= point.weak}
     if not chosen:
-        raise ValueError("a list is empty, or strong is above sweep.weak everywhere, which guidance.force=true runs")
+        raise ValueError("a list is empty, or strong is above sweep.weak everywhere (guidance.force=true allows it)")
     source, precision = checkpoint.find(paths[0]), use_precision(options.precision, processes.device)
     metric = choose_metric(sweep, options, [plan_scoring(scored, source, precision) for scored in chosen.values()])
     with processes.main_first():
@@ -126,7 +126,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """Return the metric's key to draw: sweep.metric, or the first available. ValueError if it is not available."""
+    """Return the key of the metric to draw: sweep.metric, else the first. Raises ValueError if it is not available."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
@@ -172,8 +172,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Return a panel per metric against ω: a line for each combination of fractions of skipped tokens and an interval,
-    and a flat line for `baseline`, the score without guidance."""
+    """Return a panel per metric against ω: a line for each interval and pair of fractions of skipped tokens, and a
+    flat line for `baseline`, the score without guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

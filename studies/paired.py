@@ -73,7 +73,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric, where x is the "images", "flops" or "steady_seconds" of its points."""
+    """Return {x: value} of a run's metric; x is its points' "images", "flops" or "steady_seconds", as `axis` says."""
     return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
 
 
@@ -93,13 +93,13 @@ def interpolate(values: Mapping[float, float], place: float) -> float | None:
 
 
 def last_difference(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's last value of a metric minus another's, however long each was trained; None if one has none."""
+    """Return one run's last value of a metric minus another's, however long each was trained; None without one."""
     ends = [[*curve(each, metric, "images").values()][-1:] for each in (run, other)]
     return ends[0][0] - ends[1][0] if all(ends) else None
 
 
 def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's, at the last number of images where both have it."""
+    """Return one run's metric minus another's, at the last number of images where both have it; None without one."""
     both = series([run, other], metric)
     return both[-1][1][0] - both[-1][1][1] if both else None
 
@@ -121,7 +121,7 @@ def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
     """Return by(run, other, *names) for each pair of runs with equal seeds (same data order and noise), leaving out the
-    pairs where it is None."""
+    pairs where the result is None."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]

@@ -1,5 +1,5 @@
-"""Scores checkpoints or pictures, see `run`. All checks come before the long work. That is split into parts, which the
-processes share; after an interruption, the same command run again makes only the missing parts."""
+"""Scores checkpoints or pictures, see `run`. All checks come before the long work. The work is split into parts, which
+the processes share; after an interruption, the same command makes only the missing parts."""
 
 import datetime
 import glob
@@ -55,7 +55,7 @@ OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precis
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """The options of configs/fid.yaml."""
+    """The options of configs/fid.yaml. Raises ValueError if they do not fit together."""
 
     checkpoint: str | None
     samples: str | None
@@ -93,13 +93,13 @@ class ScoringOptions:
         if (self.checkpoint is None) == (self.samples is None) and not (self.samples is None and self.save_reference):
             raise ValueError("name one of checkpoint=… and samples=… to score, or reference=… save_reference=stats.npz")
         if self.samples and (self.prompts or self.clip):
-            raise ValueError("prompts=… and clip=… are of a checkpoint; samples=… are scored without their captions")
+            raise ValueError("prompts=… and clip=… are for a checkpoint; samples=… are scored without their captions")
         if self.reference is None and (self.samples or self.save_reference):
             raise ValueError("reference=… is needed: ADM's .npz, an .npz with mu and sigma, a folder or a tar")
         if self.reference_features and self.reference not in SHIPPED:
-            raise ValueError(f"reference_features=true is of reference={', '.join(SHIPPED)}; pictures' are always made")
+            raise ValueError(f"reference_features=true is for reference={', '.join(SHIPPED)}, which has no pictures")
         if self.packed and not self.save_reference:
-            raise ValueError("packed=true is of save_reference=…")
+            raise ValueError("packed=true is for save_reference=…")
         if self.save_reference and Path(self.save_reference).suffix != ".npz":
             raise ValueError(f"save_reference is {self.save_reference!r}, but must end in .npz")
         paths = [Path(path) for path in (self.samples, self.reference) if path]
@@ -120,7 +120,8 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything, then score each checkpoint, or the pictures; return each checkpoint's fid.json as a dict."""
+    """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict; None
+    for new scores in processes other than the main one; [] for pictures. Raises ValueError or OSError."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -185,7 +186,7 @@ def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """How a checkpoint is scored.
+    """How the network `saved` is scored by `options`, with samples drawn by `sampler`.
 
     weak            the guidance's weak network, if it is another checkpoint; else None.
     count           number of samples to draw.
@@ -314,7 +315,7 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
     for key in ("prompts", "clip"):
         if (value := getattr(options, key)) is not None:
-            raise ValueError(f"{key}={value} is of captions, but {saved.found.folder} was trained with classes")
+            raise ValueError(f"{key}={value} is for captions, but {saved.found.folder} was trained with classes")
     return None
 
 
@@ -338,8 +339,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
-    """Return the folder of CIFAR-10's training pictures: the one a network was trained on, else data/cifar10. If
-    `make`, training and test pictures are written if missing. Raises the errors of prepare_cifar10."""
+    """Return the folder of CIFAR-10's training pictures: the one a planned network was trained on, else data/cifar10.
+    If `make`, training and test pictures are written if missing. Raises the errors of prepare_cifar10."""
     datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
     folder = Path(datasets[0].path if datasets else "data/cifar10")
     if make:
@@ -407,7 +408,7 @@ def check_target(path: Path, reference: Reference) -> None:
 
 
 class CheckpointScoring:
-    """Scores one checkpoint.
+    """Scores one checkpoint as `plan` says: by `scorer` and, unless it is None, by `clip`, the CLIP score.
 
     settings  everything that decides the score, a ScoringPlan.fingerprint.
     files     files of the score.
@@ -428,8 +429,8 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """Print and return the record of an earlier score with the same settings; return None if there is none. If
-        save_samples is set, it must have a samples.npz; if reference_features is, metrics of the same pictures."""
+        """Print and return the record of an earlier score with the same settings, or return None. With save_samples the
+        score must have a samples.npz; with reference_features it must have used the same reference pictures."""
         options = self.plan.options
         of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
         before = self.files.find(self.settings, with_samples=options.save_samples, **of)
@@ -452,8 +453,8 @@ class CheckpointScoring:
 
     def score(self, decoder: autoencoder.Decoder) -> dict | None:
         """Draw samples into the store `parts`, score them, and remove them. Returns fid.json's content in the main
-        process, None in the others. If another launch has made the score meanwhile, its content is returned in all
-        processes, and nothing is drawn."""
+        process, None in the others; if another launch has made the score meanwhile, nothing is drawn, and all processes
+        return its content. Raises FileExistsError if another launch is scoring in this folder."""
         began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
         with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
             record = processes.from_main(self.find_score)
@@ -553,9 +554,9 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """Return the entries that every fid.json has: the metrics' values and the number of samples behind each, warnings,
-    the reference, and time, command, device and versions. `pictures` are the samples if they were read from files;
-    their damaged ones are counted. None: the samples were generated."""
+    """Return the entries that every fid.json has: the metrics' values and the number of samples behind each (`count`,
+    or the scorer's), warnings, the reference, and time, command, device and versions. `pictures` are the samples if
+    they were read from files; their damaged ones are counted. None: the samples were generated."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {
@@ -578,7 +579,7 @@ def common_record(
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
-    """Score pictures made elsewhere, write fid.json and print it. Their features are kept in options.cache."""
+    """Score pictures made elsewhere; in the main process write fid.json and print it. options.cache keeps features."""
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()

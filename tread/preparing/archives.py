@@ -40,7 +40,7 @@ def _raise(error: OSError) -> None:
 
 
 class Zip:
-    """The files of a zip. Raises ValueError for a file that is no zip, or is damaged or truncated."""
+    """The files of a zip. Raises ValueError for a file that is not a zip, or is damaged or truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -63,7 +63,7 @@ class Zip:
 
 @functools.lru_cache(maxsize=4)
 def _opened_zip(path: Path, process: int) -> zipfile.ZipFile:
-    """Open a zip once in each process: a handle inherited by fork would share the file position with its parent."""
+    """Open a zip, once per process id: a handle inherited by fork would share the file position with its parent."""
     return zipfile.ZipFile(path)
 
 
@@ -129,8 +129,8 @@ Store = Folder | Zip | Tar | Tars
 
 
 def tar_paths(source: Path) -> list[Path]:
-    """Return the tars named by a pattern ({00..99}.tar, *.tar), or the tars in a folder that holds nothing but tars,
-    tables and texts (BESIDE_TARS). Returns [] for other sources."""
+    """Return the tars named by a pattern, {00..99}.tar (without a check that they exist) or *.tar, or those in a folder
+    that holds nothing but tars, tables and texts (BESIDE_TARS). Returns [] for other sources, also for a single tar."""
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
         only = all(name.lower().endswith((".tar", *BESIDE_TARS)) for name in names)

@@ -80,7 +80,7 @@ def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
 
 
 def no_picture(head: bytes) -> str | None:
-    """Return why a file that begins with `head` (at least HEAD bytes) is no picture; None if it may be one."""
+    """Return why a file that begins with `head` (at least HEAD bytes) is not a picture; None if it may be one."""
     Image.init()
     if any(Image.OPEN[kind][1](head) for kind in FORMATS):
         return None
@@ -98,7 +98,7 @@ def _orientation(image: Image.Image) -> int | None:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Convert 16-bit grey, which Pillow may hold in 32 bits, to 8-bit grey; transparency becomes an alpha channel."""
+    """Convert 16-bit grey to 8 bits, transparency to an alpha channel. Raises ValueError for grey beyond 16 bits."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise ValueError(

@@ -18,9 +18,9 @@ LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launc
 
 
 def use_precision(name: Precision, device: torch.device) -> str:
-    """Return the precision; "auto" becomes "bf16" on a GPU that has it in hardware, else "fp32". On a GPU, set TF32.
+    """Return the precision to use; "auto" becomes "bf16" on a GPU that has it in hardware, else "fp32".
 
-    With bf16, TF32 is on, since a route may run one block in fp32, which is slow without TF32; else TF32 is off.
+    On a GPU this also sets TF32: on with bf16, since a route may run a block in fp32, which is slow without; else off.
     """
     check("precision", name, Precision)
     if name == "auto":
@@ -49,8 +49,8 @@ def tf32_flags() -> list[str]:
 
 
 def set_tf32(flags: list[str]) -> None:
-    """Set the flags that `tf32_flags` returns, and torch's old flags as well: torch.compile of torch 2.9 and 2.10 still
-    reads these, and raises an error where they differ from the new ones (pytorch #166387)."""
+    """Set the precisions `flags`, in the order of `tf32_flags`, and torch's old flags as well: torch.compile of torch
+    2.9 and 2.10 still reads these, and raises an error where they differ from the new ones (pytorch #166387)."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     matmul.allow_tf32, cudnn.allow_tf32 = flags[0] == "tf32", flags[1] == "tf32"
     if hasattr(matmul, "fp32_precision"):  # the old flags alone would not override the global fp32_precision
