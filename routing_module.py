@@ -372,7 +372,8 @@ def run_blocks(
 ) -> Tensor:
     """Run blocks in order under routes and return the tokens (B, N, D).
 
-    blocks  callables (tokens, *along, *shared) → tokens.
+    blocks  callables (tokens, *along, *shared) → tokens; or → (tokens, a tensor (B, N, …)) to hand something on: later
+            blocks get the tensor as the last of `along`.
     tokens  (B, N, D).
     shared  further inputs of every block, without a token axis (e.g. the conditioning).
     routes  pairs (Route, ids_keep (B, K) int64). Blocks get the kept tokens in the order of ids_keep; selection_ratio
@@ -420,6 +421,11 @@ def run_blocks(
         if autocast and index in in_fp32:
             call = partial(run_in_fp32, call)
         tokens = call(tokens, *seen, *shared)
+        if isinstance(tokens, tuple):
+            if ids_here is not None:
+                raise ValueError(f"block {index} hands something on, but on a route it lacks the skipped tokens' part")
+            tokens, handed_on = tokens
+            along = seen = [*along, handed_on]
         if index in record.blocks:
             record.outputs[index] = tokens[:, leading:], ids_here
         if route := ending.get(index):

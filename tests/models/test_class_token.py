@@ -26,7 +26,7 @@ SIZES += ("model.hidden_size=32", "model.num_heads=2", "model.depth=6", "model.c
 WORDS = ("text.encoder=words", "text.fingerprint=f", "text.tokens=4", "text.vocabulary=[a,b,c,d]")
 NETWORKS = {
     "dit": ("model=tread",),
-    "lightning": ("model=tread_lightning", "model.positions=rope", "model.norm=rms", "model.mlp=swiglu"),
+    "lightning": ("model=tread_lightning", "model.positions=rope", "model.norm=rms", "model.value_residual=true"),
     "text": ("model=tread_text", *WORDS),
 }
 
@@ -50,14 +50,19 @@ def by_hand(network, x, t, y, token, span=None, ids=None):
     if getattr(network, "head_dim", None):
         table = torch.cat([torch.ones(1, 8), torch.zeros(1, 8)], dim=1)  # the cosines and sines of no angle
         table = torch.cat([table, network.rotary[0, 1:]])
+    values = {}  # of the first block, by sample, where they are mixed in later
     for index, block in enumerate(network.blocks):
         changed = tokens.clone()
         for sample in range(len(x)):
             routed = span is not None and span[0] <= index <= span[1]
             rows = [0, *(1 + number for number in ids[sample].tolist())] if routed else [*range(17)]
             along = [] if table is None else [table[None, rows]]
+            along += [values[sample][:, rows]] if index and values else []
             one = [part[sample : sample + 1] for part in (c, *shared)]
-            changed[sample, rows] = block(tokens[sample : sample + 1, rows], *along, *one)[0]
+            made = block(tokens[sample : sample + 1, rows], *along, *one)
+            if isinstance(made, tuple):
+                made, values[sample] = made
+            changed[sample, rows] = made[0]
         tokens = changed
     last = network.final_layer
     shift, scale = last.adaLN_modulation(c)[:, None].chunk(2, dim=2)

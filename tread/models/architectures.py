@@ -182,10 +182,18 @@ class DiTOptions(NetworkOptions):
     num_heads: Count
     bottleneck: Count | None = None
     class_token: Count | None = None
+    value_residual: bool = False
 
     network = DiT
     norm, mlp, positions, qk_norm = "layer", "gelu", "sincos", False
     constants = ("norm", "mlp", "positions", "qk_norm")
+
+    def check_routes(self) -> None:
+        super().check_routes()
+        if self.value_residual and any(route.start == 0 for route in self.resolved_routes):
+            raise ValueError(
+                "value_residual is true, but a route starts at block 0, whose values every token needs: start it later"
+            )
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
@@ -197,6 +205,7 @@ class DiTOptions(NetworkOptions):
         options["qk_norm"] = f"{BLOCK}attn.q_norm.weight" in shapes
         options["bottleneck"] = shapes[EXPAND][1] if EXPAND in shapes else None
         options["class_token"] = shapes[CLASS_TOKEN][1] if CLASS_TOKEN in shapes else None
+        options["value_residual"] = "blocks.1.attn.v1_lambda" in shapes
         for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
             options |= {"positions": "rope", "num_heads": hidden_size // max(1, rows[1])}
         return options
@@ -307,8 +316,10 @@ class MaskDiTOptions(DiTOptions):
     decoder_depth: Count | None = 8
     decoder_heads: Count | None = 16
     class_token: ClassVar[None] = None  # no option here: nobody has published one
+    value_residual: ClassVar[bool] = False  # no option here, as the route starts at block 0
 
     network, masks, marks = MaskDiT, True, (MASKDIT,)
+    constants = (*DiTOptions.constants, "value_residual")
 
     def __post_init__(self) -> None:
         sizes = (512, 8, 16) if self.hidden_size >= 384 else (self.hidden_size // 2, 2, self.num_heads)

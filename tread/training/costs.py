@@ -111,11 +111,12 @@ def step_seconds(
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
     products = aligner.flops(routes) / np.interp(network.hidden_size, *constants.reached) if aligner else 0
     moved = network.hidden_size * END_BYTES.moved * network.num_tokens
+    values = getattr(cfg.model, "value_residual", False)
     for block, count, width in blocks:
         linear = block.multiply_adds(count, attention=False)
         mixing = block.multiply_adds(count) - linear
         products += 6 * (linear / np.interp(width, *constants.reached) + mixing / attention)
-        known = block_bytes(cfg.model.architecture, width)
+        known = block_bytes(cfg.model.architecture, width, values)
         moved += count * width * (known.moved_in_bf16 if cfg.train.residual == "bf16" else known.moved)
     moved = images * moved + UPDATE_BYTES * count_parameters(network)
     seconds = images * products / device.products + moved / (constants.bandwidth * device.bandwidth)
@@ -149,7 +150,8 @@ def memory(
     weights, how = 4 * count_parameters(network), cfg.train.memory
     averages, optimizer = weights * (1 + len(cfg.ema.power)), 4 * cfg.optim.state_size(network)
     blocks, kind = blocks_run(network, routes), cfg.model.architecture
-    sizes = [(count * width, block_bytes(kind, width)) for _, count, width in blocks]
+    values = getattr(cfg.model, "value_residual", False)
+    sizes = [(count * width, block_bytes(kind, width, values)) for _, count, width in blocks]
     kept = sum(size * (block.budget if how == "budget" else block.saved) for size, block in sizes)
     if how == "checkpointing":  # each block's fp32 input, and the activations of one block
         kept = sum(4 * size for size, _ in sizes) + max(size * block.saved for size, block in sizes)
