@@ -111,9 +111,11 @@ class DiT(Backbone):
         init: str = "adaln_zero",
         *,
         bottleneck: int | None = None,
+        class_token: int | None = None,
         value_residual: bool = False,
     ) -> None:
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init)
-        super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), *sizes, bottleneck=bottleneck)
+        more = {"bottleneck": bottleneck, "class_token": class_token}
+        super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), *sizes, **more)
         if value_residual:
             add_value_residual(self.blocks)

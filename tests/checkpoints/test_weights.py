@@ -66,8 +66,8 @@ def test_every_setting_of_a_network_is_compared(saved, cfg, monkeypatch):
     decoder = {"decoder_hidden_size", "decoder_depth", "decoder_heads"}
     scans = {"state", "head_dim", "expand", "conv", "directions", "attention_every"}
     for model, names in {
-        "dit": {"num_heads"} | lightning,
-        "lightning": {"num_heads"} | lightning,
+        "dit": {"num_heads", "class_token"} | lightning,
+        "lightning": {"num_heads", "class_token"} | lightning,
         "sprint": {"num_heads"} | lightning,
         "maskdit": {"num_heads"} | lightning | decoder,
         "rwkv": set(),

@@ -134,6 +134,7 @@ class LightningDiT(Backbone):
         block: Callable[..., nn.Module] = LightningBlock,
         embedder: Callable[[int], nn.Module] | None = None,
         bottleneck: int | None = None,
+        class_token: int | None = None,
         value_residual: bool = False,
     ) -> None:
         if hidden_size % num_heads:
@@ -141,7 +142,8 @@ class LightningDiT(Backbone):
         for name, value, kind in (("norm", norm, Norm), ("mlp", mlp, MlpKind), ("positions", positions, Positions)):
             check(name, value, kind)
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init, embedder)
-        super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes, bottleneck)
+        more = {"bottleneck": bottleneck, "class_token": class_token}
+        super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes, **more)
         self.final_layer.norm_final = make_norm(norm, hidden_size)
         if value_residual:
             add_value_residual(self.blocks)
@@ -151,8 +153,9 @@ class LightningDiT(Backbone):
             self.register_buffer("rotary", self._rotary(1.0), persistent=False)
 
     def _rotary(self, scale: float) -> Tensor:
-        """Return the rotary table, cosines, then sines: (1, N, d)."""
-        angles = rotary_angles(self.head_dim, self.grid[0], scale)
+        """Return the rotary table, cosines, then sines: (1, N, d); before them, (1, 1, d) that does not rotate a class
+        token, if there is one."""
+        angles = F.pad(rotary_angles(self.head_dim, self.grid[0], scale), (0, 0, self.leading, 0))
         return torch.cat([angles.cos(), angles.sin()], dim=1).float()[None]
 
     def scale_positions(self, scale: float) -> None:

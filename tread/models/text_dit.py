@@ -153,6 +153,7 @@ class TextDiT(LightningDiT):
         positions: Positions = "sincos",
         qk_norm: bool = False,
         bottleneck: int | None = None,
+        class_token: int | None = None,
         value_residual: bool = False,
     ) -> None:
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_heads, mlp_ratio, None, learn_sigma, init)
@@ -165,6 +166,7 @@ class TextDiT(LightningDiT):
             block=partial(TextBlock, text_tokens=text_tokens),
             embedder=lambda dim: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, dim, norm),
             bottleneck=bottleneck,
+            class_token=class_token,
             value_residual=value_residual,
         )
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from routing_module import Route
 from tread.checkpoints.network import build_network, process_of
+from tread.diffusion.token_beside import noised_token
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost, open_encoder
 from tread.models.backbone import Backbone, count_parameters
 from tread.models.cost_constants import END_BYTES, PREDICTED, UPDATE_BYTES, Constants, Device, block_bytes, blocks_run
@@ -75,8 +77,10 @@ def blank_loss(
     x = torch.zeros(images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=device)
     level = torch.full((images,), 0.5, device=device)
     chosen = [pair(route, torch.zeros(images, network.num_tokens, device=device), network.grid) for route in routes]
+    token = cfg.model.class_token and x.new_zeros(images, cfg.model.class_token)
     with autocast(device, precision):
-        return process_of(cfg).loss(network, x, network.null(images), level, torch.zeros_like(x), chosen).mean()
+        called = partial(network, **noised_token(token, token, level))
+        return process_of(cfg).loss(called, x, network.null(images), level, torch.zeros_like(x), chosen).mean()
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
