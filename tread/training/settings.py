@@ -48,6 +48,7 @@ class Train:
     memory: Literal["auto", "plain", "budget", "checkpointing"] = "auto"
     activation_checkpointing: bool | None = None  # older spelling: true means memory=checkpointing
     residual: Residual = "fp32"
+    class_token_weight: PositiveOrZero = 0.03
 
     def __post_init__(self) -> None:
         again, memory = self.activation_checkpointing, self.memory
@@ -181,6 +182,10 @@ class Settings:
                 raise ValueError(f"train.{key} is for routes, but {named} has none")
         if self.train.path_drop and not model.has_path:
             raise ValueError(f"train.path_drop is {self.train.path_drop:g}, but {named} has no sparse path")
+        if model.class_token and self.objective != "rf":
+            raise ValueError(
+                f"model.class_token is {model.class_token}, but has no form for objective={self.objective}: rf"
+            )
         if model.takes_text and self.text.encoder is None:
             raise ValueError(f"text.encoder is null, but {named} takes texts: scripts/prepare_text.py encodes captions")
         if model.takes_text and self.eval.fid_every:
@@ -196,12 +201,15 @@ class Settings:
             raise ValueError(f"optim.name={self.optim.name} updates whole matrices, which lora.rank freezes: try adamw")
         if self.lora.rank and self.ema.power:
             raise ValueError("ema.power averages whole weights, but with lora.rank only adapters change: leave it []")
-        self.alignment.blocks(model.depth)  # raises ValueError for blocks that the network does not have
-        for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
+        self.alignment.resolve(model.depth)  # raises ValueError for blocks that the network does not have
+        both = ("repa", "self")
+        owners = {"block": both, "blocks": both, "until": both, "encoder": ("repa",), "teacher": ("self",)}
+        for key, kinds in owners.items():
             value, kind = getattr(self.alignment, key), self.alignment.kind
             if value is not None and kind not in kinds:
+                given = f"alignment.{key} is {schema.written(value)}"
                 asked = " or ".join(f"alignment={choice}" for choice in kinds)
-                raise ValueError(f"alignment.{key} is {value}, which belongs to {asked}, not to alignment={kind}")
+                raise ValueError(f"{given}, which belongs to {asked}, not to alignment={kind}")
         if self.alignment.kind == "repa" and self.alignment.encoder is None:
             raise ValueError(
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "

@@ -154,7 +154,7 @@ def prepare_blocks(
         return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
 
     def attempt() -> None:
-        for routes in kinds:
+        for routes in dict.fromkeys(routes for routes, _ in kinds):
             blank_loss(cfg, network, routes, images, device, precision).backward()
 
     compiled, uncompiled = settle_compile(cfg.train.compile, device)
@@ -176,8 +176,9 @@ def prepare_blocks(
 
 def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDataset) -> None:
     """Raise ValueError unless `data` has the kind and number of latents that a checkpoint was trained on."""
-    before = vars(LatentSpec.from_json(earlier.info["latents"])) | {"samples": earlier.info["samples"]}
-    if changed := differences(before, vars(data.latents) | {"samples": len(data)}):
+    made = {"samples": earlier.info["samples"], "class_token": earlier.info.get("class_token")}
+    now = vars(data.latents) | {"samples": len(data), "class_token": data.class_fingerprint}
+    if changed := differences(vars(LatentSpec.from_json(earlier.info["latents"])) | made, now):
         said = f"{cfg.dataset.path} is not the data that {Path(cfg.results) / cfg.name} was trained on"
         listed = [f"\n  {key}: {str(was)[:99]} there, {str(now)[:99]} here" for key, (was, now) in changed.items()]
         raise ValueError(f"{said}; name=… starts another run{''.join(listed)}")
@@ -300,15 +301,15 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "projector").initial_seed())
         projector = build_projector(alignment, network.hidden_size, width)
-    module = Aligned(network, projector.to(device), alignment.blocks(cfg.model.depth)[0])
+    module = Aligned(network, projector.to(device), alignment.resolve(cfg.model.depth)[0])
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
 
 
 def settings_warnings(cfg: Settings) -> list[str]:
     """Return warnings about settings that have no effect in this run, or are likely mistakes."""
-    warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
-    if cfg.alignment.kind == "self" and block >= teacher:
-        said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
+    warnings, (blocks, teacher) = [], cfg.alignment.resolve(cfg.model.depth)
+    if cfg.alignment.kind == "self" and blocks[-1] >= teacher:
+        said = f"the teacher's block {teacher} is not deeper than the aligned one, {blocks[-1]}"
         warnings.append(f"{said}: see alignment.teacher and .block")
     if cfg.alignment.precision == "bf16" and (cfg.alignment.kind, cfg.alignment.source) != ("repa", "live"):
         warnings.append("alignment.precision is bf16, but only a live encoder of alignment=repa computes in it")
@@ -406,8 +407,8 @@ def open_dataset(
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None
     pictures = repa and cfg.alignment.source == "live"
     text = cfg.text.encoder if cfg.model.takes_text else None
-    flip = part == "train" and cfg.dataset.flip
-    data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text, flip)
+    flip, token = part == "train" and cfg.dataset.flip, cfg.model.class_token
+    data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text, flip, token)
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, cfg.dataset.num_classes)
     measures = (*data.latents.shape, len(data.latents.classes))
     if measures != expected:
