@@ -77,11 +77,11 @@ def export_for_diffusers(options: Options) -> str:
     source.verify(options.weights)
     saved, info = open_network(source, options.weights), record(source.info, options.paths, options.autoencoder)
     tensors = as_dtype(source.tensors(options.weights), options.dtype)
-    place = record(source.info, "full", options.autoencoder)["latents"]["autoencoder"]  # paths=short shortens it
-    inside = place if diffusers_export.goes_inside(place, options.include_autoencoder) else None
+    name = options.autoencoder or source.info["latents"]["autoencoder"]  # not shortened, as info may have it
+    inside = name if diffusers_export.goes_inside(name, options.include_autoencoder) else None
     check_place(out.parent, sum(value.nbytes for value in tensors.values()))
     with explain_failure(out), whole_folder(out) as partial:
-        diffusers_export.write(saved, tensors, info["latents"], partial, inside)
+        diffusers_export.write(saved, tensors, info, partial, inside)
         told = card(saved, info, options.dtype, True, options.license, options.push)
         (partial / "README.md").write_text(told, encoding="utf-8")
     loads = f"DiffusionPipeline.from_pretrained({options.out!r}, trust_remote_code=True)"
@@ -95,7 +95,7 @@ def export(options: Options) -> checkpoint.Checkpoint:
     source.verify(options.weights)
     name = f"{options.weights}.safetensors"
     info, stated = record(source.info, options.paths, options.autoencoder), source.info["files"][name]
-    copied = options.dtype == stored_dtype(info)
+    copied = options.dtype == stored_dtype(info) and "adapter" not in source.info  # LoRA's are merged
     tensors = {} if copied and not options.public else as_dtype(source.tensors(options.weights), options.dtype)
     theirs = public_names(tensors) if options.public else {}
     size = stated["bytes"] if copied else sum(value.nbytes for value in tensors.values())
