@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from rf import RF
 from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.adapting import new_classes, new_positions, position_scale
 from tread.checkpoints.ema import EMA, exponential, power
@@ -25,6 +26,7 @@ from tread.encoders import autoencoder
 from tread.encoders.autoencoder import Decoder
 from tread.encoders.vision import encoder_name, open_encoder
 from tread.evaluation.scorers import OnlineFID, open_online_fid
+from tread.models.architectures import TextSettings
 from tread.models.backbone import Backbone, count_parameters
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
@@ -299,11 +301,22 @@ def settings_warnings(cfg: Settings) -> list[str]:
         warnings.append(f"{other}.{key} is {value}, but has no effect with objective={cfg.objective}")
     optim, alignment = cfg.optim, cfg.alignment
     no_weight = alignment.kind == "none" and alignment.weight != Alignment.weight
-    no_betas = "betas" not in OPTIMIZERS[optim.name].shared and optim.betas != (0.9, 0.999)
+    untouched = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # as in configs/defaults.yaml
+    changed = {key for key, value in untouched.items() if getattr(optim, key) != value}
+    ignored = sorted(changed - {*OPTIMIZERS[optim.name].shared})
+    no_text = not cfg.model.takes_text and cfg.text != TextSettings()
+    rf = RF() if cfg.objective == "edm" else cfg.rf  # for edm it is told above
+    no_normal = rf.time == "uniform" and (rf.time_mean, rf.time_std) != (RF.time_mean, RF.time_std)
+    snapshots, archive = cfg.ema.snapshot_every, cfg.dataset.archive
     idle = [  # whether a warning is due, and the warning
         (optim.warmup_steps >= cfg.train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
         (no_weight, f"alignment.weight is {alignment.weight}, but has no effect with alignment=none"),
-        (no_betas, f"optim.betas has no effect with optim.name={optim.name}"),
+        *((True, f"optim.{key} has no effect with optim.name={optim.name}") for key in ignored),
+        (no_text, f"section text has no effect with model={cfg.model.name}, which takes no texts"),
+        (no_normal, "rf.time_mean and rf.time_std have no effect with rf.time=uniform"),
+        (rf.clamp != RF.clamp and rf.predicts == "velocity", "rf.clamp has no effect with rf.predicts=velocity"),
+        (snapshots and not cfg.ema.power, "ema.snapshot_every has no effect without ema.power"),
+        (archive and cfg.dataset.embedded != "cifar10", "dataset.archive has no effect but with dataset=cifar10"),
         (optim.schedule == "constant" and optim.final_lr, "optim.final_lr has no effect with optim.schedule=constant"),
         (cfg.train.routes_until and not cfg.model.routes, "train.routes_until has no effect without routes"),
         (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
