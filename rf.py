@@ -43,10 +43,11 @@ class RF(Process):
     shift       s of the sampler: evenly spaced u = 1 − t become s·u / (1 + (s − 1)·u); 0.3 (LightningDiT) puts more
                 steps near noise. "auto": 1 / √(CHW/4096), which `for_latents` computes.
     train_shift s of training: drawn times become s·t / (1 + (s − 1)·t). "auto": √(CHW/4096), see `for_latents`.
-    predicts    what the network predicts, and loss_of what the squared error compares: see predictions.py. `clamp` is
-                the lower bound there. With `reverse` only a velocity changes its sign.
-    contrastive λ of −λ·(v − v')² in the loss, v' being another sample's velocity (arXiv 2506.05350: 0.05). Predicted
-                velocities become longer by about 1 / (1 − λ), which sampling does not undo.
+    predicts    what the network predicts, see predictions.py. `reverse` changes the sign of a velocity only.
+    loss_of     what the squared error compares, see predictions.py.
+    clamp       lower bound of t and 1 − t where a velocity is computed by dividing by them.
+    contrastive λ of a loss term −λ·(v − v')²; v is the predicted velocity, v' another sample's true one (arXiv
+                2506.05350: 0.05). Predicted velocities grow by about 1 / (1 − λ), which sampling does not undo.
     """
 
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
@@ -72,14 +73,14 @@ class RF(Process):
             check(f"rf.{item.name}", getattr(self, item.name), item.type)
         if self.contrastive and self.loss_of != "velocity":
             given = f"rf.contrastive is {self.contrastive:g} and rf.loss_of {self.loss_of}"
-            raise ValueError(f"{given}, but contrasted are velocities: rf.loss_of must be velocity")
+            raise ValueError(f"{given}, but the contrastive term is of velocities: rf.loss_of must be velocity")
 
     @property
     def beyond(self) -> int:
         return int(self.contrastive > 0)
 
     def for_latents(self, channels: int, size: int) -> "RF":
-        """Return this process with numbers in the place of "auto", for latents (channels, size, size)."""
+        """Return this process with numbers instead of "auto", for latents (channels, size, size)."""
         scale = size * channels**0.5 / 64  # √(CHW/4096)
         numbers = {"shift": 1 / scale, "train_shift": scale}
         return replace(self, **{name: value for name, value in numbers.items() if getattr(self, name) == "auto"})
@@ -132,7 +133,7 @@ class RF(Process):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three (B, C, S, S) fp32 tensors: squared errors of `loss_of`, predicted data D = x_t − t·v, and x_t.
         If `direction` is not 0, its cosine term at a position is added to the squared errors of all channels there;
-        `contrastive` subtracts λ·(v − v')². x and noise may have `beyond` rows more than t, for the last one's v'."""
+        `contrastive` subtracts λ·(v − v')². x and noise may have one row more than t: the last sample's v'."""
         others = negatives(x, noise, len(t)) if self.contrastive else None
         x, noise = x[: len(t)], noise[: len(t)]
         noisy, level = self.noised(x, t, noise), t.float().view(-1, 1, 1, 1)
@@ -159,8 +160,8 @@ class RF(Process):
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's mean squared error (B,) fp32 of the velocity with which samples are drawn, whatever is
-        predicted and whatever else the training loss compares or adds."""
+        """Return each sample's mean squared error of the velocity, (B,) fp32. It does not depend on loss_of, direction
+        and contrastive; with other `predicts` it is the velocity that follows from the prediction."""
         v = self.velocity(network, self.noised(x, t, noise), t, y, routes)
         return (v - (noise - x)).square().mean(dim=(1, 2, 3))
 

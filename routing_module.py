@@ -85,7 +85,8 @@ class Route:
 
     @classmethod
     def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> "Route":
-        """Return the paper's route r(2→depth−4): 2→8 for 12 blocks, 2→20 for 24, 2→24 for 28."""
+        """Return the paper's route r(2→depth−4): 2→8 for 12 blocks, 2→20 for 24, 2→24 for 28. Raises ValueError for a
+        depth below 6."""
         if depth - 4 < 2:
             raise ValueError(
                 f"the rule r(2→depth−4) gives r(2→{depth - 4}) at depth {depth}, which holds no "
@@ -112,7 +113,7 @@ class Route:
         if rejoin > start:
             raise ValueError(
                 f"route rejoin {self.rejoin} lies behind route start {start} (of {depth} blocks): skipped tokens "
-                "are not there to come back as they were before a later block"
+                "leave at the start, so they have no values from before a later block"
             )
         fp32 = self.fp32
         if fp32 == "auto":
@@ -335,7 +336,8 @@ class Record:
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
     """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep itself or uniform draws
-    (B, N), from which the route's rule chooses. A rule that scores tokens uses its scores of `tokens` (B, N, D) too."""
+    (B, N), from which the route's rule chooses. The rule may also use its scores of `tokens` (B, N, D), and needs their
+    `grid` if it keeps whole rows or groups."""
     if chosen.is_floating_point():
         with torch.no_grad():
             rule = RULES[route.select]
@@ -347,7 +349,7 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
 
 
 def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | None) -> None:
-    """Raise ValueError unless K in ids_keep (B, K) is what the rule's `count` returns; FLOP counts rely on it."""
+    """Raise ValueError unless ids_keep (B, K) has the K that the rule's `count` returns; FLOP counts rely on it."""
     says = RULES[route.select].count(route, num_tokens, grid)
     if ids_keep.shape[1:] != (says,):
         raise ValueError(

@@ -103,8 +103,8 @@ def main(options: Options) -> None:
 
 
 def open_decoder(options: Options, latents: LatentSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return the function that turns the network's latents (B, C, S, S) into what is saved: with save_latents, latents
-    in the autoencoder's units; else uint8 pictures, decoded or, with decode=false, of three latent channels."""
+    """Return the function that turns the network's latents (B, C, S, S) into what is saved: latents in the
+    autoencoder's units (save_latents), a preview of three latent channels (decode=false), or decoded pictures."""
     if options.save_latents:
         return partial(from_network, latents=latents)
     how = (options.autoencoder, options.decode_precision)

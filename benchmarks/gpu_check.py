@@ -370,7 +370,7 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
 
 
 def peers(check: Check, options: Options) -> None:
-    """Time our dense steps beside plain training loops of diffusers' DiT and of our network, eager and compiled."""
+    """Time our dense steps, and plain training loops of diffusers' DiT and of our network, eager and compiled."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
         """Return a function that takes BLOCK training steps of network(x, t, y) as public scripts do: autocast, AdamW,

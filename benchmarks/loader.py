@@ -84,7 +84,7 @@ def through(batches: Iterable) -> None:
 
 
 def tar(folder: Path, workers: int) -> Iterable:
-    """Return the webdataset library's loader of latents.tar in `folder`."""
+    """Return webdataset's loader of latents.tar in `folder`, read by `workers` processes: batches (latents, labels)."""
     pipe = webdataset.WebDataset(str(folder / "latents.tar"), shardshuffle=False, empty_check=False).shuffle(1000)
     pipe = pipe.decode().to_tuple("latent.npy", "cls").batched(BATCH, partial=True)
     return webdataset.WebLoader(pipe, batch_size=None, num_workers=workers)

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -36,12 +37,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
-    """Split the command line into a benchmark's own options, an instance of the dataclass `kind`, and the other words.
-    With others=True these may be overrides of train.py. Raises ValueError for unknown keys or words without a value."""
+    """Split the command line into a benchmark's own options, as an instance of the dataclass `kind`, and overrides of
+    train.py. Raises ValueError for other words except --cpu and, with others=False, for overrides too."""
     names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in (*own, "--cpu")]
-    if unknown := [word for word in rest if "=" not in word and not word.startswith("~")]:
+    if unknown := [word for word in rest if not re.match("~|--|[^-].*=", word)]:
         raise ValueError(f"{unknown[0]!r} is no option; --help has them")
     schema.check_overrides(rest, [*names, *([*settings.known_keys(), "experiment"] if others else [])])
     for word in [word for word in own if word.startswith("out=")]:
@@ -105,7 +106,7 @@ class Turns(NamedTuple):
 def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
-    """Time each of `calls` {name: function} once per round, in reverse order every second round. Returns {name: Turns}.
+    """Time `calls` {name: function} in turns: two calls for Turns.first and held, then `rounds`, every 2nd in reverse.
     A call that fails raises ValueError or, if `failed` is given, adds {name: error} to it, and the others go on."""
     costs = {name: [] for name in calls}
     for turn in range(-2, rounds):

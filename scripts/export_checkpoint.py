@@ -88,7 +88,7 @@ def export_for_diffusers(options: Options) -> str:
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
-    """Write a checkpoint with the weights options.weights alone, and return it; if writing fails, nothing is left.
+    """Write a checkpoint with only the weights options.weights, and return it; if writing fails, nothing is left.
     options.public adds a file with MaskDiT's released parameter names. Raises ValueError or OSError."""
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
     source.verify(options.weights)

@@ -2,7 +2,7 @@
 
 guidance=… chooses the kind. ω is the guidance weight, an interval is the range of noise levels with guidance, and a
 ratio is the fraction of tokens that a branch skips. Set these by sweep.…, not by guidance.…. Each setting is scored as
-by fid.py, in a folder of its own in `out`; a stopped sweep goes on when it is started again.
+by fid.py, in a folder of its own in `out`; a stopped sweep resumes when it is started again.
 
 Writes sweep.csv, and curves.png with each metric against ω. For kinds with routes it also writes sweep.png, heat maps
 over both ratios: one metric for each ω and interval, and the cost. All options: configs/guidance_sweep.yaml.
@@ -89,7 +89,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
     free = options.guidance.force or options.guidance.checkpoint is not None
     chosen = {point: setting(options, point) for point in grid if free or point.strong <= point.weak}
     if not chosen:
-        raise ValueError("a list is empty, or strong is above sweep.weak everywhere, which guidance.force=true runs")
+        raise ValueError("a list is empty, or strong is above sweep.weak everywhere (guidance.force=true allows it)")
     source, precision = checkpoint.find(paths[0]), use_precision(options.precision, processes.device)
     metric = choose_metric(sweep, options, [plan_scoring(scored, source, precision) for scored in chosen.values()])
     with processes.main_first():
@@ -126,7 +126,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """Return the metric's key to draw: sweep.metric, or the first available. ValueError if it is not available."""
+    """Return the key of the metric to draw: sweep.metric, or the first available. Raises ValueError without one."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
@@ -172,8 +172,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Return a panel per metric against ω: a line for each combination of fractions of skipped tokens and an interval,
-    and a flat line for `baseline`, the score without guidance."""
+    """Return a panel per metric against ω: a line for each interval and pair of fractions of skipped tokens, and a
+    flat line for `baseline`, the score without guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

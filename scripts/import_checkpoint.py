@@ -98,7 +98,7 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
     if options.statistics is None:
         return latents
     if not cfg.dataset.normalize:
-        raise ValueError("statistics are of normalised latents: dataset.normalize=true says that they were")
+        raise ValueError("statistics=… is for a network of normalised latents: set dataset.normalize=true")
     statistics = read_statistics(Path(options.statistics).expanduser(), cfg.dataset.channels)
     mean, std = tuple(scale * value for value in statistics["mean"]), process_of(cfg).data_std
     return replace(latents, channel_shift=mean, channel_scale=tuple(std / (abs(scale) * s) for s in statistics["std"]))

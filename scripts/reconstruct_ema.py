@@ -42,7 +42,7 @@ def main(options: Options) -> None:
 
 
 def write_average(options: Options) -> Path:
-    """Write a folder with a checkpoint that holds the average alone; return its path. Raises ValueError or OSError."""
+    """Write a folder with a checkpoint that holds only the average; return its path. Raises ValueError or OSError."""
     run = Path(options.run).expanduser()
     snapshots = posthoc_ema.usable(run, options.step)
     step, stored = snapshots[-1].step, posthoc_ema.profiles(snapshots)

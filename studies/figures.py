@@ -52,7 +52,7 @@ def measured(names: Sequence[str], results: Results) -> list[str]:
 def table(study: Study, results: Results) -> str:
     """Return table.md's text: a table of means ± standard deviations over the seeds, with a row per arm; a table of
     paired differences, with a row per pair; the outcome of the study's rule, if it has one; and notes. With the figure
-    "balance", each metric has one table with both instead."""
+    "balance", each metric instead has a single table of means and differences."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
@@ -103,7 +103,7 @@ def table(study: Study, results: Results) -> str:
 
 
 def networks_of(study: Study, results: Results) -> Results:
-    """Return the results without the arms that only score another arm's network in a further way (study.ways)."""
+    """Return the results of the arms that train a network of their own, not those that score another's (study.ways)."""
     return {arm: runs for arm, runs in results.items() if arm.rpartition(", ")[2] not in study.ways}
 
 
@@ -239,7 +239,7 @@ def over_training(
     results: Results, metric: str, axes: Sequence[str], colour: Mapping[str, str] | None = None
 ) -> list[Panel]:
     """Return a panel per axis ("images", "flops" or "steady_seconds") with each arm's mean over the seeds and a band of
-    ± one standard deviation. `colour` maps arms to colours."""
+    ± one standard deviation. `colour` maps arms to colours; the chart chooses those of other arms."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
     units = {
@@ -257,7 +257,7 @@ def over_training(
 
 
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
-    """Return two panels of a metric's paired differences against images: at equal images, and at equal FLOPs."""
+    """Return up to two panels over the number of images: the metric's paired differences at equal images or FLOPs."""
     colour, panels = colours(study), []
     for axis, name in (("images", "images"), ("flops", "FLOPs")):
         lines = []
@@ -293,8 +293,8 @@ def draw_differences(study: Study, results: Results, path: Path) -> None:
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
     """Draw the first metric over the training of each network. Then draw the final FID against precision, and precision
-    against recall. A line joins a network's scores that differ only in guidance scale; scores with another number of
-    samples than the network's own are left out."""
+    against recall. A line joins a network's scores that differ only in guidance scale. Scores are left out if
+    their number of samples differs from that of the network's own arm."""
     networks = networks_of(study, results)
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
@@ -318,8 +318,9 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
 
 
 def precision_columns(study: Study, results: Results) -> Columns:
-    """Return a column each for FID, KID and recall: an unguided arm's value less the first arm's at the same precision.
-    The first arm's is interpolated between its scores at the cfg scales, and the cell is empty where it can't be."""
+    """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision. The
+    first arm's value is interpolated between its scores at several cfg scales; outside their range of precision
+    the cell is empty."""
     first, columns = next(iter(study.arms)), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
     for metric in ("fid", "kid", "recall"):
@@ -342,9 +343,9 @@ NOISE_OF = "convergence"  # the published study from which `chance` takes the no
 
 
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
-    """Return two standard deviations, over seeds, of a pair's difference in a metric at equal `name` (a key of EQUAL).
-    They are pooled over the study's pairs. If those have too few seeds and the scale is not demo, they are those of the
-    published study NOISE_OF at the nearest number of images. None if there are none."""
+    """Return two standard deviations, over seeds, of a pair's difference in a metric at equal `name` (a key of EQUAL),
+    pooled over the study's pairs. If the pairs have too few seeds, the value comes from the published study NOISE_OF at
+    the nearest number of images, except at the scale demo. None if it is unknown."""
     pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
     each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
@@ -400,8 +401,8 @@ def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
 
 
 def ladder_columns(study: Study, results: Results) -> Columns:
-    """Return table columns that divide each arm's costs by those of the arm that it is compared with, and its published
-    gain. Memory is predicted, as a CPU does not measure it."""
+    """Return table columns that divide each arm's costs by those of the arm that it is compared with, and state the
+    arm's published gain. Memory is predicted, as a CPU does not measure it."""
     trainings = {run.arm: run.training for run in plan(study)}
     cells: Columns = {title: {} for title in ("FLOPs, ratio", "seconds, ratio", "memory by plan, ratio")}
     for arm, other in study.against.items():

@@ -1,10 +1,10 @@
-"""New classes for a trained network: 0 to 6 are known, 7, 8 and 9 come in a tenth of the steps.
+"""Teaches a network that was trained on the digits 0 to 6 the classes 7, 8 and 9 as well.
 
 python studies/finetune_digits.py out=results/finetune-digits
 
-A network is trained on the digits 0 to 6 and goes on with all ten (init_classes), for a tenth of its steps. Beside it
-stand one trained from nothing for as many steps, and one for ten times as many. `table.md` in the folder has the label
-agreement of 100 samples a class by the digits' judge (docs/scores.md), of the old classes and of the new ones.
+A network is trained on the digits 0 to 6, then on all ten (init_classes) for a tenth of its steps. It is compared with
+networks trained on all ten from the start, for as many steps and for ten times as many. `table.md` in the folder `out`
+has the label agreement of 100 samples per class (docs/scores.md), averaged over the old classes and over the new ones.
 """
 
 import sys
@@ -21,6 +21,7 @@ import tread
 from tread.data.writer import write_dataset
 from tread.evaluation.scorers import judge_digits
 from tread.preparing.digits import MEANING, digits_parts
+from tread.runtime.cli import explained
 
 KNOWN = 7
 
@@ -64,5 +65,10 @@ def main(out: Path, steps: int, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    given = dict(word.split("=", 1) for word in sys.argv[1:])
-    main(Path(given.get("out", "results/finetune-digits")), int(given.get("steps", 2500)), int(given.get("seeds", 1)))
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__.strip())
+        sys.exit(0)
+    with explained("stopped"):
+        given = {"out": "results/finetune-digits", "steps": "2500", "seeds": "1"}
+        given |= dict(word.partition("=")[::2] for word in sys.argv[1:])
+        main(Path(given["out"]), int(given["steps"]), int(given["seeds"]))

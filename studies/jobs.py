@@ -49,7 +49,7 @@ class Job:
         return state == "finished" or (state == "interrupted" and self.over_time())
 
     def only_scores_lack(self, made: Mapping[str, dict]) -> bool:
-        """Return whether `made` records this training as done, but its checkpoints are not here. To be scored, it must
+        """Return whether `made` records this training as done, but its folder has no checkpoints. To be scored, it must
         be trained again."""
         return not self.trained and made.get(self.training.key, {"trained": False})["trained"]
 
@@ -153,7 +153,7 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 
 
 def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children", part: Part = "both") -> str | None:
-    """Do what is missing of a job's training and scores (or of one `part`), and write its result.json. Return a line
+    """Run whatever a job's training and scores (or one `part`) still lack, and write its result.json. Return a line
     that describes the error, or None if there was none."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
@@ -197,7 +197,7 @@ class Children:
     def run(
         self, command: Sequence[str], cores: int, log: Path, lock: Lock, over: Callable[[], bool] | None = None
     ) -> None:
-        """Run a Python command, with its output appended to `log`. Its process holds `lock` while it lives, even if the
+        """Run a Python command, with its output appended to `log`. The process holds `lock` until it ends, even if the
         study is killed. Once over() is true (None: never), the process is asked to save and end. Raises ValueError if
         the command fails."""
         with log.open("ab") as file:

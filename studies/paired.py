@@ -93,7 +93,7 @@ def interpolate(values: Mapping[float, float], place: float) -> float | None:
 
 
 def last_difference(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's last value of a metric minus another's, however long each was trained; None if one has none."""
+    """Return one run's last value of a metric minus another's, however long each was trained; None without one."""
     ends = [[*curve(each, metric, "images").values()][-1:] for each in (run, other)]
     return ends[0][0] - ends[1][0] if all(ends) else None
 
@@ -121,7 +121,7 @@ def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
     """Return by(run, other, *names) for each pair of runs with equal seeds (same data order and noise), leaving out the
-    pairs where it is None."""
+    pairs where the result is None."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]

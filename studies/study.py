@@ -180,15 +180,15 @@ def names() -> list[str]:
 def read_study(name: str, scale: ScaleName) -> Study:
     """Read studies/<name>.yaml for one scale. An arm's values come from these sections, later ones overriding earlier:
 
-    scales.yaml             the section of this scale (with `like: small`, of that one; with `alone: true`, none)
+    scales.yaml             the section of this scale; `like: small` takes that of small instead, `alone: true` none
     scales.<scale>          the study's values for all arms at this scale
     arms.<arm>              the study's values for the arm
     scales.<scale>.arms     the arm's values at this scale, overrides joined; null leaves it out
 
     `ways` and scales.<scale>.ways name further ways of scoring; null leaves a way out. For each way there is one more
-    arm per arm, or per arm in the way's `only`. `choose: {key: [values]}`, of the study, a scale or an arm, adds an
-    unscored arm of one seed for each arm and value (see Study.trials). Raises ValueError for an unknown name or key, or
-    a scale that the study does not have.
+    arm per arm, or per arm in the way's `only`. `choose: {key: [values]}` adds an unscored arm of one seed for
+    each arm and value (see Study.trials); it stands at the top, in a scale or in an arm. Raises ValueError for an
+    unknown name or key, or a scale that the study does not have.
     """
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
@@ -207,7 +207,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     chosen = bool(choose) or any("choose" in said for said in said_arms.values() if isinstance(said, dict))
     against, besides, figure = tree.pop("against", {}), tree.pop("besides", {}), tree.pop("figure")
     if unknown := {*against, *against.values(), *besides, *besides.values(), *changed} - _named(said_arms, ways):
-        raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are no arms of it")
+        raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are not among its arms")
     for arm, said in said_arms.items():
         if arm in changed and changed[arm] is None:
             continue

@@ -272,7 +272,7 @@ def test_a_public_lightningdit_comes_in_with_what_normalised_its_latents(tmp_pat
     assert_refused(
         partial(bring_in, tmp_path, "weights=public.pt", "name=other", sizes=sizes),
         ("model.num_heads=4", *normal, "rotary tables of other settings(?s:.*)settings that fit it: model.num_heads=2"),
-        (normal[1], "statistics are of normalised latents: dataset.normalize=true"),
+        (normal[1], "statistics=… is for a network of normalised latents: set dataset"),
         (normal[0], "statistics=none.pt", "none.pt could not be read"),
         ("model.positions=sincos", "rotary tables of other settings(?s:.*)settings that fit it: model.positions=rope"),
     )

@@ -144,7 +144,7 @@ def test_refusals():
         ({"predicts": "v"}, "rf.predicts is 'v', but must be velocity, x or noise"),
         ({"clamp": 0.0}, "rf.clamp is 0.0, but must lie between 0 and 1"),
         ({"contrastive": 1.0}, "rf.contrastive is 1.0, but must lie in \\[0, 1\\)"),
-        ({"contrastive": 0.1, "loss_of": "x"}, "rf.contrastive is 0.1 and rf.loss_of x, but contrasted are velocities"),
+        ({"contrastive": 0.1, "loss_of": "x"}, "rf.loss_of x, but the contrastive term is of velocities"),
         ({"train_shift": 0.0}, "rf.train_shift is 0.0, but must be positive"),
         ({"shift": "none"}, "rf.shift is 'none', but must be float or auto"),
     ):

@@ -104,6 +104,7 @@ def test_models_beside_train_by_the_same_overrides(launched, benchmark, monkeypa
     ("name", "words", "said"),
     [
         ("step_time", ["128"], "'128' is no option"),
+        ("step_time", ["-pairs=8"], "'-pairs=8' is no option"),
         ("step_time", ["modle.depth=3"], "the nearest known one is 'model.depth'"),
         ("step_time", ["model=dit"], "has no routes to compare"),
         ("step_time", ["pairs=3"], "pairs is 3"),

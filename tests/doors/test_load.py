@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_said_before_anything_is_drawn(model):
         ({"scale": 2}, "scale .* is given, but guidance=none"),
         ({"guidance": "best"}, "guidance is 'best', but must be one of autoguidance, cfg"),
         ({"guidance": "sg_fid"}, "guidance=sg_fid needs checkpoint=…"),
-        ({"shift": 2}, "shift=2 is of rectified flow"),
+        ({"shift": 2}, "shift=2 is for rectified flow"),
         ({"prompts": "a hat"}, "takes no prompt"),
         ({"output": "png"}, "output is 'png', but must be pil"),
         ({"batch_size": 0}, "batch_size is 0"),

@@ -99,8 +99,8 @@ def test_what_does_not_fit_is_refused(place):
             score(place, "samples=data/cifar10-heldout", "out=score", *options)
 
     wanted = "reference_features=true"
-    refused("reference_features=true is of reference=cifar10", "reference=data/cifar10", wanted)
-    refused("packed=true is of save_reference", "reference=data/cifar10", "packed=true")
+    refused("reference_features=true is for reference=cifar10", "reference=data/cifar10", wanted)
+    refused("packed=true is for save_reference", "reference=data/cifar10", "packed=true")
     (place / "data/cifar10").rename(place / "data/whole")
     (place / "data/cifar10").symlink_to("cifar10-heldout")
     refused("data/cifar10 holds 5 pictures, but CIFAR-10 has 9", "reference=cifar10", wanted)

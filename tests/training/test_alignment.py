@@ -459,7 +459,7 @@ def test_what_does_not_fit_is_named_before_training(repa):
         (*REPA[:3], "alignment.source=live", "model.patch_size=1", "4×4.*8×8"),
         ("alignment=self", "alignment.teacher=-7", "alignment.teacher is -7"),
         ("alignment=self", "alignment.precision=fp16", "alignment.precision is 'fp16'"),
-        (*REPA[:3], "alignment.teacher=3", "alignment.teacher is 3, which is of alignment=self, not of .*=repa"),
-        ("alignment.encoder=dinov2-b", "alignment.encoder is dinov2-b, which is of alignment=repa, not of .*=none"),
+        (*REPA[:3], "alignment.teacher=3", "alignment.teacher is 3, which belongs to alignment=self, not to .*=repa"),
+        ("alignment.encoder=dinov2-b", "alignment.encoder is dinov2-b, which belongs to alignment=repa, not .*=none"),
     )
     assert not (folder / "results/none").exists()

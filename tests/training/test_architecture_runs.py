@@ -146,7 +146,7 @@ def test_weights_tell_their_settings(composed, changed):
         (["model=tread_mamba", "model.attention_every=-1"], "model.attention_every is -1"),
         (["model=tread_mamba", "model.norm=rms"], "model.norm is 'rms', but mamba has no such choice"),
         (["model=tread", "model.state=32"], "model.state is 32, but dit has no such choice: model=mamba has it"),
-        (["model=tread", "model.mlp_ratio=0"], "model.mlp_ratio is 0, but must be positive: of dit no MLP"),
+        (["model=tread", "model.mlp_ratio=0"], "model.mlp_ratio is 0, but must be positive: the blocks of dit need"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(read_config, overrides, shown):
@@ -217,7 +217,7 @@ def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_ag
     assert public.keys() == {f"model.{name}" for name in given}
     assert checkpoint.find(tmp_path / "given").tensors("ema").keys() == given.keys()
     for other in (given | {LABELS: torch.ones(11, 16)}, {LABELS: torch.zeros(11, 64)}):
-        with pytest.raises(ValueError, match="null class.* is not zero|public=true is of MaskDiT"):
+        with pytest.raises(ValueError, match="null class.* is not zero|public=true is for MaskDiT"):
             public_names(other)
     torch.save({"ema": public}, tmp_path / "theirs.pt")
     launch_door(import_checkpoint.main, "import_checkpoint", tmp_path, "weights=theirs.pt", "model=maskdit", *MASKED,

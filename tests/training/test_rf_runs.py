@@ -199,7 +199,7 @@ def test_a_shift_that_cant_be_is_refused(trained, composed, tmp_path, door, conf
     flow = f"checkpoint={trained[0] / RUN}"
     assert_refused(
         partial(launch_door, door.main, config, tmp_path),
-        (f"checkpoint={tmp_path / 'edm'}", "shift=0.5", "^error: shift=0.5 is of rectified flow, but .*_0000003 was"),
+        (f"checkpoint={tmp_path / 'edm'}", "shift=0.5", "^error: shift=0.5 is for rectified flow, but .*_0000003 was"),
         (flow, "shift=0", "^error: shift is 0, but must be positive"),
         (flow, "shift=1e-20", "^error: shift is 1e-20, so far from 1 that some of the 50 steps have no length"),
     )

@@ -1,8 +1,8 @@
-"""Makes weights that were trained elsewhere a start for other classes (init_classes) and another size (init_positions).
+"""Adapts trained weights to other classes (init_classes) and to another size of latents (init_positions).
 
-A label table has a row for each class and, last, one for no class. Positions are fixed tables of a grid's rows and
-columns: "recomputed" are those of the new grid, of which the old one is the top left corner of a larger one, and the
-rest lies beyond what was trained; "scaled" ones span the range of the old grid (model.position_scale).
+A label table has a row for each class and, last, one for no class. Positions are fixed functions of a token's row and
+column. init_positions=recomputed computes them for the new grid; if it is larger, its further rows and columns are new
+to the network. init_positions=scaled scales rows and columns so that they span the old range (model.position_scale).
 """
 
 import math
@@ -29,14 +29,14 @@ def new_classes(
 ) -> tuple[StoredWeights, str]:
     """Return weights whose label table has a row for each of `classes`, and a line that says where the rows are from.
 
-    table  the network's label table as it was drawn, (K + 1, D). Rows of classes that are not in `asked` stay so.
-    asked  "new", or {old class: new class} by names, or by numbers that are no names. The row for no class is always
-           kept.
+    table  the network's freshly initialised label table, (K + 1, D); classes that `asked` does not name keep its rows.
+    asked  {old class: new class}, by name or number, of the rows to keep; "new": none. A number that is also a class
+           name counts as the name. The row for no class is always kept.
 
     Raises ValueError for unknown classes, a class that is named twice, and weights without a label table.
     """
     if LABELS not in stored.state:
-        raise ValueError(f"init_classes is given, but {stored.where} has no {LABELS}, a class-conditional network's")
+        raise ValueError(f"init_classes is given, but {stored.where} has no {LABELS}: it has no classes")
     old = stored.state[LABELS]
     recorded = stored.source.info.get("latents", {}).get("classes", ()) if stored.source else ()
     names = tuple(recorded) or tuple(map(str, range(len(old) - 1)))
@@ -65,16 +65,16 @@ def _number(label: Label, classes: tuple[str, ...]) -> int:
 
 
 def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[StoredWeights, list[str]]:
-    """Return weights without their fixed positions, in the place of which the network's own serve, and lines that say
-    what changes. `side` is the new grid's rows, `scale` the network's model.position_scale. Raises ValueError if the
-    positions of the file are no fixed ones."""
+    """Return weights without their fixed positions, so that the network's own are used, and lines on what changes.
+    `side` is the number of rows of the new grid, `scale` the network's model.position_scale. Raises ValueError if the
+    positions in the file are not the fixed ones."""
     before, recorded = old_side(stored), stored.recorded() or {}
     stretched = float(recorded.get("model.position_scale", 1.0))
     for name in (name for name in POSITIONS if name in stored.state):
         given = stored.state[name].float()
         off = (given[0] - sincos_positions(given.shape[2], before, stretched)).abs().max().item()
         if off > ROUNDING:
-            raise ValueError(f"{name} of {stored.where} are no fixed sines and cosines: they can't be computed anew")
+            raise ValueError(f"{name} of {stored.where} are not fixed sines and cosines: they can't be recomputed")
     check_tables({name: stored.state[name] for name in TABLES if name in stored.state}, before**2, stored.where)
     state = {name: value for name, value in stored.state.items() if name not in (*POSITIONS, *TABLES)}
     how = "span the old range" if scale != stretched else "go on beyond the old ones" if side > before else "are those"
@@ -91,7 +91,7 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
 
 
 def old_side(stored: StoredWeights) -> int:
-    """Return the rows of the token grid that weights were trained on. Raises ValueError if they do not tell."""
+    """Return the number of rows of the token grid that weights were trained on. Raises ValueError if it is unknown."""
     told = sizes(stored.state)
     if "dataset.size" not in told:
         raise ValueError(f"init_positions is given, but {stored.where} holds no pos_embed that tells its size")
@@ -99,8 +99,8 @@ def old_side(stored: StoredWeights) -> int:
 
 
 def position_scale(init_from: str, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled: old rows / new rows. If the run folder `run` records one,
-    it is that, so that a run can go on without the file init_from."""
+    """Return model.position_scale for init_positions=scaled: old rows / new rows, times the old scale. A scale recorded
+    in the run folder `run` is returned as it is, so that a run can resume without the file init_from."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
     stored = read_weights(local(init_from))

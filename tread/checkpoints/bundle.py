@@ -1,7 +1,7 @@
-"""Makes one self-contained Python file of the definitions that some names of this project need.
+"""Collects functions and classes of this project, with all definitions that they need, into one Python file.
 
-The text is this project's own, from the modules as they are: nothing is written a second time that could drift. What a
-file does not need is left out, definition by definition.
+The definitions are copied from the modules' source, so that there is no second version to maintain. Definitions that
+are not needed are left out.
 """
 
 import ast
@@ -22,7 +22,7 @@ class Source:
     module: str
     lines: list[str]
     defined: dict[str, list[ast.stmt]] = field(default_factory=dict)
-    imported: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    imported: dict[str, tuple[str, str | None]] = field(default_factory=dict)  # name → (module, its name)
     entered: list[tuple[str, ast.stmt]] = field(default_factory=list)  # (table, statement that adds entries to it)
 
 
@@ -53,7 +53,7 @@ def read_source(module: str) -> Source:
 
 
 def names_in(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement may refer to, those in quoted annotations too."""
+    """Yield the names that a statement may refer to, including those in quoted annotations."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Name):
             yield node.id
@@ -64,7 +64,7 @@ def names_in(statement: ast.stmt) -> Iterator[str]:
 class Bundle:
     """Collects the definitions that `add` asks for and all that they need; `text` writes them as one file.
 
-    instead  source of names to write in the place of this project's, {(module, name): text}.
+    instead  {(module, name): source text to write in place of that name's own definition}.
     """
 
     def __init__(self, instead: Mapping[Name, str]) -> None:
@@ -74,8 +74,8 @@ class Bundle:
         self.outside: dict[str, tuple[str, str | None]] = {}  # name → what it is imported from
 
     def add(self, module: str, name: str) -> None:
-        """Take one name of a module. Raises ValueError if the module has no such name, or if one name would stand for
-        two things in the file."""
+        """Add the definition of a module's `name`, and all that it needs. Raises ValueError if the module has no such
+        name, or if the file already has this name from another module."""
         source = self._source(module)
         if name in source.imported:
             return self._follow(source, name)
@@ -92,7 +92,7 @@ class Bundle:
             self._add_used(other, [statement for table, statement in other.entered if self._is(other, table)])
 
     def _is(self, source: Source, table: str) -> bool:
-        """Return whether a table is in the file, and so the entries that `source` adds to it, if it is in it itself."""
+        """Return whether the file needs the entries that `source` adds to `table`: it has both in use."""
         origin, name = source.imported.get(table, (source.module, table))
         return source.module in self.wanted and name in self.wanted.get(origin, ())
 

@@ -30,7 +30,7 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint is damaged. Raised with (problem, folder); the message names the newest undamaged one before it."""
+    """A checkpoint is damaged. Raised as Damaged(problem, folder); the message adds the last good one before it."""
 
     def __str__(self) -> str:
         problem, folder = self.args
@@ -104,7 +104,7 @@ class Checkpoint:
 
     @property
     def revision(self) -> str | None:
-        """The hash of the hub's revision that it was fetched as; None for other checkpoints."""
+        """The hash of the revision on the hub, for a checkpoint fetched from there; else None."""
         return self.folder.name if self.folder.parent.name == "snapshots" else None
 
     @property
@@ -112,7 +112,7 @@ class Checkpoint:
         return [file.removesuffix(".safetensors") for file in self.info["files"]]
 
     def sha256(self, name: str) -> str:
-        """Return the hash that info.json states for a part ("model", "ema", …). ValueError if it has no such part."""
+        """Return the hash that info.json states for a part ("model", "ema", …). Raises ValueError for other parts."""
         if name not in self.parts:
             other = {"ema": "model", "model": "ema"}.get(name)
             raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
@@ -144,9 +144,9 @@ class Checkpoint:
 
 
 def find(path: Path | str) -> Checkpoint:
-    """Open the checkpoint at `path`: its own folder, a run's link `latest`, a run's folder, which stands for the
-    checkpoint that `latest` names, else the newest, or hf:user/name[@revision]. Raises FileNotFoundError if there is
-    none, ValueError if it is damaged or was not written by this code."""
+    """Open the checkpoint at `path`: a checkpoint's folder, a run's link `latest`, a run's folder (for its `latest`,
+    else its newest checkpoint), or hf:user/name[@revision]. Raises FileNotFoundError if there is none, ValueError if it
+    is damaged or was not written by this code."""
     path = local(path)
     if path.name == "latest" and not path.is_dir():
         other = newest(path.parent)
@@ -192,7 +192,7 @@ def containing(path: Path) -> Checkpoint | None:
 
 
 def _parsed(folder: Path) -> dict:
-    """Return the content of a folder's info.json; {} for JSON that is no dict."""
+    """Return the content of a folder's info.json; {} if it is not a dict. Raises Damaged if it is not JSON."""
     try:
         info = json.loads((folder / "info.json").read_text())
     except ValueError as error:
@@ -268,8 +268,8 @@ def newest(run: Path) -> Path | None:
 
 
 def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a run's parameters that are trained by name, in the optimizer's order: the network's, then the alignment
-    projector's."""
+    """Yield (name, parameter) of a run's trained parameters in the optimizer's order: the network's, then those of the
+    alignment projector, if there is one."""
     yield from (named for named in network.named_parameters() if named[1].requires_grad)
     if projector is not None:
         yield from projector.named_parameters(prefix="projector")

@@ -4,7 +4,7 @@
     transformer/                    config.json, model.py and the weights
     vae/                            the autoencoder, unless the network draws pixels or the hub has it
 
-The two Python files need torch and diffusers alone; bundle.py collects them from this project's own source.
+The two Python files need only torch and diffusers; bundle.py collects them from this project's own source.
 """
 
 import json
@@ -49,11 +49,11 @@ class TreadTransformer(ModelMixin, {network}, ConfigMixin):
 
 
 def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], latents: Mapping, folder: Path, inside: bool) -> None:
-    """Write the folder's files but its README.md.
+    """Write the folder's files except README.md.
 
     tensors  the network's state dict, in the dtype to store.
-    latents  the record of the latents, the section of info.json.
-    inside   True: the autoencoder's weights are written, too. False: it is named by its hub id.
+    latents  the section `latents` of info.json.
+    inside   True: the autoencoder's weights are written too. False: only its hub id is.
 
     Raises ValueError if the network's code is not this project's, and if the autoencoder can't be loaded.
     """
@@ -104,8 +104,8 @@ def arguments(saved: SavedNetwork) -> dict[str, object]:
 
 
 def goes_inside(name: str, asked: bool | None) -> bool:
-    """Return whether an autoencoder's weights go into the folder: if asked for or, with None, unless `name` is a hub
-    id. Raises ValueError if it was asked to be named, but `name` is no hub id."""
+    """Return whether the weights of the autoencoder `name` go into the folder: as `asked` says or, if that is None,
+    unless `name` is a hub id. Raises ValueError if `asked` is False, but `name` is not a hub id."""
     if name == "pixels":
         return False
     at_hub = bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
@@ -135,7 +135,7 @@ def pipeline_file(saved: SavedNetwork) -> str:
 
 
 def network_file(saved: SavedNetwork) -> str:
-    """Return the text of transformer/model.py."""
+    """Return the text of transformer/model.py: the network's class as Python source, with its sizes as defaults."""
     network = saved.cfg.model.network
     bundle = Bundle({("tread.runtime.schema", "check"): CHECK})
     bundle.add(network.__module__, network.__name__)

@@ -1,5 +1,5 @@
-"""Sampling by diffusers' conventions: `export_checkpoint.py format=diffusers` writes it, with all that it needs of this
-project, as the pipeline.py of an exported network (see bundle.py)."""
+"""Sampling by diffusers' conventions. `export_checkpoint.py format=diffusers` writes TreadPipeline, with everything of
+this project that it needs (see bundle.py), as the pipeline.py of an exported network."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,8 +29,8 @@ class TreadPipeline(DiffusionPipeline):
     """Draws pictures of a network that was trained with or without token routing (TREAD, arXiv 2501.04765).
 
     transformer  the network.
-    vae          the autoencoder that decodes its latents. None: it draws pixels, or `autoencoder` names a hub id, which
-                 is loaded when first needed.
+    vae          the autoencoder that decodes its latents. None: the network draws pixels, or its autoencoder is loaded
+                 from the hub id `autoencoder` when first needed.
 
     The other arguments are the network's record: its diffusion process ("edm" or "rf") with its constants, latents,
     routes in training, text encoder, and the shares of samples trained without a class and without a sparse part.
@@ -94,20 +94,20 @@ class TreadPipeline(DiffusionPipeline):
         """Draw pictures, one for each class label or prompt, and return them as `images`.
 
         class_labels          names or numbers of classes; None in a list is no class.
-        prompt                texts, of a network trained on captions.
-        seeds                 one a picture: the same picture as TREAD's own sample.py draws with this seed.
-        generator             one, or one a picture, in the place of seeds: ordinary torch noise, so other pictures.
-                              Without both, torch's global generator chooses seeds.
+        prompt                texts, for a network trained on captions.
+        seeds                 one per picture; TREAD's own sample.py draws the same picture with the same seed.
+        generator             one, or one per picture, instead of seeds. Its noise is torch's, so pictures differ from
+                              those of seeds. Without both, torch's global generator draws seeds.
         num_inference_steps   None: 40 steps of Heun's method for EDM, 50 of Euler's for rectified flow.
-        guidance_scale        ω in D_weak + ω·(D_strong − D_weak); 1, or None without a guidance: none.
-        guidance              "cfg" (None: with a guidance_scale), "sparse", "sparse_cfg", "path_drop" or
-                              "path_drop_class". Sparse Guidance (arXiv 2601.01608) runs two branches, in which the
-                              shares `strong` < `weak` of the tokens skip the routes of training.
+        guidance_scale        ω in D_weak + ω·(D_strong − D_weak); None: 1, which means no guidance.
+        guidance              "cfg", "sparse", "sparse_cfg", "path_drop" or "path_drop_class"; None: "cfg" if there is a
+                              guidance_scale. Sparse Guidance (arXiv 2601.01608) runs two branches, in which the
+                              fractions `strong` < `weak` of the tokens skip the blocks of the trained routes.
         interval              (lowest, highest) noise level, σ or t, at which guidance is on.
-        solver, shift, churn  as the options of sample.py; text_encoder is where the encoder of prompts lies now.
+        solver, shift, churn  as the options of sample.py, and so is text_encoder.
         output_type           "pil", "np" (n, H, W, C) and "pt" (n, C, H, W) in 0..1, or "latent".
-        callback_on_step_end  called with the pipeline, the step, the noise level and {"latents": …} of a batch; the
-                              latents that it returns are gone on with.
+        callback_on_step_end  called after each step of a batch with the pipeline, the step, the noise level and
+                              {"latents": …}; may return {"latents": …} to continue with.
 
         Raises ValueError for arguments that do not fit together or with the network.
         """
@@ -158,7 +158,8 @@ class TreadPipeline(DiffusionPipeline):
             raise ValueError(f"guidance={guide.kind} leaves out SPRINT's sparse part, which this network always had")
 
     def _conditions(self, classes: object, prompt: object, place: str | None) -> tuple[list[int], object]:
-        """Return labels, and the encoded prompts that they index if the network takes texts."""
+        """Return labels, and the encoded prompts that they index (None for a network of classes). `place` is the text
+        encoder's hub id or folder; None: the recorded one."""
         if self.config.text is None:
             if prompt is not None or classes is None:
                 raise ValueError("this network was trained with classes: class_labels=[0, 1] names them")

@@ -33,7 +33,7 @@ class EMA:
     """Keeps an averaged copy of a network: e ← d·e + (1−d)·w after each step, with the weights w.
 
     profile  d as a function of the number of earlier steps, from `exponential` or `power`.
-    network  the network to copy; the attribute of this name is the averaged copy, in eval mode, to be sampled from.
+    network  the network to copy; the attribute of this name is the averaged copy, in eval mode.
     """
 
     def __init__(self, network: nn.Module, profile: Callable[[int], float]) -> None:
@@ -60,7 +60,7 @@ class EMA:
 
 def fused_average(averaged: list[Tensor], current: list[Tensor], share: Tensor | float, skip: Tensor) -> None:
     """Do averaged += share·(current − averaged) in one pass, unless `skip` is 1: by fused SGD with gradient −current
-    and weight decay 1. A foreach lerp by a weight on the device launches a kernel for each parameter."""
+    and weight decay 1. A foreach lerp by a weight on the device would launch a kernel per parameter."""
     torch._fused_sgd_(
         averaged, current, [], weight_decay=1.0, momentum=0.0, lr=share, dampening=0.0, nesterov=False, maximize=True,
         is_first_step=False, found_inf=skip,

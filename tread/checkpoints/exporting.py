@@ -37,7 +37,7 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     the released files can't hold it.
     """
     if MASKDIT not in tensors:
-        raise ValueError("public=true is of MaskDiT: this network's names are those of its public files already")
+        raise ValueError("public=true is for MaskDiT: this network already has the names of its public files")
     if tensors[LABELS][-1].any():
         raise ValueError(f"the null class, the last row of {LABELS}, is not zero: MaskDiT's files have no place for it")
     return {
@@ -47,7 +47,7 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
-    """Return info.json's content for publication. Raises ValueError if `autoencoder` is no hub id, or is given for a
+    """Return info.json's content for publication. Raises ValueError if `autoencoder` is not a hub id, or is given for a
     network that works on pixels.
 
     paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train".
@@ -67,7 +67,7 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
 
 
 def shortened(value: object) -> object:
-    """Return a tree of JSON values with only the last two names of each absolute path in it."""
+    """Return a tree of JSON values with each absolute path cut to its last two names."""
     if isinstance(value, Mapping):
         return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -71,10 +71,10 @@ class SavedNetwork:
         return Model(self.process, network, self.routes(guidance))
 
     def shifted(self, shift: float) -> "SavedNetwork":
-        """Return this network with sampling times shifted by `shift`, in the place of rf.shift. ValueError for EDM."""
+        """Return this network with sampling times shifted by `shift` instead of rf.shift. Raises ValueError for EDM."""
         if self.cfg.objective != "rf":
             trained = f"{self.found.folder} was trained with objective={self.cfg.objective}"
-            raise ValueError(f"shift={shift:g} is of rectified flow, but {trained}")
+            raise ValueError(f"shift={shift:g} is for rectified flow, but {trained}")
         return replace(self, cfg=replace(self.cfg, rf=replace(self.cfg.rf, shift=shift)))
 
 

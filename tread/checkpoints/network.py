@@ -39,7 +39,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Network:
-    """The settings of a run on which its network depends."""
+    """The settings that decide a run's network."""
 
     model: AnyOptions
     dataset: Dataset

@@ -149,10 +149,10 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
-    """Return factors (len(stored),): the stored averages' weighted sum is nearly that of width sigma_rel at `step`.
+    """Return factors (len(stored),) with which the stored averages nearly sum to the one of width sigma_rel at `step`.
 
     The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64. The factors sum to 1, so
-    that parameters that do not move in training come out as they are; the paper leaves the sum free, which shrinks or
+    that parameters that do not move in training are reproduced exactly; the paper leaves the sum free, which shrinks or
     grows all parameters if snapshots are few. Raises ValueError for widths outside (0, 0.288).
     """
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
@@ -171,8 +171,8 @@ def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return the relative RMS error of a reconstructed parameter that comes from storing the averages in fp16. It is
-    large for a sigma_rel far below the stored widths."""
+    """Return the relative RMS error that storing the averages in fp16 causes in a reconstructed parameter. It is large
+    for a sigma_rel far below the stored widths."""
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 

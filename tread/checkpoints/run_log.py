@@ -41,7 +41,8 @@ def value_at(config: dict, key: str) -> object:
 
 
 class RunLog:
-    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Open it before `claim`."""
+    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Create it before
+    run_folder.claim is called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None
@@ -78,7 +79,7 @@ class RunLog:
         self.status("running", step)
 
     def status(self, state: str, step: int, reason: str | None = None, **facts: object) -> None:
-        """Write status.json: `state` (running, interrupted, finished or failed), the number of steps done, more facts.
+        """Write status.json: `state` (running, interrupted, finished or failed), steps done, and why it failed.
         Only "running" replaces a recorded failure, as other processes' failures follow from the first one."""
         if state == "running" or self.read_status().get("state") != "failed":
             who = {"host": platform.node(), "pid": os.getpid()}

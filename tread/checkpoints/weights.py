@@ -94,7 +94,7 @@ def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
         if off > ROUNDING:
             raise ValueError(
                 f"the positions {name} of {where} are not the fixed 2-D sines and cosines that this network adds: they "
-                f"differ by up to {off:.3g}, where rounding allows {ROUNDING:g}; without {name} in it the fixed serve"
+                f"differ by up to {off:.3g}, where rounding allows {ROUNDING:g}; without {name} the file would fit"
             )
     if MASKDIT in state and state[LABELS][-1].any():
         raise ValueError(
@@ -108,8 +108,8 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return {dotted setting: value} for the settings that names and shapes of a state dict reveal. For num_heads and
-    positions it must hold rotary tables."""
+    """Return {dotted setting: value} for the settings that names and shapes of a state dict reveal. num_heads and
+    positions are known only if it holds rotary tables."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -188,7 +188,7 @@ class StoredWeights:
         self, expected: Mapping[str, Tensor], model: NetworkOptions | None = None, text: TextSettings | None = None
     ) -> dict[str, Tensor]:
         """Return the tensors to load into a network with the state dict `expected`, built from `model` and `text`.
-        Raises ValueError unless names, shapes and recorded settings match."""
+        Raises ValueError unless names, shapes and recorded settings match (with None: names and shapes alone)."""
         state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
         texts = text.decisive if model and text and model.takes_text else {}
         return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded())
@@ -271,9 +271,9 @@ def load_weights(
     text: TextSettings | None = None,
     adapt: Callable[[StoredWeights], StoredWeights] = lambda stored: stored,
 ) -> StoredWeights:
-    """Load the weights "ema" or "model" of `path` (init_from) into `network`, built by the settings `model` and `text`,
-    after `adapt` has changed them. Raises FileNotFoundError, or ValueError if names, shapes or recorded settings do not
-    match."""
+    """Load the weights "ema" or "model" of `path` (init_from), changed by `adapt`, into `network`, and return them. The
+    settings `model` and `text` that it was built by are compared with recorded ones; None: they are not. Raises
+    FileNotFoundError, or ValueError if names, shapes or recorded settings do not match."""
     stored = adapt(read_weights(local(path), weights))
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored

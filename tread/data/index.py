@@ -32,7 +32,7 @@ def read_index(folder: Path) -> dict:
 
 def prepared_heldout(folder: Path) -> Path | None:
     """Return the folder of held-out data that `folder`'s index.json names; None if it names none. Raises
-    FileNotFoundError if either folder is no dataset, ValueError if index.json can't be read."""
+    FileNotFoundError if either folder is not a dataset, ValueError if index.json can't be read."""
     name = read_index(folder).get("heldout")
     if name is None:
         return None
@@ -66,7 +66,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def changed_files(folder: Path, before: dict[str, str], hashes_alone: bool) -> list[str]:
-    """Return a warning, in a list, if a dataset's files differ from `before`, an earlier result of files_of. With
+    """Return [a warning] if a dataset's files differ from `before`, an earlier result of files_of, else []. With
     `hashes_alone`, only hashes are compared, not sizes and times."""
     now, changed = files_of(folder), {}
     for name in before | now:

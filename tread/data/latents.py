@@ -58,7 +58,7 @@ class LatentSpec:
     def __post_init__(self) -> None:
         if (self.content, self.spread) not in (("latents", None), ("moments", "logvar"), ("moments", "std")):
             raise ValueError(
-                f"content {self.content!r} with spread {self.spread!r}: stored are latents (spread null), "
+                f"content {self.content!r} with spread {self.spread!r}, but must be latents with spread null, "
                 "or moments with spread logvar or std"
             )
         for name, kind in (("dtype", Stored), ("orientation", Orientation), ("alpha", Alpha)):
@@ -80,7 +80,7 @@ class LatentSpec:
 
     @classmethod
     def from_json(cls, tree: dict) -> "LatentSpec":
-        """Build a spec from a parsed index.json, or "latents" of a parsed info.json. KeyError if a key is missing."""
+        """Build a spec from a parsed index.json or info.json["latents"]. Raises KeyError if a key is missing."""
         # missing in the first files of version 1
         later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}

@@ -23,7 +23,7 @@ class Loader:
 
     seed           decides the order of the data.
     micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
-    beyond         samples to read after each micro-batch's own; after the batch's last one comes its first.
+    beyond         number of samples to read after each micro-batch; the batch's first sample follows its last.
     steps          the number of training steps, beyond which nothing is read ahead; None: no limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
     """

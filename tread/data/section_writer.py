@@ -33,7 +33,7 @@ class SectionWriter(ShardStore, ABC):
     folder     a finished dataset, or the folder `data` of a DatasetWriter after `assemble`.
     place      the keys in index.json that lead to the section: ("text", encoder) or ("features",).
     stem       the first part of the files' names.
-    facts      the section's entries besides its shards, as JSON; a section with other facts has to be made anew.
+    facts      the section's entries besides its shards, as JSON; a section with other facts is out of date.
     ranges     the rows of each shard.
     row_bytes  bytes of a row, to check the free space.
     """
@@ -58,7 +58,7 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
-        """Write shard `number`, whose rows come in parts (Text or arrays, by the subclass)."""
+        """Write shard `number`, whose rows come in parts (Text or arrays, depending on the subclass)."""
 
     def _around(self, index: dict) -> tuple[dict, str]:
         """Return the dict in `index`, a parsed index.json, that holds this section, and the section's key in it."""
@@ -68,8 +68,8 @@ class SectionWriter(ShardStore, ABC):
 
     def is_finished(self, again: bool = False) -> bool:
         """Return whether index.json has this writer's section already; if so, remove unfinished work. Raises ValueError
-        or OSError if the section is damaged or has other `facts`. With `again`, hashes are checked too, and the result
-        for such a section is False."""
+        or OSError if the section is damaged or has other `facts`. With `again`, hashes are checked too, and such a
+        section gives False instead of an error."""
         index = read_index(self.folder)
         around, key = self._around(index)
         if (section := around.get(key)) is None:
@@ -156,7 +156,7 @@ class TextWriter(SectionWriter):
     """Writes a dataset's captions, encoded by one encoder. The last shard is the empty caption, one row.
 
     counts      (samples,) number of captions of each sample, at least 1.
-    shard_size  captions in a shard; after an interruption a shard is begun anew. None: as many as fit into 256 MB.
+    shard_size  captions in a shard; an interrupted shard starts from its beginning. None: as many as fit into 256 MB.
     """
 
     def __init__(self, folder: Path, spec: TextSpec, counts: Sequence[int], shard_size: int | None = None) -> None:
@@ -179,7 +179,7 @@ class TextWriter(SectionWriter):
         return {**self.save("counts", 0, self.counts), "shards": entries[:-1], "null": entries[-1]}
 
     def write(self, number: int, parts: Iterable[Text]) -> None:
-        """Write a shard from parts of its text. ValueError unless it fits `spec` and is finite in float16."""
+        """Write a shard from parts of its text. Raises ValueError unless it fits `spec` and is finite in float16."""
         spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
         text = reduce(join, parts)
         mask = text.mask.cpu().numpy()

@@ -55,7 +55,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards of another plan, which otherwise raise ValueError.
-        begun  entries to take instead of those of `plan` when it is compared with the plan.json of unfinished work.
+        begun  entries that replace those of `plan` in the comparison with the plan.json of unfinished work.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """
@@ -102,7 +102,7 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """Return the numbers of the shards still to be made. With `verify`, the processes that show a progress bar, all
+        """Return the numbers of the shards still to be made. If `verify` is given, it shows a progress bar while all
         files are hashed, and shards with changed files count as missing."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:

@@ -1,8 +1,8 @@
-"""DDPM's timesteps (Ho et al. 2020, arXiv 2006.11239), on which public DiT predicts noise, as EDM's noise levels.
+"""Conversion of EDM's noise levels σ to DDPM's timesteps τ (Ho et al. 2020, arXiv 2006.11239), for public DiT weights.
 
 A DDPM network gets x_τ = √ᾱ_τ·x + √(1−ᾱ_τ)·ε and τ = 0 .. 999, with β from 1e-4 to 0.02. Divided by √ᾱ_τ, x_τ is
-x + σ·ε with σ = √((1−ᾱ_τ)/ᾱ_τ) from 0.010 to 157.4, so its noise prediction is a denoiser at these σ exactly:
-D = x_σ − σ·ε̂. Between timesteps, on which no network is trained, τ is interpolated in ln σ.
+x + σ·ε with σ = √((1−ᾱ_τ)/ᾱ_τ) from 0.010 to 157.4, so its noise prediction ε̂ gives a denoiser at these σ exactly:
+D = x_σ − σ·ε̂. For other σ, τ is a fraction, interpolated in ln σ; the network was trained on whole τ only.
 """
 
 import functools
@@ -21,7 +21,7 @@ def log_levels(device: torch.device | str = "cpu") -> Tensor:
 
 
 def timestep(sigma: Tensor) -> Tensor:
-    """Return the timestep τ of noise levels σ, elementwise, fp32; 0 and 999 for levels below and above all."""
+    """Return the timestep τ of noise levels σ, elementwise, fp32; clamped to 0..999."""
     known = log_levels(sigma.device)
     level = sigma.to(known.dtype).log().clamp(known[0], known[-1])
     below = (torch.searchsorted(known, level.contiguous()) - 1).clamp(0, 998)

@@ -26,8 +26,8 @@ class EDM(Process):
     P_mean, P_std              training noise levels: ln σ ~ Normal(P_mean, P_std²) (Table 1).
     sigma_data                 standard deviation of the data that the preconditioning assumes.
     sigma_min, sigma_max, rho  range of the sampler's noise levels, and the exponent of their spacing (Eq. 5).
-    predicts                   "F": the preconditioned output of Eq. 7. "ddpm_noise": noise, by a network of DDPM's
-                               timesteps such as public DiT, see ddpm.py.
+    predicts                   "F": the preconditioned output of Eq. 7. "ddpm_noise": the noise, by a network that was
+                               trained on DDPM's timesteps, as public DiT; see ddpm.py.
     """
 
     default_steps, default_solver, level_name, variance_exploding = 40, "heun", "σ", True

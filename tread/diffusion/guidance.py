@@ -61,8 +61,8 @@ KINDS = {
 @dataclass(frozen=True)
 class Schedule:
     """A number that changes during sampling, from `start` at the first noise level to `end` at the last one above 0.
-    It depends on a level's index, not on its value: of these n levels, level i = 0..n−1 has u = i / (n − 1). Schedule
-    "linear" is linear in u; "cosine" is end + (start − end)·(1 + cos πu) / 2."""
+    It depends on a level's index, not on its value: of the n levels above 0, level i = 0..n−1 has u = i / (n − 1).
+    Schedule "linear" is linear in u; "cosine" is end + (start − end)·(1 + cos πu) / 2."""
 
     schedule: Shape
     start: float
@@ -247,8 +247,8 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 def _shapes(routes: Routes) -> list[tuple]:
     """Return for each route what must be equal in both branches if they are to run as one batch: the shape of ids_keep,
-    and the route's blocks, fp32 and rejoin. For rules that score tokens (ids_keep are then floats), it is the shape
-    and the whole route."""
+    and the route's blocks, fp32 and rejoin. A rule that scores tokens gets floats in place of
+    ids_keep, and chooses by them; for it, the whole route must be equal."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

@@ -34,8 +34,8 @@ def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tenso
 
 
 def class_number(label: Label, classes: Sequence[str]) -> int | None:
-    """Return a class's number, given its name in `classes` or its number; None stays None. ValueError for other names,
-    and for a name that several classes have."""
+    """Return a class's number, given its name in `classes` or its number; None stays None. Raises ValueError for
+    other names, and for a name that several classes have."""
     if not isinstance(label, str):
         return None if label is None else operator.index(label)
     numbers = [number for number, name in enumerate(classes) if name == label]

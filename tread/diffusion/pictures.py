@@ -1,4 +1,4 @@
-"""Drawn latents as pictures, in the form that a caller asks for."""
+"""Decodes drawn latents, and returns pictures as PIL images, tensors or arrays."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -18,7 +18,8 @@ def to_pictures(x: Tensor, decoder: Callable[[Tensor], Tensor], size: int = 16) 
 
 
 def in_form(output: Output, drawn: Tensor) -> list[Image.Image] | Tensor | np.ndarray:
-    """Return latents (n, C, S, S), or pictures (n, 1 or 3, H, W) uint8, in the form that `output` names."""
+    """Convert pictures (n, 1 or 3, H, W) uint8 to `output`: "pil", a list of images; "pt", a float tensor of this shape
+    in 0..1; "np", a float32 array (n, H, W, 1 or 3) in 0..1. With "latent" return latents (n, C, S, S) unchanged."""
     if output == "latent":
         return drawn
     if output == "pt":

@@ -1,8 +1,8 @@
 """What a rectified-flow network predicts, and what its loss compares: the velocity, the data x or the noise.
 
 With x_t = (1−t)·x + t·ε and v = ε − x, each of the three follows from any other and x_t (Li & He 2025, arXiv
-2511.13720, whose time is 1 − t). A velocity divides by t or 1 − t, here at least `clamp`, in the prediction, in the
-target of the loss and in sampling alike; so in all nine pairs a network that predicts exactly has no loss.
+2511.13720, whose time is 1 − t). To get a velocity from x or noise, one divides by t or 1 − t; here these are at least
+`clamp`. The loss applies this clamp to prediction and target alike, so an exact prediction always has zero loss.
 
 Shapes: B samples; data, noise and predictions (B, C, S, S); t (B, 1, 1, 1) or a scalar tensor.
 """
@@ -26,8 +26,8 @@ def velocity_of(kind: Quantity, predicted: Tensor, noisy: Tensor, t: Tensor, cla
 def error_of(
     kind: Quantity, loss_of: Quantity, predicted: Tensor, x: Tensor, noise: Tensor, t: Tensor, clamp: float
 ) -> Tensor:
-    """Return the error of `loss_of` that follows from a prediction of `kind`, except for its sign. Prediction and
-    target are converted alike, so it is the error of what is predicted times a factor."""
+    """Return the error of the quantity `loss_of`, computed from a prediction of the quantity `kind`. Its sign may be
+    flipped. It is the prediction's own error times a factor, as prediction and target are converted alike."""
     error = predicted - {"velocity": noise - x, "x": x, "noise": noise}[kind]
     if kind == loss_of:
         return error
@@ -39,7 +39,8 @@ def error_of(
 
 
 def negatives(x: Tensor, noise: Tensor, batch: int) -> Tensor:
-    """Return the velocity of the sample after each of the `batch` first ones, for the contrastive loss (Stoica et al.
-    2025, arXiv 2506.05350). After the last comes row `batch` if x and noise have one, else the first again."""
+    """Return the true velocity of each sample's successor, (batch, C, S, S), for the contrastive loss (Stoica et al.
+    2025, arXiv 2506.05350). x and noise hold `batch` samples, and may hold one more, which follows the last; otherwise
+    the first follows the last."""
     velocity = noise - x
     return velocity[1:] if len(velocity) > batch else velocity.roll(-1, 0)

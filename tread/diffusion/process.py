@@ -27,7 +27,8 @@ class Process(Protocol):
     variance_exploding             True if x_l = x + l·noise, so that a sampler may add noise between steps.
     data_std                       standard deviation to which dataset.normalize scales latents.
     conventions                    names of the settings that decide what a trained network's input and output mean.
-    beyond                         samples after a micro-batch's own that its loss needs, too: 0, or 1 (rf.contrastive).
+    beyond                         number of extra samples that the loss needs after a micro-batch: 0, or 1 for
+                                   rf.contrastive.
     evaluation                     key of the mean evaluation_loss in metrics.jsonl; losses that can't be compared have
                                    different keys.
 

@@ -139,7 +139,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """Return the ratio of a sample's FLOPs to its FLOPs with the same steps, but all tokens and no guidance."""
+    """Return a sample's FLOPs divided by those of the same steps without routes and guidance. For `weak` see draw."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 
@@ -155,12 +155,12 @@ def draw(
 ) -> Iterator[Tensor]:
     """Draw samples batch by batch: yields latents (b, C, S, S) fp32 on the network's device, in the order of the seeds.
 
-    seeds       one for each sample; its noise and its routes' ids_keep are drawn from it.
+    seeds       one per sample, from which the sample's noise and its routes' ids_keep are drawn.
     labels      (n,) int64 classes, or indices of the model's prompts, on the CPU.
     weak        guidance's second network; None: the weak branch uses `model` too.
     on_step     called at the start of each step with its number, the noise level, x and D(x), both (b, C, S, S) fp32.
-    noise       (n, C, S, S) standard normal, in the place of the noise that is drawn from the seeds.
-    after_step  see `heun` in solvers.py; it gets the padding of the last batch, too.
+    noise       (n, C, S, S) standard normal; None: noise is drawn from the seeds.
+    after_step  see `heun` in solvers.py; it is also given the padding of the last batch.
 
     A sample does not depend on the others of its batch; another batch size changes it by rounding only.
     """
@@ -219,7 +219,8 @@ def _draw_batch(
 
 def _at_each_step(on_step: OnStep, order: Sequence[int], count: int) -> Callable[[Denoiser], Denoiser]:
     """Return a decorator of denoisers that calls on_step, for the first `count` samples, at the first call of each
-    step; `order` is call_order's. A step's first call is the last one at its noise level."""
+    step. `order` is call_order's. A step's first call is the last one at its noise level, as heun first ends the
+    previous step there."""
     first, calls = dict(zip(order, range(len(order)))), itertools.count()
 
     def told(denoiser: Denoiser) -> Denoiser:

@@ -79,7 +79,7 @@ def heun(
     noise        (B, C, S, S) standard normal; scaled by levels[0] to start.
     levels       (N+1,) falling noise levels, the last one 0.
     churn_noise  function from the step's number to a standard normal tensor like `noise`; needed if churn.amount > 0.
-    after_step   function from a step's number and the state after it to the state to go on with.
+    after_step   function (step's number, state after the step) → state from which to continue.
     """
     if churn.amount > 0 and churn_noise is None:
         raise ValueError(f"churn.amount is {churn.amount}, but no churn_noise function was given")

@@ -129,8 +129,8 @@ class TrainedModel:
 
         classes   class names or numbers, one or several; None in a list is no class. None: ten, spread over all.
         seeds     numbers, or "a-b", both included.
-        prompts   of a text-conditional network: what to draw.
-        labels    a class for each seed, in the place of `classes`: pairs instead of all combinations.
+        prompts   for a text-conditional network, instead of classes: texts that say what to draw.
+        labels    a class for each seed, instead of `classes`: pairs, not all combinations.
         guidance  a name in configs/guidance/; scale, strong, weak, interval, checkpoint, weights, same_ids and force
                   are its settings, None for those of its file.
         output    "pil": a list of pictures; "pt" (n, 3, H, W) and "np" (n, H, W, 3): float32 in 0..1, of 1 channel if
@@ -170,7 +170,7 @@ class TrainedModel:
     def _pairs(
         self, classes: object, labels: Sequence[Label] | None, prompts: Sequence[str], seeds: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the seed and the label of each picture. Raises ValueError for classes that the network has not."""
+        """Return the seed and the label of each picture. Raises ValueError for unknown classes."""
         if labels is None:
             listed = [classes] if isinstance(classes, (str, int)) else classes
             if listed is not None and not len(listed):
@@ -192,7 +192,7 @@ class TrainedModel:
 
 
 def read_guidance(name: str, given: dict[str, object]) -> Guidance:
-    """Return the guidance of configs/guidance/<name>.yaml, with the values of `given` in the place of its own. Raises
+    """Return the guidance of configs/guidance/<name>.yaml, with values replaced by those in `given`. Raises
     ValueError for an unknown name, values that do not fit, and a checkpoint that is missing."""
     here = Path(__file__).resolve().parent
     configs = next(place for place in (here / "configs", here.parents[1] / "configs") if place.is_dir())

@@ -128,7 +128,8 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
-    """Return the `fingerprint` of the autoencoder that load_decoder would use, or "pixels" if it would use none."""
+    """Return the `fingerprint` of the autoencoder that load_decoder, with the same arguments, would use; "pixels" if it
+    would use none."""
     if latents.autoencoder == "pixels":
         return "pixels"
     known = latents.fingerprint if autoencoder is None else None  # load_decoder refuses other weights in that case
@@ -164,7 +165,7 @@ def decoded(model: nn.Module, z: Tensor) -> Tensor:
 
 def _scaling(model: nn.Module) -> dict[str, object]:
     """Return LatentSpec's fields for x = (z − shift)·scale or, if the config has statistics by channel, for
-    (z − mean)·scale / std, as diffusers' pipelines compute them. An AutoencoderRAE applies its own itself."""
+    (z − mean)·scale / std, as diffusers' pipelines compute them. An AutoencoderRAE applies its statistics itself."""
     if _is_rae(model):
         return {}
     scale, shift = float(model.config.scaling_factor), float(getattr(model.config, "shift_factor", None) or 0.0)
@@ -188,8 +189,8 @@ def encoded(
              autoencoder's latents; "auto": moments if there is a posterior.
     kept     further fields of LatentSpec: dtype, views, orientation and alpha.
 
-    Raises ValueError if store="moments" and the autoencoder has none, or if it does not decode the latents of such
-    pictures to the same resolution.
+    Raises ValueError if store="moments" and the autoencoder has no posterior, or if it does not decode the latents of
+    such pictures to the same resolution.
     """
     posterior = type(model).__name__ == "AutoencoderKL"
     if store == "moments" and not posterior:

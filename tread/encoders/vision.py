@@ -166,8 +166,8 @@ def _dinov2_tokens(model: nn.Module, normalization: Tensor, pictures: Tensor) ->
     """Return the patch tokens (B, T, z) after the last norm, without the class token.
 
     Pictures are normalised and then resized to 7/8 of their size, rounded to a whole number of patches, at least one:
-    256×256 becomes 224×224, 16×16 patches of 14×14. The model resamples its position embeddings to them bicubically.
-    `normalization` (2, 3, 1, 1) is the mean and standard deviation. It lies on the device, so no step has to copy it.
+    256×256 becomes 224×224, 16×16 patches of 14×14. The model resamples its position embeddings bicubically.
+    `normalization` (2, 3, 1, 1) is the mean and standard deviation. It is on the device already, so no step copies it.
     """
     mean, std = normalization
     patch = model.config.patch_size

@@ -18,8 +18,8 @@ from tread.runtime.randomness import seeded_normal
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
     """Return sample and noise-level indices, (n,) int64 each, of the evaluation points `numbers` (n,) in 0..points−1.
 
-    With fewer points than samples, the points are spread evenly over the samples, so that each class has its share.
-    Else point k has sample k % samples, and each round over the samples gives each of them its next noise level.
+    If points ≤ samples, point k has a sample at even spacing, so that each class has its share, and level
+    k % noise_levels. Otherwise it has sample s = k % samples and level (s + k // samples) % noise_levels.
     """
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels
@@ -37,7 +37,7 @@ def read_points(
 ) -> tuple[Tensor, Condition, Tensor, Tensor]:
     """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S).
 
-    numbers  (n,) numbers of the points, in 0..points−1; the noise depends on them and on the text `stream` alone.
+    numbers  (n,) numbers of the points, in 0..points−1; the noise depends only on them and on the name `stream`.
 
     Other arguments are those of `heldout_loss`. If the dataset stores moments (mean and deviation of each latent), the
     mean is read; if a sample has several captions, the first one.

@@ -103,7 +103,7 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
 
 
 class Npz:
-    """Arrays of an .npz file, read without unpickling. Raises ValueError if the file is damaged or no .npz."""
+    """Arrays of an .npz file, read without unpickling. Raises ValueError if the file is damaged or not an .npz."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,7 +139,7 @@ class Npz:
         return shape, dtype, read
 
     def read(self, name: str) -> np.ndarray:
-        """Load the array `name` of the file as a whole."""
+        """Load the array `name` of the file as a whole. Raises ValueError also if there is no such array."""
         with self._explained(), np.load(self.path, allow_pickle=False) as arrays:
             return arrays[name]
 
@@ -258,8 +258,8 @@ def feature_store(pictures: Pictures, folder: Path, network: Inception) -> Shard
 def extract_all(
     pictures: Pictures, folder: Path, network: Inception, processes: Processes
 ) -> tuple[Pictures, ShardStore]:
-    """Extract the features of all undamaged pictures; return these pictures and their feature_store. Each process
-    extracts a share. Raises ValueError that names all damaged pictures, unless pictures.skip is set."""
+    """Extract the features of all undamaged pictures, a share in each process; return these pictures and their
+    feature_store. Raises ValueError for damaged pictures, naming all; with pictures.skip, if fewer than 2 are left."""
     parts = feature_store(pictures, folder, network)
 
     def work(numbers: list[int], done: Callable[[int], object]) -> None:

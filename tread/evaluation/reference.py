@@ -70,8 +70,8 @@ def open_reference(
 ) -> Reference:
     """Open a reference, a path or the name "cifar10", without decoding its pictures. `sizes` are the numbers of
     features that stored statistics must have, {"pool": D, "spatial": D}; other arguments as in open_pictures. Raises
-    FileNotFoundError, or ValueError if the file is damaged, has statistics of another Inception network, or is no
-    reference."""
+    FileNotFoundError, or ValueError if the file is damaged, has statistics of another Inception network, or holds
+    neither statistics nor pictures."""
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
     if str(path) in SHIPPED and not path.exists():
@@ -178,7 +178,7 @@ class FeatureSets:
         """Return measure(reference, samples, seen) for the pool features of both sets, with a progress bar that shows
         the title. A later call with the same title returns the stored result.
 
-        passes     how often `measure` reports each row of the reference and of the samples to `seen`; (0, 0): no bar.
+        passes     how many times `measure` counts each reference row and each sample row in `seen`; (0, 0): no bar.
         more_than  number of pictures that each set must exceed.
         """
         if title in self._compared:

@@ -48,8 +48,9 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """Return how samples were made, as a dict for JSON: the networks, NFE, versions, and `settings`. The values of
-    `sampler` and the network's time shift replace those given in `settings`, which may be null."""
+    """Return how samples were made, as a dict for JSON: the networks, NFE, versions, and `settings`. `settings` are
+    the user's options, which may be null; values of `sampler` and the network's time shift replace them. `weak` is the
+    guidance's second network, if any."""
 
     def network(source: SavedNetwork) -> dict:
         told = {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}

@@ -88,8 +88,8 @@ def table(record: dict) -> str:
 
 
 def sampler_told(values: Mapping) -> str | None:
-    """Return the sampler's name in fid.json's `values`, with the time shift unless that is 1 or null. It is None if the
-    scored pictures were read from files."""
+    """Return the sampler recorded in fid.json's `values` as text, with the time shift unless that is 1 or null; None if
+    the scored pictures were read from files."""
     shift = values.get("shift")
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 

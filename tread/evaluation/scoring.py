@@ -1,5 +1,5 @@
-"""Scores checkpoints or pictures, see `run`. All checks come before the long work. That is split into parts, which the
-processes share; after an interruption, the same command run again makes only the missing parts."""
+"""Scores checkpoints or pictures, see `run`. All checks come before the long work. The work is split into parts, which
+the processes share; after an interruption, the same command makes only the missing parts."""
 
 import datetime
 import glob
@@ -93,13 +93,13 @@ class ScoringOptions:
         if (self.checkpoint is None) == (self.samples is None) and not (self.samples is None and self.save_reference):
             raise ValueError("name one of checkpoint=… and samples=… to score, or reference=… save_reference=stats.npz")
         if self.samples and (self.prompts or self.clip):
-            raise ValueError("prompts=… and clip=… are of a checkpoint; samples=… are scored without their captions")
+            raise ValueError("prompts=… and clip=… are for a checkpoint; samples=… are scored without their captions")
         if self.reference is None and (self.samples or self.save_reference):
             raise ValueError("reference=… is needed: ADM's .npz, an .npz with mu and sigma, a folder or a tar")
         if self.reference_features and self.reference not in SHIPPED:
-            raise ValueError(f"reference_features=true is of reference={', '.join(SHIPPED)}; pictures' are always made")
+            raise ValueError(f"reference_features=true is for reference={', '.join(SHIPPED)}, which has no pictures")
         if self.packed and not self.save_reference:
-            raise ValueError("packed=true is of save_reference=…")
+            raise ValueError("packed=true is for save_reference=…")
         if self.save_reference and Path(self.save_reference).suffix != ".npz":
             raise ValueError(f"save_reference is {self.save_reference!r}, but must end in .npz")
         paths = [Path(path) for path in (self.samples, self.reference) if path]
@@ -120,7 +120,8 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything, then score each checkpoint, or the pictures; return each checkpoint's fid.json as a dict."""
+    """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict; None
+    for new scores in processes other than the main one."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -314,7 +315,7 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
     for key in ("prompts", "clip"):
         if (value := getattr(options, key)) is not None:
-            raise ValueError(f"{key}={value} is of captions, but {saved.found.folder} was trained with classes")
+            raise ValueError(f"{key}={value} is for captions, but {saved.found.folder} was trained with classes")
     return None
 
 
@@ -428,8 +429,8 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """Print and return the record of an earlier score with the same settings; return None if there is none. If
-        save_samples is set, it must have a samples.npz; if reference_features is, metrics of the same pictures."""
+        """Print and return the record of an earlier score with the same settings, or return None. With save_samples the
+        score must have a samples.npz; with reference_features it must have used the same reference pictures."""
         options = self.plan.options
         of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
         before = self.files.find(self.settings, with_samples=options.save_samples, **of)

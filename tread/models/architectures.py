@@ -57,8 +57,8 @@ class TextSettings:
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """The options that all architectures share, named like their network's arguments, and position_scale, by which rows
-    and columns in the fixed positions are multiplied. Subclasses override attributes:
+    """The options that all architectures share, named like their network's arguments; position_scale multiplies rows
+    and columns in the fixed positions. Subclasses override these attributes:
 
     network     the class that is built.
     takes_text  True: the network takes texts instead of labels.
@@ -90,7 +90,7 @@ class NetworkOptions:
     def __post_init__(self) -> None:
         if not self.mlp_ratio and self.needs_mlp:
             raise ValueError(
-                f"model.mlp_ratio is 0, but must be positive: of {self.architecture} no MLP can be left out"
+                f"model.mlp_ratio is 0, but must be positive: the blocks of {self.architecture} need an MLP"
             )
         for number, route in enumerate(self.routes):
             if route.select not in self.selects:
@@ -155,7 +155,7 @@ class NetworkOptions:
         return network
 
     def all_arguments(self, size: int, channels: int, num_classes: int, text: TextSettings) -> dict[str, object]:
-        """Return all arguments of the network's constructor, keyed by name; for those given here see `build`."""
+        """Return all arguments of the network's constructor, keyed by name. Parameters are those of `build`."""
         return {"input_size": size, "in_channels": channels, "num_classes": num_classes, **self.arguments()}
 
     def arguments(self) -> dict[str, object]:

@@ -27,8 +27,8 @@ WAVES = 256  # number of cosines and sines that embed the time input
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D). Under autocast this is computed in fp32, on CPUs
-    too, where norms return bf16 for bf16 tokens."""
+    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D). Under autocast this is computed in fp32, also on
+    CPUs, whose norms return bf16 for bf16 tokens."""
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
@@ -49,8 +49,8 @@ def sincos_positions(dim: int, grid_size: int, scale: float = 1.0) -> Tensor:
 
 class PatchEmbed(nn.Module):
     """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D).
-    Under torch.compile one matrix product replaces the convolution; the results differ by rounding. With a bottleneck
-    of d channels a second one follows: to d without a bias, then to D (JiT; Li & He 2025, arXiv 2511.13720)."""
+    Under torch.compile a matrix product replaces the convolution; the results differ by rounding. With a bottleneck of
+    d channels the convolution maps to d without a bias, a linear layer to D (JiT; Li & He 2025, arXiv 2511.13720)."""
 
     def __init__(self, in_channels: int, patch_size: int, hidden_size: int, bottleneck: int | None = None) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def count_parameters(network: nn.Module) -> int:
 
 
 def linear_products(block: nn.Module, tokens: int) -> int:
-    """Return the multiply-adds of a block's linear layers for one sample; the adaLN modulation runs once per sample."""
+    """Return the multiply-adds of a block's linear layers for one sample; adaLN runs once, the others per token."""
     modulation = block.adaLN_modulation[1].weight.numel()
     layers = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
     return tokens * (layers - modulation) + modulation
@@ -147,8 +147,8 @@ class Backbone(nn.Module):
     """The network F(x; t, y): embedders, `depth` blocks and a last layer. Arguments are named as in public DiT.
 
     make_block   function that creates a block, called depth times. A block maps tokens (B, N, D), the tensors of
-                 along(B) and conditioning (B, D) to tokens, with grid=(rows, columns) if needs_grid is set. Its last
-                 modulation layer is adaLN_modulation[1]; its multiply_adds(tokens, attention) are for one sample.
+                 along(B) and conditioning (B, D) to tokens; if needs_grid is set, it also gets grid=(rows, columns). It
+                 has a linear layer adaLN_modulation[1], and multiply_adds(tokens, attention) for one sample.
     input_size   height and width S of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
     learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.

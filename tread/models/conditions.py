@@ -28,7 +28,8 @@ Condition = Tensor | Text
 
 
 def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
-    """Apply a function to labels or, for texts, to their tokens, masks and pooled outputs in turn (None stays None)."""
+    """Call function(*given) for labels; for texts, call it with their tokens, their masks, and their pooled outputs
+    (None stays None), and return a Text of the results."""
     if not isinstance(given[0], tuple):
         return function(*given)
     return Text(*(None if parts[0] is None else function(*parts) for parts in zip(*given)))

@@ -13,7 +13,7 @@ from tread.models.backbone import Backbone
 
 
 class Device(NamedTuple):
-    """A GPU by its maker's data sheet: bytes of memory, bf16 FLOP/s of matrix products, bytes/s of its memory."""
+    """A GPU's data sheet: memory in bytes, bf16 matrix products in FLOP/s, memory bandwidth in bytes/s."""
 
     memory: float
     products: float
@@ -22,8 +22,7 @@ class Device(NamedTuple):
 
 class Constants(NamedTuple):
     """Constants from which a training step's time is predicted (tread/training/costs.py); benchmarks/gpu_check.py can
-    measure them. `reached` and `attention` are the shares of the peak Device.products that matrix products and
-    attention reach."""
+    measure them. Matrix products and attention reach the shares `reached` and `attention` of Device.products."""
 
     reached: tuple[Sequence[int], Sequence[float]] = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # widths, shares
     attention: Mapping[int, float] = MappingProxyType({64: 0.19, 72: 0.13})  # width of a head → share

@@ -33,14 +33,14 @@ A_LOG_LIMIT = 40.0  # above it each token erases the state anyway; e^89 would be
 
 def in_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
     """Reorder tokens (B, N, …) from raster order for a scan. Direction 0: by rows, 1: by rows backward, 2: by columns,
-    3: by columns backward."""
+    3: by columns backward; directions 2 and 3 need the grid (rows, columns)."""
     if direction >= 2:
         x = x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
     return x.flip(1) if direction % 2 else x
 
 
 def in_raster_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
-    """Undo in_order with the same direction and grid (rows, columns)."""
+    """Undo in_order with the same direction and grid."""
     x = x.flip(1) if direction % 2 else x
     return in_order(x, 2, grid[::-1]) if direction >= 2 else x
 

@@ -95,7 +95,7 @@ class Sprint(LightningDiT):
     ) -> list[Callable[..., Tensor]]:
         """Return the blocks, changed so that the outputs of f (first blocks) and g (sparse part) are fused before h.
 
-        run_blocks returns the tokens that skipped g as f's output. Before the fusion, mask tokens replace these tokens
+        Behind g, run_blocks gives the tokens that skipped it their values from f. Mask tokens then replace these tokens
         (those not in record.ids), and all tokens for which from_g (B, N, 1) is False.
         """
         behind_f = []

@@ -81,8 +81,8 @@ def _decay(a: Tensor) -> Tensor:
 
 
 def _entering(added: Tensor, a: Tensor) -> Tensor:
-    """Return the state before each of the c steps of h_i = exp(a_i)·h_{i−1} + added_i, which starts at 0, for K states
-    of F numbers: added (K, c, F), a (K, c) → (K, c, F)."""
+    """Run K recurrences h_i = exp(a_i)·h_{i−1} + added_i of c steps from h = 0, and return the state before each step.
+    A state has F numbers: added (K, c, F), a (K, c) → (K, c, F)."""
     steps = added.shape[1]
     added, a = _chunks(added, LEVEL), _chunks(a, LEVEL)  # (K, m, L, F), (K, m, L)
     decay = F.pad(_decay(a), (1, 0))  # columns: the state before each step, and after the last
@@ -113,8 +113,8 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
 
 
 def fused_ssd() -> Callable[..., Tensor]:
-    """Return a function with the arguments x, dt, A, B and C of `ssd` that calls the package mamba_ssm's fused scan for
-    CUDA, without converting x, B and C to another precision. Raises ValueError if the package or CUDA is missing."""
+    """Return a function that takes the arguments of `ssd` and calls the fused CUDA scan of the package mamba_ssm. x, B
+    and C keep their precision; the result is fp32. Raises ValueError if the package or CUDA is missing."""
     if not torch.cuda.is_available():
         raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
     try:

@@ -40,7 +40,7 @@ def _raise(error: OSError) -> None:
 
 
 class Zip:
-    """The files of a zip. Raises ValueError for a file that is no zip, or is damaged or truncated."""
+    """The files of a zip. Raises ValueError for a file that is not a zip, or is damaged or truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -63,7 +63,7 @@ class Zip:
 
 @functools.lru_cache(maxsize=4)
 def _opened_zip(path: Path, process: int) -> zipfile.ZipFile:
-    """Open a zip once in each process: a handle inherited by fork would share the file position with its parent."""
+    """Open a zip, once per process id: a handle inherited by fork would share the file position with its parent."""
     return zipfile.ZipFile(path)
 
 

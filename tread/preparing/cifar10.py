@@ -74,7 +74,7 @@ def pictures_of(content: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_files(source: Path) -> dict[str, bytes]:
-    """Read those .bin files that an archive or a folder has: {file name: content}. Raises FileNotFoundError, or
+    """Read the .bin files in an archive or a folder: {file name: content}. Raises FileNotFoundError, or
     ValueError if the archive is damaged."""
     wanted, inner = {*TRAIN, TEST}, source / "cifar-10-batches-bin"
     if source.is_dir():
@@ -110,7 +110,7 @@ def check_files(files: dict[str, bytes], where: object, small: bool = False) -> 
 
 
 def fetch(file: Path) -> Path:
-    """Return the official archive at `file`; download it if it is missing, going on where an earlier download stopped.
+    """Return the official archive at `file`; download it if it is missing, resuming an earlier download.
     Raises FileNotFoundError if it can't be fetched, ValueError if it is damaged, OSError if the disk is full."""
     partial = file.with_name(f".{file.name}.partial")
     if not file.is_file():

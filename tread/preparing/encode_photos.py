@@ -69,8 +69,8 @@ def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
 
 
 def end_with(process: int, worker: int) -> None:
-    """Make this data-loading worker (number `worker`) exit once the process with id `process`, for which it reads, has
-    ended. PyTorch's own check watches only the worker's parent, which here is a fork server."""
+    """Make this data-loading worker, number `worker`, exit when the process with id `process` that uses its data ends.
+    PyTorch's own check watches only the worker's parent, which here is a fork server."""
 
     def watch() -> None:
         while psutil.pid_exists(process):

@@ -80,7 +80,7 @@ def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
 
 
 def no_picture(head: bytes) -> str | None:
-    """Return why a file that begins with `head` (at least HEAD bytes) is no picture; None if it may be one."""
+    """Return why a file that begins with `head` (at least HEAD bytes) is not a picture; None if it may be one."""
     Image.init()
     if any(Image.OPEN[kind][1](head) for kind in FORMATS):
         return None

@@ -66,7 +66,7 @@ class Photos:
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
     def no_pictures(self) -> Faults:
-        """Read the first bytes of each file, and return (name, reason) for those that are no pictures or can't be read.
+        """Read each file's first bytes, and return (name, reason) for those that are not pictures or can't be read.
         Reads nothing and returns [] if there are more than LOOKED files, or if `heads` is False."""
 
         def look(first: int) -> Faults:
@@ -85,7 +85,7 @@ class Photos:
             return sorted(sum(pool.map(look, range(THREADS)), []))
 
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
-        """Raise ValueError if there is no picture, if some files can't be used or are no pictures (unless `skip`), or
+        """Raise ValueError if there is no picture, if some files can't be used or aren't pictures (unless `skip`), or
         if a class has no picture (unless `allow_empty`). The message covers all faults, grouped by kind."""
         lines = named(self.faults, ": {}")
         if not self.names:

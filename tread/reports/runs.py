@@ -125,7 +125,7 @@ def find_run(folder: Path) -> Found:
 
 
 def _numbers(record: object) -> dict:
-    """Return the finite numbers of a line of metrics.jsonl; {} if it is no record."""
+    """Return the finite numbers of a line of metrics.jsonl; {} if it is not a dict."""
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return {}
     return {key: value for key, value in record.items() if type(value) in (int, float) and math.isfinite(value)}

@@ -5,9 +5,9 @@
         loss = criterion(model(...))
         loss.backward()                     # inside too: activation checkpointing calls the blocks again
 
-Each block on a route gets the kept tokens, and its output is put back among the skipped ones right after it, so
-whatever a model does between two blocks sees all tokens, and changes the skipped ones too. If nothing lies between
-them, the result is that of run_blocks, which gathers and scatters once: hooks copy the tokens twice more per block.
+Each block on a route gets the kept tokens, and its output is put back among the skipped ones right after it. So
+whatever a model does between two blocks applies to all tokens, skipped ones too. If it does nothing there, the result
+is that of run_blocks, which gathers and scatters once per route; hooks do so at each block.
 
 Blocks may take the tokens by keyword and return them in a tuple. For joint blocks of text and picture tokens,
 attach_routes(…, tokens="hidden_states", output=1) routes the picture tokens and leaves the text whole.
@@ -16,9 +16,9 @@ Names and shapes do not say for certain which other inputs have a token axis. By
 raises ValueError; the caller can pass two functions instead:
 
     select(args, kwargs, ids_keep) → args, kwargs    a block's inputs, with everything along a token axis gathered
-    join(output, saved, ids_keep) → output           a block's output, put back into saved = (args, kwargs), its inputs
-                                                     before `select`; for the last block of a route with `rejoin`,
-                                                     the inputs of block `rejoin` instead
+    join(output, saved, ids_keep) → output           a block's output, put back among all tokens; `saved` is (args,
+                                                     kwargs) of the block before `select`, or those of block `rejoin`
+                                                     for the last block of a route that has one
 
 With `tokens`, both functions find the tokens first in args, however the model called the block. With `output`, join
 gets and returns the tokens alone.
@@ -85,7 +85,7 @@ def _written(*inputs: Any) -> list[int]:
 
 
 def _in_forward() -> bool:
-    """Return False in a backward pass, where activation checkpointing calls blocks again, and in compiled graphs."""
+    """Return False in compiled graphs and in a backward pass, in which activation checkpointing calls blocks again."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
 
@@ -141,7 +141,7 @@ class Routing:
 
     def _tokens_first(self, number: int, index: int, args: tuple, kwargs: dict) -> Inputs:
         """Return the inputs (args, kwargs) of block `index`, with the tokens moved to args[0] if they came by keyword.
-        Raises ValueError if the number of tokens is not the one for which route `number` has ids_keep. With a custom
+        Raises ValueError if the ids_keep of route `number` are for another number of tokens. With a custom
         `select` any input may be the tokens, so the error is raised only if no input has an axis of this length."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
@@ -181,9 +181,9 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved), _in_forward()
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """Return, and forget, the inputs that block `rejoin` of route `number` got in this forward pass. They hold all
-        tokens; the skipped ones of the route continue from there. `index` is the route's last block, and `args` its
-        inputs now. Raises RuntimeError if no inputs were saved, or if they have been changed in place since."""
+        """Return, and forget, the inputs that block `rejoin` of route `number` got in this forward pass; the skipped
+        tokens return with their values from there. `index` is the route's last block, and `args` its inputs now.
+        Raises RuntimeError if no inputs were saved, or if they have been changed in place since."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True

@@ -42,7 +42,7 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tenso
 
     noise       (B, N) uniform numbers; the rows whose first tokens have the smallest numbers are kept.
     grid        (H, W); the kept rows form a grid (K / W, W).
-    force_keep  (B, N) bool; a row is kept if it is true for one of the row's tokens.
+    force_keep  (B, N) bool; a row is kept if one of its tokens is marked. None: no token is.
     """
     height, width = _check_grid(noise, grid)
     chances = noise.view(-1, height, width)[:, :, 0]
@@ -54,7 +54,7 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tenso
 
 
 def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
-    """Keep one token of each 2×2 group of the grid, that with the smallest noise, as SPRINT does: ids_keep (B, N / 4).
+    """Keep the token with the smallest noise in each 2×2 group of the grid, as SPRINT does: ids_keep (B, N / 4).
 
     noise       (B, N) uniform numbers, so the four tokens of a group are equally likely.
     grid        (H, W), both even.
@@ -124,7 +124,7 @@ class Token:
         return draw_ids(draws, route.selection_ratio)
 
     def count(self, route: Route, num_tokens: int, grid: Grid | None) -> int:
-        """Return K, the number of kept tokens out of N = num_tokens."""
+        """Return K, how many of N = num_tokens tokens are kept. Rules for rows use the grid; None: it is unknown."""
         return num_keep(num_tokens, route.selection_ratio)
 
     def check_route(self, route: Route) -> None:

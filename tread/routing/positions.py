@@ -103,7 +103,7 @@ def order_matters(
     """Return by how much a block's output for inputs (args, kwargs) changes if its tokens at ids (B, K) are permuted.
 
     The change is relative to what the block adds to its tokens args[0], and 0 within rounding. Tokens are replaced by
-    noise, and so are other inputs without a token axis that are all zero. shared=True permutes all samples alike.
+    noise, and so are all-zero inputs without a token axis. shared=True permutes all samples alike.
     `select` gathers the inputs and `join` puts the output back, as in hooks.py. For a block with sharded or quantized
     parameters, which can't be replaced by random ones, the function warns and returns 0.
     """

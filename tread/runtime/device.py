@@ -18,9 +18,9 @@ LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launc
 
 
 def use_precision(name: Precision, device: torch.device) -> str:
-    """Return the precision; "auto" becomes "bf16" on a GPU that has it in hardware, else "fp32". On a GPU, set TF32.
+    """Return the precision to use; "auto" becomes "bf16" on a GPU that has it in hardware, else "fp32".
 
-    With bf16, TF32 is on, since a route may run one block in fp32, which is slow without TF32; else TF32 is off.
+    On a GPU this also sets TF32: on with bf16, since a route may run a block in fp32, which is slow without; else off.
     """
     check("precision", name, Precision)
     if name == "auto":

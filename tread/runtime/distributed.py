@@ -139,7 +139,7 @@ class Processes:
         return done
 
     def from_main(self, decide: Callable[[], T]) -> T:
-        """Run `decide` in the main process alone and return its result in all processes, so that they agree."""
+        """Run `decide` in the main process alone. All processes return its result or raise its error."""
         return broadcast_object_list([self.together(lambda: decide() if self.main else None)])[0]
 
     def say(self, text: str) -> None:

@@ -16,7 +16,7 @@ WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 
 def is_cached(name: str, weights: Sequence[str]) -> bool:
     """Return whether the cache holds the hub's model `name`: its config.json and at least one of the files `weights`.
-    Raises ValueError if `name` is no hub id, OSError if the model is not cached and the hub does not answer."""
+    Raises ValueError if `name` is not a hub id, OSError if the model is not cached and the hub does not answer."""
     from huggingface_hub import constants, try_to_load_from_cache  # imported here because it takes long
     from huggingface_hub.utils import get_session
 
@@ -30,13 +30,13 @@ def is_cached(name: str, weights: Sequence[str]) -> bool:
 
 
 def local(source: str | Path) -> Path:
-    """Return the path that `source` names, ~ expanded; hf:user/name[@revision] is fetched from the hub first.
+    """Return the path that `source` names, with ~ expanded; hf:user/name[@revision] is first fetched from the hub.
 
-    Of a repository on the hub, its safetensors, JSON, YAML and Markdown are fetched, never a pickle, into the cache of
-    huggingface_hub, whose folder is named by the revision's hash. Without the hub, the cached copy is taken.
+    Only safetensors, JSON, YAML and Markdown files are fetched, never a pickle. They go into huggingface_hub's cache,
+    in a folder named by the revision's hash. If the hub does not answer, the cached copy is used.
 
-    Raises ValueError for a name that can't be one, a repository or revision that the hub does not have or does not give
-    away, and one without safetensors; OSError if the hub does not answer and nothing is cached.
+    Raises ValueError for a malformed name, for a repository or revision that does not exist or can't be accessed, and
+    for one without safetensors; OSError if the hub does not answer and nothing is cached.
     """
     if not str(source).startswith(PREFIX):
         return Path(source).expanduser()
@@ -66,8 +66,8 @@ def local(source: str | Path) -> Path:
 
 
 def check_repository(name: str) -> None:
-    """Raise ValueError unless `name` is user/name and a login of huggingface_hub is there, OSError if the hub does not
-    answer."""
+    """Raise ValueError unless `name` is like user/name and the user is logged in to the hub, OSError if the hub does
+    not answer."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import get_session
 
@@ -94,7 +94,7 @@ def push(folder: Path, name: str) -> str:
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
     """Raise OSError unless a server answers within `seconds`, including the DNS look-up. `ask(url, seconds)` sends a
-    request, and raises an error if there is no answer; it should use the client and the proxies of the later fetch.
+    request, and raises an error if there is no answer; it should use the client and proxies of the later fetch.
     """
     failure: list[object] = [f"no answer in {seconds} s"]
 

@@ -1,4 +1,4 @@
-"""One line in place of a traceback for Ctrl-C and missing packages while a script is importing, which takes seconds.
+"""Ends a script with one line, not a traceback, if Ctrl-C or a missing package stops its imports, which take seconds.
 Uses the standard library alone."""
 
 import os

@@ -1,7 +1,7 @@
 """Reads settings, nested dicts, into dataclasses by their annotations; unknown keys and wrong types raise ValueError.
 
-Choices are Literals. Annotated[…] adds a Range, in which a number must lie; a string, which errors show in brackets; or
-Chosen, for a section whose dataclass is picked from a table. Numbers without a Range must be finite.
+Choices are Literals. Annotated[…] adds a Range for a number, a text that errors show in brackets, or Chosen, for a
+section whose dataclass is picked from a table. Numbers without a Range must be finite.
 """
 
 import difflib
@@ -86,8 +86,8 @@ def _choices(hint: Any) -> list[Chosen]:
 
 
 def add_unstated(words: Iterable[str], kind: type) -> list[str]:
-    """Return the command-line overrides `words`, with Hydra's ++ ("add this key") before keys that config files of the
-    dataclass `kind` need not state, such as options of one architecture."""
+    """Return the command-line overrides `words` with Hydra's ++ ("add this key") before keys that may be missing from
+    config files, such as options of one architecture. `kind` is the dataclass of the settings."""
     keys = set()
     for name, hint in _hints(kind).items():
         entries = [entry for choice in _choices(hint) for entry in choice.table.values()]
@@ -118,7 +118,7 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
 
 
 def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first word that is no Hydra override (key=value), or whose key is not in `known`."""
+    """Raise ValueError for the first word that is not a Hydra override (key=value), or whose key is not in `known`."""
     overrides = list(overrides)
     for before, override in zip(["", *overrides], overrides):
         if not re.search("^[-~]|=", override) and not before.startswith("-"):  # after an option: its value
@@ -167,8 +167,8 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return the settings `tree` with each whole float, such as 1e3, that was read as an int replaced by that int.
-    `built` is the dataclass that `read` made from `tree`."""
+    """Return the settings `tree` after replacing floats such as 1e3 by ints where `read` took them for ints. `built` is
+    the dataclass that `read` made from `tree`."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree

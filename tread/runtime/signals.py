@@ -34,7 +34,7 @@ class Stop:
     """Listens for SIGTERM, SIGUSR1 and Ctrl-C until `close` is called. Must be constructed in the main thread.
 
     The first signal sets `reason`. A second one calls `ending`, then ends the process at once, even while it waits for
-    a device. If the launcher, accelerate or torchrun, ends, this counts as a signal, as not all launchers forward them.
+    a device. If the launcher (accelerate or torchrun) ends, that counts as a signal: not all launchers forward signals.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Stop:
 
     def poll(self) -> bool:
         """Return whether to stop. All processes must call this once a step, and all get the same answer; with several
-        processes it covers the signals received before the previous call."""
+        processes it covers only signals received before the previous call."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self.reason = self.reason or "the launcher has ended"
         if self._group is None:

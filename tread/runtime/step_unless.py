@@ -1,4 +1,4 @@
-"""A step of any optimizer that is skipped, on the device, if gradients are bad."""
+"""Takes a step of any optimizer, and undoes it on the device if the gradients were bad."""
 
 import torch
 from torch import Tensor

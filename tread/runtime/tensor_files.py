@@ -167,7 +167,7 @@ def listed(names: Iterable[str], most: int = 4) -> str:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a .safetensors file with the umask's permissions. Raises OSError, also in place of safetensors' errors."""
+    """Write a .safetensors file with the umask's permissions. Raises OSError, also for safetensors' own errors."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:

@@ -7,7 +7,7 @@ mode "self"  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the p
              labels at a lower noise level.
 
 The aligned block may lie inside a route: it then outputs the kept tokens alone, which are compared with the targets at
-the same positions. The projector gets the block's output without a norm. Sampling needs neither projector nor targets.
+the same positions. No norm stands before the projector. Sampling needs neither projector nor targets.
 
 Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
 """
@@ -66,7 +66,7 @@ class Alignment:
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
     """Compute the loss of mode "repa" for each sample, −cosine averaged over the tokens: (B,) fp32.
 
-    projected  (B, K, z), the projector's output for the tokens at positions ids_keep (B, K); None: for all N tokens.
+    projected  (B, K, z), the projector's output for the tokens at positions ids_keep (B, K); ids_keep=None: all N.
     targets    (B, N, z).
     """
     return -F.cosine_similarity(projected.float(), _kept(targets, ids_keep), dim=2).mean(dim=1)

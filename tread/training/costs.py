@@ -43,7 +43,7 @@ def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Alig
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
-    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass), and alignment."""
+    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass), and alignment, if any."""
     return 3 * network.forward_flops(routes) + (aligner.flops(routes) if aligner else 0)
 
 
@@ -101,7 +101,7 @@ def step_seconds(
     aligner: Aligner | None = None,
     constants: Constants = PREDICTED,
 ) -> float:
-    """Predict the seconds of a compiled bf16 step of `images` samples; `constants`: shares of the GPU's peak speeds."""
+    """Predict the seconds of a compiled bf16 step of `images` samples on a GPU; `constants`: shares of peak speed."""
     blocks = blocks_run(network, routes)
     head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
@@ -132,8 +132,8 @@ def memory(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool,
     aligner: Aligner | None = None,
 ) -> StepMemory:  # fmt: skip
-    """Return the bytes of a step on one device: traced if the blocks are not compiled, else predicted from tables of
-    bytes per token and channel. train.memory=auto counts as plain, and so does budget if nothing is compiled."""
+    """Return the bytes of a step in micro-batches of `images` samples on one device: traced if not `compiled`, else by
+    tables of bytes per token and channel. train.memory="auto" counts as "plain"; so does "budget" if not `compiled`."""
     if aligner is not None:
         step = memory(cfg, network, routes, images, precision, compiled)
         weights = 4 * count_parameters(aligner.module.projector)
@@ -201,7 +201,7 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
 
 
 def picture_side(cfg: Settings) -> int:
-    """Return a picture's side in pixels: 8 times the latents' side, or the same for 1 or 3 channels (pixels)."""
+    """Return a picture's side in pixels: 8 times the latents' side, or equal to it for 1 or 3 channels (pixels)."""
     return cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8)
 
 
@@ -222,7 +222,7 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
     """Return an Aligner to count costs with, whose projector is on the meta device; None if the run aligns nothing.
-    Loads the encoder only if its width, or with alignment.source=live its FLOPs, can't be known without."""
+    Loads the encoder only if its width, or with alignment.source=live its FLOPs, can't be known otherwise."""
     alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
     if alignment.kind == "none":
         return None

@@ -1,4 +1,4 @@
-"""Failures of train.py: messages and exit codes, going on without torch.compile, and advice when memory runs out."""
+"""Failures of train.py: messages and exit codes, continuing without torch.compile, and advice when memory runs out."""
 
 import math
 import sys

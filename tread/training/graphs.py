@@ -1,10 +1,10 @@
 """Training steps as CUDA graphs: one launch replaces thousands, which can take longer than a small step's work.
 
 Steps with equal routes and tensor shapes are of one kind. The first ones of a kind run without a graph, on the stream
-that records; then a graph is recorded, and later steps copy their inputs into its fixed buffers and replay it. All
-graphs share one memory pool, as nothing in it outlives a step: weights, optimizer, averages and statistics lie outside.
-A new graph must give the losses and gradient norms of the step without a graph, on the inputs of two steps and without
-an update (hold=1). If it fails or differs, the run goes on without graphs.
+used for recording. Then a graph is recorded, and later steps copy their inputs into its fixed buffers and replay it.
+All graphs share a memory pool, as nothing in it outlives a step; weights, optimizer, averages and statistics lie
+outside. A new graph is checked on the inputs of two steps, without an update (hold=1): its losses and gradient norms
+must equal those of the step without a graph. If they differ, or recording fails, the run continues without graphs.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ class StepKind:
 
 
 class Graphs:
-    """Does a run's training steps, by CUDA graphs as soon as they are recorded.
+    """Takes a run's training steps, with CUDA graphs once they are recorded.
 
     stream  the stream for recording graphs and for the first steps of each kind; None on a CPU.
-    record  function: is given another one that does a step, records this step without doing it, and returns a function
-            that replays it. In tests on a CPU it may return its argument.
+    record  function (step) → replay: records the function `step`, which does a step, without running it, and returns a
+            function that replays it. In tests on a CPU it may return its argument.
     """
 
     def __init__(self, run: Run, stream: "torch.cuda.Stream | None", record: Callable[[Replay], Replay]) -> None:

@@ -50,7 +50,7 @@ class Muon(torch.optim.AdamW):
 
     Like fused AdamW it divides gradients by `grad_scale`, changes nothing if `found_inf` is 1 (both 0-d, or None), and
     takes rates as tensors. Matrices of one shape are orthogonalized together, in bf16 on a GPU and in fp32 on a CPU,
-    which may emulate bf16. Raises ValueError for a momentum outside 0..1, or without an iteration.
+    which may emulate bf16. Raises ValueError for a momentum outside [0, 1), or for steps (iterations) < 1.
     """
 
     grad_scale = found_inf = None

@@ -33,7 +33,7 @@ def backward(loss: Tensor) -> None:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `optimizer`, a fused Adam(W) or Muon, clips, skips bad steps, and takes the rate as a tensor."""
+    """Return whether `optimizer` is a fused Adam(W) or Muon: these clip, skip bad steps, and take rates as tensors."""
     return type(optimizer) in SKIPPING and all(group["fused"] for group in optimizer.param_groups)
 
 

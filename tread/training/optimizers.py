@@ -29,7 +29,7 @@ class OptimizerEntry:
     make: Callable[..., torch.optim.Optimizer]
     copies: Callable[[dict], float]  # takes optim.options, returns how many numbers of state a parameter value has
     shared: tuple[str, ...] = ("weight_decay",)  # the other settings of section optim that it takes
-    splits: bool = False  # True: it gets muon.groups_of the parameters, and has a single number of state for the first
+    splits: bool = False  # True: it gets muon.groups_of the parameters; the first group has one number of state a value
 
 
 # any optimizer works: optimizer_step clips and skips, checkpoints save and resume
@@ -48,7 +48,7 @@ OPTIMIZERS = Table(OptimizerEntry, {
 
 @dataclass(frozen=True)
 class OwnRate:
-    """Parameters with a learning rate of their own in the place of optim.lr; 0 freezes them.
+    """Parameters with a learning rate of their own instead of optim.lr; 0 freezes them.
 
     match  regular expression; a parameter belongs to the first group whose expression is found in its name.
     """
@@ -126,8 +126,8 @@ class Optim:
     def build(
         self, parameters: Iterable[tuple[str, nn.Parameter]], network: nn.Module | None = None
     ) -> torch.optim.Optimizer:
-        """Build the optimizer of these named parameters; `network` decides which ones an entry that splits them treats
-        apart. Raises ValueError if the optimizer refuses its settings."""
+        """Build the optimizer of these named parameters. `network` is for entries with splits=True, which treat its
+        block matrices apart. Raises ValueError if the optimizer refuses its settings."""
         if OPTIMIZERS[self.name].splits:
             groups = groups_of((parameter for _, parameter in parameters), network)
         elif not self.groups:
@@ -146,17 +146,17 @@ class Optim:
         return optimizer
 
     def keeps_state(self, changed: Collection[str]) -> bool:
-        """Return whether the optimizer's state stays valid if settings change, given their dotted keys."""
+        """Return whether the optimizer's state stays valid when the settings with these dotted keys change."""
         return not any(key.startswith(("optim.name", "optim.options", "optim.groups")) for key in changed)
 
     @property
     def copies(self) -> float:
-        """The size of the optimizer's state, in numbers per parameter value (AdamW: 2), but see state_size."""
+        """The optimizer's state, in numbers per parameter value (AdamW: 2); for blocks' matrices see matrix_copies."""
         return OPTIMIZERS[self.name].copies(self.options or {})
 
     @property
     def matrix_copies(self) -> float:
-        """As `copies`, of a value in the blocks' matrices (Muon: 1)."""
+        """Like `copies`, for the blocks' matrices (Muon: 1)."""
         return 1 if OPTIMIZERS[self.name].splits else self.copies
 
     def state_size(self, network: nn.Module) -> int:
@@ -166,7 +166,7 @@ class Optim:
         return int(self.matrix_copies * matrices + self.copies * (trained - matrices))
 
     def split(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return how the optimizer treats parameters apart, as words to follow its name; "" if it does not."""
+        """Return a text on parameters with their own rate or method, to follow the optimizer's name; "" if none."""
         if self.groups and not OPTIMIZERS[self.name].splits:
             parts = [(sum(p.numel() for p in group["params"]), group) for group in optimizer.param_groups]
             told = (f"{count:,} parameters at {self.lr * group.get('lr_factor', 1):g}" for count, group in parts)

@@ -37,9 +37,9 @@ from tread.training.summary import forecast
 
 
 class Clock:
-    """Measures time and FLOPs of training, without evaluating and saving: in all, and since the last log for the speed.
-    The slow first steps (compiling, recording) are not part of the forecast, nor of the speed unless a log is due right
-    after them."""
+    """Measures time and FLOPs of training, without evaluating and saving: for the whole run, and since the last log for
+    the speed. The slow first steps (compiling, recording) do not count in the forecast, nor in the speed unless a log
+    is due right after them."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
@@ -164,8 +164,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
 
 
 def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Read again the training samples of steps numbered `steps`, at most 100 steps. Returns whether any sample holds a
-    number that is not finite, and a text that names such samples."""
+    """Read again the training samples of the first of these steps: at most 100, fewer if batches exceed 256. Returns
+    whether any sample holds a number that is not finite, and a text that names such samples or says that none does."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
     spoilt = name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked))
@@ -229,7 +229,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool) -> bool:
-    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` postponed the latter."""
+    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` postponed it."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))
@@ -396,8 +396,9 @@ def save(run: Run) -> bool:
 
 
 def finish_saving(run: Run, wait: bool = True) -> None:
-    """Wait until a thread has written the checkpoint in progress, if any; wait=False only looks whether it has. All
-    processes must call this. Raises the thread's error, an OSError if the checkpoint could not be written."""
+    """Wait until a thread has written the checkpoint in progress, if any, and note that it is saved. With wait=False,
+    do nothing if it is still being written. All processes must call this. Raises the thread's error, an OSError if the
+    checkpoint could not be written."""
 
     def written() -> bool:
         if not wait and not run.written.done():
@@ -412,7 +413,7 @@ def finish_saving(run: Run, wait: bool = True) -> None:
 
 
 def judge_demo(run: Run) -> None:
-    """Draw run.demo_samples EMA samples of digits or emoji, and record their scores, unless that was done. Raises
+    """Draw run.demo_samples EMA samples of digits or emoji, and record their scores, unless they are recorded. Raises
     ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
     judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())

@@ -29,7 +29,7 @@ def decisive(keys: Iterable[str], config: dict) -> list[str]:
 
 @dataclass(frozen=True)
 class Claim:
-    """How a run starts in a folder: anew, or from a checkpoint."""
+    """How a run starts in a folder: at step 0, or from a checkpoint."""
 
     checkpoint: Checkpoint | None = None  # where it goes on; None: at step 0
     changed: dict[str, tuple[object, object]] = field(default_factory=dict)  # settings by dotted key: (before, now)
@@ -66,8 +66,8 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 
 
 def migrate(config: dict) -> dict:
-    """Convert a config recorded by older code to today's keys; missing ones get their defaults. In the oldest records,
-    section `recipe` is dropped, wandb.enabled becomes `tracker`, and train.activation_checkpointing `memory`."""
+    """Convert a config recorded by older code to today's keys; missing ones get their defaults. Section `recipe` is
+    dropped, wandb.enabled becomes tracker, and train.activation_checkpointing=true becomes train.memory."""
     kept = {key: value for key, value in config.items() if key != "recipe"}
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"

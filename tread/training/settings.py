@@ -176,7 +176,7 @@ class Settings:
             check_ratio(replace(route, selection_ratio=ratio), (side, side), key)
         for key, given in {"ratio_schedule": schedule, "loss_tokens": self.train.loss_tokens != "all"}.items():
             if given and not model.routes and (schedule or not model.masks):
-                raise ValueError(f"train.{key} is of routes, but {named} has none")
+                raise ValueError(f"train.{key} is for routes, but {named} has none")
         if self.train.path_drop and not model.has_path:
             raise ValueError(f"train.path_drop is {self.train.path_drop:g}, but {named} has no sparse path")
         if model.takes_text and self.text.encoder is None:
@@ -188,12 +188,12 @@ class Settings:
                 raise ValueError(f"{key} is given, but init_from=… is not, whose weights it changes")
         if self.init_classes is not None and model.takes_text:
             raise ValueError(f"init_classes is given, but {named} takes texts, not classes")
-        self.alignment.blocks(model.depth)  # raises ValueError for blocks that the network has not
+        self.alignment.blocks(model.depth)  # raises ValueError for blocks that the network does not have
         for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
             value, kind = getattr(self.alignment, key), self.alignment.kind
             if value is not None and kind not in kinds:
                 asked = " or ".join(f"alignment={choice}" for choice in kinds)
-                raise ValueError(f"alignment.{key} is {value}, which is of {asked}, not of alignment={kind}")
+                raise ValueError(f"alignment.{key} is {value}, which belongs to {asked}, not to alignment={kind}")
         if self.alignment.kind == "repa" and self.alignment.encoder is None:
             raise ValueError(
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "

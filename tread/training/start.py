@@ -113,7 +113,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 
 def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
-    """Return the settings with the model.position_scale that init_positions=scaled asks for."""
+    """Return settings and config with the model.position_scale that init_positions=scaled asks for."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, run, side)
     config = {**config, "model": {**config["model"], "position_scale": scale}}
@@ -352,8 +352,8 @@ def data_warnings(run: Run) -> list[str]:
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
     """Return the captions for sample grids, as fields of Run: {"prompts": encoded captions, "captions": their texts}.
-    They are the first captions of sampling.classes samples spread over the data. The texts are [] if they are unknown,
-    as for some imported captions."""
+    They are the first captions of sampling.classes samples, spread over the data. The texts are [] if they are
+    unknown, as for some imported captions."""
     samples = spread_classes(len(data), cfg.sampling.classes)
     captions = [data.captions[sample][0] for sample in samples] if "captions" in read_index(data.folder) else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}

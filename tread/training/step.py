@@ -38,8 +38,8 @@ class Draws:
     path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
 
     def rows(self, rows: slice, beyond: int = 0) -> "Draws":
-        """Return the random numbers of the samples in the slice `rows` of the batch. Noise and posterior are those of
-        `beyond` samples more; after the batch's last one comes its first."""
+        """Return the random numbers of the samples in the slice `rows` of the batch. Noise and posterior also cover the
+        `beyond` samples after them; the batch's first sample follows its last."""
         routes = tuple((route, chosen[rows]) for route, chosen in self.routes)
         drawn = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         if beyond:
@@ -150,8 +150,8 @@ def step_inputs(run: Run) -> Inputs:
 
 
 def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
-    """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. It must read nothing
-    that changes between steps but tensors in `inputs`, as a CUDA graph of one call is replayed for later steps."""
+    """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. What it reads and
+    what changes between steps must be a tensor in `inputs`, as a CUDA graph of one call is replayed for later steps."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
     weights = (1.0, cfg.alignment.weight) if run.aligner else (1.0,)
     totals, beyond = [0.0] * len(weights), process_of(cfg).beyond
