@@ -101,6 +101,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         optimizer, trained, decoder, online_fid, weights, notes, stop, began, memory.said, earlier, **prompts
     )  # fmt: skip
     run.graphs = open_graphs(run)
+    if cfg.train.residual == "bf16" and precision == "fp32":
+        run.warnings.append("train.residual=bf16 has no effect: the run computes in fp32 (train.precision=bf16)")
     run.warnings += [*settings_warnings(cfg), *data_warnings(run), *filter(None, [faulty, memory.warning])]
     if earlier and "flops" not in earlier.info:
         run.flops = training_flops(cfg, network, range(run.step), aligner)  # not recorded by older code
@@ -116,6 +118,9 @@ def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
     """Return settings and config with the model.position_scale that init_positions=scaled asks for."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, run, side)
+    if cfg.model.position_scale not in (1.0, scale):
+        said = f"model.position_scale is {cfg.model.position_scale:g}, but init_positions=scaled makes it {scale:g}"
+        raise ValueError(f"{said}: leave it out")
     config = {**config, "model": {**config["model"], "position_scale": scale}}
     return replace(cfg, model=replace(cfg.model, position_scale=scale)), config
 
@@ -300,7 +305,12 @@ def settings_warnings(cfg: Settings) -> list[str]:
     for key, value in sorted(unread):
         warnings.append(f"{other}.{key} is {value}, but has no effect with objective={cfg.objective}")
     optim, alignment = cfg.optim, cfg.alignment
-    no_weight = alignment.kind == "none" and alignment.weight != Alignment.weight
+    readers = {"weight": ("repa", "self"), "width": ("repa",), "source": ("repa",), "gap": ("self",)}
+    aligned = [
+        (getattr(alignment, key) != getattr(Alignment, key), f"alignment.{key} has no effect with alignment={kind}")
+        for key, kinds in readers.items()
+        if (kind := alignment.kind) not in kinds
+    ]
     untouched = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # as in configs/defaults.yaml
     changed = {key for key, value in untouched.items() if getattr(optim, key) != value}
     ignored = sorted(changed - {*OPTIMIZERS[optim.name].shared})
@@ -310,7 +320,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
     snapshots, archive = cfg.ema.snapshot_every, cfg.dataset.archive
     idle = [  # whether a warning is due, and the warning
         (optim.warmup_steps >= cfg.train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
-        (no_weight, f"alignment.weight is {alignment.weight}, but has no effect with alignment=none"),
+        *aligned,
         *((True, f"optim.{key} has no effect with optim.name={optim.name}") for key in ignored),
         (no_text, f"section text has no effect with model={cfg.model.name}, which takes no texts"),
         (no_normal, "rf.time_mean and rf.time_std have no effect with rf.time=uniform"),
