@@ -123,7 +123,7 @@ def test_what_is_not_alike_is_said_and_then_nobody_reaches_anybody(tmp_path, sho
 
 def test_runs_of_one_seed_are_no_seeds(tmp_path, shown):
     one, again = (write_run(tmp_path / name, [2.0, 1.0]) for name in ("one", "again"))
-    assert "warning: tread: 2 runs of 1 seeds: ± is less than chance makes it" in shown(one, again)
+    assert "warning: tread: 2 runs of 1 seeds: ± is not that of seeds" in shown(one, again)
     other = write_run(tmp_path / "other", [2.0, 1.0], seed=1)
     assert "runs of" not in shown(one, other)
 

@@ -166,7 +166,7 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
     for group in groups:
         seeds = {run.config.get("seed") for run in group.runs}
         if len(seeds) < len(group.runs):
-            warnings.append(f"{group.name}: {len(group.runs)} runs of {len(seeds)} seeds: ± is less than chance makes it")
+            warnings.append(f"{group.name}: {len(group.runs)} runs of {len(seeds)} seeds: ± is not that of seeds")
 
     def tell(groups: Sequence[SeedGroup], keys: Sequence[str], follows: str = "") -> None:
         apart = unlike([group.config for group in groups], keys)
