@@ -133,7 +133,7 @@ class RF(Process):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three (B, C, S, S) fp32 tensors: squared errors of `loss_of`, predicted data D = x_t − t·v, and x_t.
         If `direction` is not 0, its cosine term at a position is added to the squared errors of all channels there;
-        `contrastive` subtracts λ·(v − v')². x and noise may have one row more than t: the last sample's v'."""
+        `contrastive` subtracts λ·(v − v')². x and noise may hold one sample more than t, for the last v'."""
         others = negatives(x, noise, len(t)) if self.contrastive else None
         x, noise = x[: len(t)], noise[: len(t)]
         noisy, level = self.noised(x, t, noise), t.float().view(-1, 1, 1, 1)
@@ -166,7 +166,7 @@ class RF(Process):
         return (v - (noise - x)).square().mean(dim=(1, 2, 3))
 
     def schedule(self, num_steps: int = 50) -> Tensor:
-        """Return the sampler's times, (num_steps + 1,) fp64 from 1 to 0: evenly spaced, then shifted by `shift`."""
+        """Return num_steps + 1 times fp64 from 1 to 0, shifted by `shift`. Raises ValueError if two would be equal."""
         if num_steps < 1:
             raise ValueError(f"steps is {num_steps}, but must be at least 1")
         t = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
@@ -188,7 +188,7 @@ class RF(Process):
         solver: str = "euler",
     ) -> Tensor:
         """Draw samples (B, C, S, S) float64 of classes y from standard normal noise, without routes. null_class is the
-        label that means no class, for classifier-free guidance D_null + scale·(D_y − D_null); None: no guidance."""
+        label of no class, for guidance D_null + scale·(D_y − D_null); None: no guidance, ValueError unless scale=1."""
         if null_class is None and scale != 1:
             raise ValueError(f"scale is {scale}, but without null_class there is no guidance")
         weak_y = None if null_class is None else torch.full_like(y, null_class)

@@ -44,7 +44,7 @@ def main(composed: dict) -> None:
 
 
 def train(run: Run) -> bool:
-    """Take the remaining training steps, with logs, evaluations and checkpoints. Returns False if stopped early."""
+    """Take the remaining steps, with logs, evaluations and checkpoints. Returns False if the run was asked to stop."""
     cfg, say = run.cfg, run.say
     if run.step >= cfg.train.steps:
         say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")
@@ -76,7 +76,7 @@ def train(run: Run) -> bool:
 
 
 def report(run: Run) -> None:
-    """Write the run's HTML report. If that fails, only print a warning, so that the finished run does not fail."""
+    """Write the run's HTML report, if the setting `report` asks for it. If writing fails, only print a warning."""
     if run.cfg.report and run.processes.main:
         try:
             run.say(f"  {'report':<21} {write_report([run.folder])}")

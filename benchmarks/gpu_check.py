@@ -127,8 +127,8 @@ class Check:
             torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time each of `calls` {name: function} once per round, and return {name: Turns} without the calls that failed.
-        Each failure is recorded with its reason."""
+        """Time `calls` {name: function} by take_turns, and return {name: Turns} without those that failed. Each failure
+        is recorded with its reason."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
@@ -323,7 +323,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Time token gathering and weight averaging, then steps under various torch settings, the usual first and last."""
+    """Time token gathering and weight averaging, then steps by torch settings, the usual ones first and last."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 

@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def open_run(folder: Path, overrides: Sequence[str]) -> Run:
-    """Start a run as train.py does, in a temporary folder, on random latents (and texts) of the config's shapes."""
+    """Start a run as train.py does, in `folder`, on random latents (and texts) of the config's shapes."""
     fixed = [f"dataset.path={folder}/data", f"results={folder}", "dataset.heldout=null", "sampling.decode=false"]
     fixed += ["dataset.embedded=null", "eval.demo_samples=0", "init_from=null", "train.steps=1000000"]
     words = composed("config", [*overrides, *fixed])["text"]["encoder"] == "words"
@@ -135,7 +135,7 @@ def kinds_of(run: Run) -> Kinds:
 
 
 def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
-    """Return the settings with routes that end at step `last`; None: they never end."""
+    """Return the settings with routes in the steps before step `last` only; None: in all steps."""
     return replace(cfg, train=replace(cfg.train, routes_until=last))
 
 
@@ -180,7 +180,7 @@ def forward_flops(run: Run, cfg: settings.Settings) -> int:
 
 
 def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
-    """Take `count` training steps of a run, with the settings `cfg`."""
+    """Set a run's `cfg` and take `count` training steps, which run.step counts."""
     run.cfg = cfg
     try:
         for _ in range(count):

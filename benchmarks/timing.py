@@ -70,7 +70,7 @@ def composed(name: str, overrides: Sequence[str]) -> dict:
 
 
 def random_dataset(folder: Path, shape: tuple[int, int, int], classes: int, count: int, per_shard: int) -> None:
-    """Write a dataset of standard normal latents; sample i has class i mod `classes`."""
+    """Write a dataset of N(0, 1) latents, `count` or more (whole shards); sample i has class i mod `classes`."""
     latents = LatentSpec(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
     rng = np.random.default_rng(0)
 

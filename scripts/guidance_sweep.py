@@ -64,8 +64,8 @@ class Sweep:
     metric: str | None
 
     def points(self, routed: bool) -> list[Point]:
-        """Return all combinations of the sweep's values, each once. Unless the guidance uses routes (`routed`), the
-        fractions of skipped tokens are 0."""
+        """Return all combinations of the sweep's values, each once. The fractions of skipped tokens are 0 unless the
+        guidance uses routes (`routed`); a null list of fractions is then STRONG or WEAK."""
         strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
@@ -81,7 +81,7 @@ def main(tree: dict) -> None:
 
 
 def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
-    """Check all settings, score each, then write the table and the figures."""
+    """Check all settings, score each, then write the table and the figures. Raises ValueError or OSError."""
     options, paths = processes.from_main(lambda: scoring.settle_paths(options))
     check(sweep, options, paths)
     options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed
@@ -126,7 +126,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """Return the key of the metric to draw: sweep.metric, or the first available. Raises ValueError without one."""
+    """Return the key of the metric to draw: sweep.metric, else the first. Raises ValueError if it is not available."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]

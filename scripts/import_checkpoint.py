@@ -106,7 +106,7 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
     """Return the weights to import, keyed "model" or "ema". If the file does not say which it holds, they count as
-    "ema", or with take=model as "model"."""
+    "ema", or with take=model as "model". Raises FileNotFoundError or ValueError."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")

@@ -29,7 +29,7 @@ def main(options: ImportOptions) -> None:
 
 
 def import_all(options: ImportOptions, processes: Processes) -> None:
-    """Open the source, write the missing shards, and assemble the dataset."""
+    """Open the source, write the missing shards, and assemble the dataset. Raises ValueError or OSError."""
     latents, samples = open_foreign(options)
     labels, text, by = samples.labels, samples.text, samples.statistics
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}

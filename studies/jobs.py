@@ -49,8 +49,8 @@ class Job:
         return state == "finished" or (state == "interrupted" and self.over_time())
 
     def only_scores_lack(self, made: Mapping[str, dict]) -> bool:
-        """Return whether `made` records this training as done, but its folder has no checkpoints. To be scored, it must
-        be trained again."""
+        """Return whether `made` records this training as done, but the job's folder does not have it. To be scored, it
+        must be trained again."""
         return not self.trained and made.get(self.training.key, {"trained": False})["trained"]
 
     def over_time(self) -> bool:
@@ -78,7 +78,7 @@ class Job:
         return word if filled == value else f"{key}='{quoted}'"
 
     def record(self, score: Score) -> dict | None:
-        """Return the JSON that a score's script wrote, without the keys in LEFT_OUT; None if it has not run."""
+        """Return the JSON of a score's script, less LEFT_OUT, plus its overrides as "words"; None if it has not run."""
         path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
         if not path.exists():
             return None
@@ -136,8 +136,8 @@ def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None], part: Part = "both") -> list[str]:
-    """Run the jobs (or only their part "train" or "score"), `at_once` at a time with equal shares of the cores. Return
-    an error line for each failed job. `after` is called in this thread whenever a job has ended."""
+    """Run the jobs (or only one `part`) on the folder `data`, `at_once` at a time with equal shares of the cores.
+    Return an error line for each failed job. `after` is called in this thread whenever a job has ended."""
     cores, problems, children = max(1, (os.cpu_count() or 1) // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, at_once, cores, children, part) for job in jobs]
@@ -153,8 +153,8 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 
 
 def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children", part: Part = "both") -> str | None:
-    """Run whatever a job's training and scores (or one `part`) still lack, and write its result.json. Return a line
-    that describes the error, or None if there was none."""
+    """Run whatever a job's training and scores (or one `part`) still lack, as `children` of `cores` threads each, and
+    write its result.json. Return a line that describes the error, or None if there was none."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
     lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock
@@ -197,9 +197,9 @@ class Children:
     def run(
         self, command: Sequence[str], cores: int, log: Path, lock: Lock, over: Callable[[], bool] | None = None
     ) -> None:
-        """Run a Python command, with its output appended to `log`. The process holds `lock` until it ends, even if the
-        study is killed. Once over() is true (None: never), the process is asked to save and end. Raises ValueError if
-        the command fails."""
+        """Run a Python command with `cores` threads, its output appended to `log`. The process holds `lock` until it
+        ends, even if the study is killed. Once over() is true (None: never), the process is asked to save and end.
+        Raises ValueError if the command fails."""
         with log.open("ab") as file:
             began = file.seek(0, os.SEEK_END)
             child = subprocess.Popen(

@@ -73,7 +73,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric, where x is the "images", "flops" or "steady_seconds" of its points."""
+    """Return {x: value} of a run's metric; x is its points' "images", "flops" or "steady_seconds", as `axis` says."""
     return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
 
 
@@ -99,7 +99,7 @@ def last_difference(run: Made, other: Made, metric: str) -> float | None:
 
 
 def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's, at the last number of images where both have it."""
+    """Return one run's metric minus another's, at the last number of images where both have it; None without one."""
     both = series([run, other], metric)
     return both[-1][1][0] - both[-1][1][1] if both else None
 

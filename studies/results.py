@@ -26,8 +26,8 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
-    """Return {a training's key: its record, as in result.json}, from the folder `results` and, unless `again`, from
-    published results."""
+    """Return {a training's key: its record, as in result.json} from published results (unless `again`) and the folder
+    `results`, whose record counts unless only the other is done; scores of both are joined."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
@@ -57,7 +57,7 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return {arm of the study: its complete runs or, if it has none, the run that has recorded the most points}."""
+    """Return {arm of the study: its complete runs, else the run begun with the most points; [] if none is begun}."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     for arm, each in results.items():
         begun = [run for run in runs if run.arm == arm and run.training.key in made]

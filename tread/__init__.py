@@ -4,7 +4,7 @@ tread.load opens a trained network for sampling, see tread/doors/load.py."""
 
 
 def __getattr__(name: str) -> object:
-    """Import `load`, and torch with it, when it is first used."""
+    """Import `load`, and torch with it, when it is first used. Raises AttributeError for all other names."""
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tread.doors.load import load

@@ -29,9 +29,9 @@ def new_classes(
 ) -> tuple[StoredWeights, str]:
     """Return weights whose label table has a row for each of `classes`, and a line that says where the rows are from.
 
-    table  the network's freshly initialised label table, (K + 1, D); classes that `asked` does not name keep its rows.
-    asked  {old class: new class}, by name or number, of the rows to keep; "new": none. A number that is also a class
-           name counts as the name. The row for no class is always kept.
+    table  the network's newly initialised label table, (K + 1, D); its rows stay for classes that `asked` doesn't name.
+    asked  {old class: new class}, by name or number: the rows to copy; "new": none. A number that is also a class name
+           counts as the name. The row for no class is always copied.
 
     Raises ValueError for unknown classes, a class that is named twice, and weights without a label table.
     """

@@ -92,7 +92,7 @@ class Bundle:
             self._add_used(other, [statement for table, statement in other.entered if self._is(other, table)])
 
     def _is(self, source: Source, table: str) -> bool:
-        """Return whether the file needs the entries that `source` adds to `table`: it has both in use."""
+        """Return whether the file uses `table` and the module `source`, and so needs what this adds to the table."""
         origin, name = source.imported.get(table, (source.module, table))
         return source.module in self.wanted and name in self.wanted.get(origin, ())
 

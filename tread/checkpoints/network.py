@@ -54,7 +54,7 @@ class Network:
 
 
 def settle_shifts(cfg: Network) -> None:
-    """Replace rf's "auto" by numbers as soon as the latents' channels and size are known; also for a run's Settings."""
+    """Replace "auto" in cfg.rf by numbers, in place, if the latents' channels and size are set; also for Settings."""
     if None not in (cfg.dataset.channels, cfg.dataset.size):
         object.__setattr__(cfg, "rf", cfg.rf.for_latents(cfg.dataset.channels, cfg.dataset.size))
 

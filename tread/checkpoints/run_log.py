@@ -41,8 +41,8 @@ def value_at(config: dict, key: str) -> object:
 
 
 class RunLog:
-    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Create it before
-    run_folder.claim is called."""
+    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. If it is created before
+    run_folder.claim is called, `start` notices a process that used the folder since."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None

@@ -62,7 +62,7 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
 
 
 def parse_captions(file: Path) -> Iterable[list[str]]:
-    """Yield each sample's captions, a line of a .jsonl or .txt file. Raises OSError, or ValueError for a bad line."""
+    """Yield each sample's captions: a .txt line is one, a .jsonl line one or a list. Raises OSError or ValueError."""
     if file.suffix not in (".jsonl", ".txt"):
         raise ValueError(
             f"{file} must be a .jsonl file, a line of JSON for each sample, or a .txt file, a caption a line"

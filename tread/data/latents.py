@@ -26,7 +26,7 @@ Alpha = Literal["white", "drop"]
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """The meaning of a dataset's numbers: index.json without counts and files.
+    """The meaning of a dataset's numbers: index.json without counts and files. Raises ValueError for impossible values.
 
     shape                         (C, S, S) of the latents of one view; moments are stored with 2C channels.
     classes                       class names; a label is an index into them.

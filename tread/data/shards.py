@@ -23,7 +23,7 @@ PLACEMENTS = get_args(Placement)
 @dataclass(frozen=True)
 class Stream:
     """An array that is written part by part along its first axis. Each part is made when it is written, so that memory
-    holds one at a time."""
+    holds one at a time. `shape` is that of the whole array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -168,8 +168,8 @@ class ShardRows:
         return batch
 
     def expect(self, indices: np.ndarray, views: np.ndarray | int = 0) -> None:
-        """Ask the operating system to load all rows that `read` will need, unless `place` has copied them. Otherwise
-        `read` would wait for the disk page by page."""
+        """Ask the operating system to load all rows that `read` will need, which it would otherwise wait for page by
+        page. Does nothing after `place`."""
         if not self._in_place:
             return
         size = self._arrays[0][0, 0].nbytes

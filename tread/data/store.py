@@ -30,7 +30,7 @@ def pieces_of(rows: range | np.ndarray, size: int) -> list[range | np.ndarray]:
 
 
 def spread_indices(count: int, most: int) -> np.ndarray:
-    """Return at most `most` indices, evenly spread over 0..count−1, with both ends."""
+    """Return min(count, most) indices, evenly spread over 0..count−1, with both ends; with most=1 only 0."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(int)
 
 
@@ -54,8 +54,8 @@ class ShardStore:
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
-        again  discard shards of another plan, which otherwise raise ValueError.
-        begun  entries that replace those of `plan` in the comparison with the plan.json of unfinished work.
+        again  discard shards of another plan; without it, finished ones raise ValueError.
+        begun  entries that unfinished work was begun with, where they differ from `plan`'s: such work is continued.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """
@@ -92,7 +92,7 @@ class ShardStore:
         return json.loads(self._note(number).read_text())
 
     def notes(self, forgotten: bool = False) -> Iterator[dict]:
-        """Yield `note` of all finished shards, in order; with `forgotten` also the notes that `forget` set aside."""
+        """Yield `note` of all finished shards, by number; with `forgotten` also the notes that `forget` set aside."""
         files = self.done.glob("[0-9]*.json*" if forgotten else "[0-9]*.json")
         for file in sorted(files, key=lambda file: int(file.name.split(".")[0])):
             yield json.loads(file.read_text())
@@ -126,7 +126,7 @@ class ShardStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all shards."""
+        """Bytes that all shards take once they are made, estimated by row_bytes."""
         return self.rows(range(len(self.ranges))) * self.row_bytes
 
     def check_space(self, rows: int, further: int = 0) -> None:
@@ -181,7 +181,7 @@ class ShardStore:
         processes.wait()
 
     def arrays(self, kind: str) -> Iterator[np.ndarray]:
-        """Yield the arrays of one kind, memory-mapped, shard by shard."""
+        """Yield the arrays of one kind, memory-mapped, shard by shard; shards without rows are left out."""
         for entry in (self.note(number)["entry"] for number in range(len(self.ranges))):
             if entry["count"]:
                 yield np.load(self.data / entry[kind], mmap_mode="r", allow_pickle=False)
@@ -191,7 +191,7 @@ class ShardStore:
         return np.concatenate(list(self.arrays(kind)))
 
     def first(self, kind: str, count: int) -> np.ndarray:
-        """Return the first rows of one kind of array, at most `count`, reading no more shards than these need."""
+        """Return the first `count` rows of one kind of array, fewer if the shards read, ⌈count / size⌉, hold fewer."""
         shards = math.ceil(count / len(self.ranges[0]))
         return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
 
@@ -201,6 +201,6 @@ class ShardStore:
 
 
 def differences(there: Mapping, here: Mapping) -> str:
-    """Return a text with a line for each key whose values differ in two plans."""
+    """Return a text with a line for each key whose values differ in two plans; a missing value counts as None."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return "\n".join(f"  {key}: {str(there.get(key))[:80]} there, {str(here.get(key))[:80]} here" for key in keys)

@@ -26,7 +26,7 @@ EARLIER = {"orientation": "stored", "alpha": "drop"}  # how photos were read if 
 class DatasetWriter(ShardStore):
     """Writes a dataset in shards; the work may be interrupted and continued.
 
-    folder    the future dataset.
+    folder    the folder of the future dataset; ValueError if it has no name, such as "..".
     plan      JSON of what determines the shards; unfinished work is continued only if its plan is the same.
     pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: no pictures are kept.
     besides   further settings, which change no shard; unlike `plan`, they may change while the dataset is unfinished.
@@ -56,7 +56,7 @@ class DatasetWriter(ShardStore):
         self._report_plan = self.plan | json.loads(json.dumps(besides or {}))
 
     def is_finished(self) -> bool:
-        """Return whether the dataset exists and was made by the same plan; if so, remove unfinished work."""
+        """Return whether the dataset exists, made with this plan and `besides`; if so, remove unfinished work."""
         made = self._made()
         finished = bool(made) and EARLIER | made.get("plan", {}) == self._report_plan
         if finished:  # a process may have been killed in `publish`
@@ -64,8 +64,8 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Lock the work folder and call ShardStore.begin. Also raises FileExistsError if the dataset exists or another
-        process is writing it."""
+        """Lock the work folder until `publish` or `discard`; call ShardStore.begin. Also raises FileExistsError if the
+        dataset exists or another process is writing it."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # once more: another process may have made it before the lock
@@ -167,11 +167,11 @@ def write_dataset(
     **fields: object,
 ) -> None:
     """Write a dataset in one go; its folder appears only when it is complete. Raises FileExistsError if the folder
-    exists already, ValueError for a shard that does not match `latents`.
+    exists already (unless `once`), ValueError for a shard that does not match `latents`.
 
     shards    (stored (n, *latents.stored_shape), labels (n,)) for each shard.
     captions  the captions of each sample; (): none.
-    once      several processes may write it at the same time: each writes a copy, and the first to finish is kept.
+    once      True: if the folder exists, or another process makes it meanwhile, it stays, and this copy is dropped.
     fields    more fields of index.json, see DatasetWriter.assemble.
     """
     folder = Path(folder)

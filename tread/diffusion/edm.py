@@ -25,7 +25,7 @@ class EDM(Process):
 
     P_mean, P_std              training noise levels: ln σ ~ Normal(P_mean, P_std²) (Table 1).
     sigma_data                 standard deviation of the data that the preconditioning assumes.
-    sigma_min, sigma_max, rho  range of the sampler's noise levels, and the exponent of their spacing (Eq. 5).
+    sigma_min, sigma_max, rho  range of the sampler's noise levels (0 < min < max), exponent of their spacing (Eq. 5).
     predicts                   "F": the preconditioned output of Eq. 7. "ddpm_noise": the noise, by a network that was
                                trained on DDPM's timesteps, as public DiT; see ddpm.py.
     """
@@ -106,7 +106,7 @@ class EDM(Process):
         return self.weight(sigma.float()) * squared.mean(dim=(1, 2, 3))
 
     def schedule(self, num_steps: int = 40) -> Tensor:
-        """Return the sampler's noise levels σ_0 = sigma_max .. σ_{N−1} = sigma_min, σ_N = 0 (Eq. 5): (N+1,) fp64."""
+        """Return num_steps + 1 noise levels, fp64 (Eq. 5): sigma_max .. sigma_min, then 0. ValueError for 1 step."""
         if num_steps < 2:
             raise ValueError(f"steps is {num_steps}, but EDM's schedule needs at least 2")
         ramp = torch.arange(num_steps, dtype=torch.float64) / (num_steps - 1)

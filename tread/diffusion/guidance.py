@@ -105,7 +105,7 @@ class Call:
 class Guidance:
     """How samples are guided. scale, strong and weak are numbers, or schedules over the noise levels.
 
-    kind          a key of KINDS, such as "cfg".
+    kind          a key of KINDS, such as "cfg". Raises ValueError for settings that this kind can't have.
     scale         the guidance weight ω in D_weak + ω·(D_strong − D_weak).
     strong, weak  fraction of tokens, in [0, 1), that skip the routes' blocks in this branch; 0 unless the kind is
                   sparse, sparse_cfg or sparse_uncond. Of N tokens (with select="row": N rows) int(N·fraction) skip.

@@ -34,8 +34,8 @@ def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tenso
 
 
 def class_number(label: Label, classes: Sequence[str]) -> int | None:
-    """Return a class's number, given its name in `classes` or its number; None stays None. Raises ValueError for
-    other names, and for a name that several classes have."""
+    """Return the number of the class named `label`; a number or None is returned unchecked. Raises ValueError for other
+    names, and for a name that several classes have."""
     if not isinstance(label, str):
         return None if label is None else operator.index(label)
     numbers = [number for number, name in enumerate(classes) if name == label]
@@ -64,5 +64,5 @@ def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: fl
 
 
 def spread_classes(num_classes: int, count: int) -> list[int]:
-    """Return `count` class numbers (at most num_classes), spread evenly from the first to the last."""
+    """Return `count` class numbers, or all if there are fewer, spread evenly from the first class to the last."""
     return torch.linspace(0, num_classes - 1, min(count, num_classes)).round().int().tolist()

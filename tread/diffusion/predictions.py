@@ -26,8 +26,8 @@ def velocity_of(kind: Quantity, predicted: Tensor, noisy: Tensor, t: Tensor, cla
 def error_of(
     kind: Quantity, loss_of: Quantity, predicted: Tensor, x: Tensor, noise: Tensor, t: Tensor, clamp: float
 ) -> Tensor:
-    """Return the error of the quantity `loss_of`, computed from a prediction of the quantity `kind`. Its sign may be
-    flipped. It is the prediction's own error times a factor, as prediction and target are converted alike."""
+    """Return the error, not squared, of the quantity `loss_of`, given a prediction of the quantity `kind`. Prediction
+    and target are converted alike, so it is the prediction's own error times a factor. Its sign may be flipped."""
     error = predicted - {"velocity": noise - x, "x": x, "noise": noise}[kind]
     if kind == loss_of:
         return error

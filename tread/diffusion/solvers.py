@@ -23,7 +23,7 @@ AfterStep = Callable[[int, Tensor], Tensor]  # (step, state) → the state to go
 @dataclass(frozen=True)
 class Churn:
     """EDM's stochastic sampling (Algorithm 2): at noise levels from sigma_min (S_min) to sigma_max (S_max) each step
-    adds fresh noise of strength `amount` (S_churn; 0: none), scaled by `noise` (S_noise)."""
+    adds fresh noise of strength `amount` (S_churn; 0: none), scaled by `noise` (S_noise). Raises ValueError below 0."""
 
     amount: float = 0.0
     sigma_min: float = 0.0

@@ -51,7 +51,7 @@ SD_CONFIG = {
 
 
 def preview(x: Tensor) -> Tensor:
-    """Return the first 3 channels of network latents, or 1 if there are fewer, as uint8 pictures: −3..3 → 0..255."""
+    """Return the first 3 channels of latents, or 1 if there are fewer, as uint8 pictures: −3..3 → 0..255, clipped."""
     return to_uint8(x[:, : 3 if x.shape[1] >= 3 else 1] / 3)
 
 
@@ -128,8 +128,8 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
-    """Return the `fingerprint` of the autoencoder that load_decoder, with the same arguments, would use; "pixels" if it
-    would use none."""
+    """Return the `fingerprint` of the autoencoder that load_decoder, with the same arguments, would use (it is loaded
+    if latents.fingerprint doesn't tell it); "pixels" if it would use none."""
     if latents.autoencoder == "pixels":
         return "pixels"
     known = latents.fingerprint if autoencoder is None else None  # load_decoder refuses other weights in that case
@@ -264,8 +264,8 @@ def load_decoder(
     precision: Decoding = "fp32",
 ) -> Decoder:
     """Return a function from network latents (B, C, S, S) to pictures (B, 1 or 3, H, W) uint8. `autoencoder` (a name as
-    in load_autoencoder) replaces latents.autoencoder. Raises ValueError if the autoencoder can't be loaded, has
-    another number of channels or, unless `autoencoder` is given, is not the one that made the latents."""
+    in load_autoencoder) replaces latents.autoencoder, but not "pixels"; for `precision` see `computing`. Raises
+    ValueError if it can't be loaded, has other channels or, unless `autoencoder` is given, did not make the latents."""
     if latents.autoencoder == "pixels":
         return lambda x: to_uint8(from_network(x, latents))
     name = _chosen(latents, autoencoder)

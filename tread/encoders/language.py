@@ -44,7 +44,7 @@ def split_words(caption: str) -> list[str]:
 
 
 def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
-    """Return "<begin>", "<unknown>", then the captions' words, most frequent first; at most MOST entries in all."""
+    """Return "<begin>", "<unknown>", then the captions' words, most frequent first, cut to MOST entries in all."""
     counts = Counter(word for caption in captions for word in split_words(caption))
     return (BEGIN, UNKNOWN, *sorted(counts, key=lambda word: (-counts[word], word))[: MOST - 2])
 
@@ -145,7 +145,7 @@ TextEncoder = WordEncoder | ModelEncoder
 
 
 def remarks(encoder: TextEncoder, texts: Sequence[str]) -> list[str]:
-    """Describe what the encoder ignores in captions or prompts: ends that are cut off, and unknown words."""
+    """Return lines on what the encoder ignores in captions or prompts: ends that are cut off, unknown words; or []."""
     lengths, tokens, lines = encoder.lengths(texts), encoder.spec.tokens, []
     if cut := sum(length > tokens for length in lengths):
         longest = f"the longest has {max(lengths):,}"

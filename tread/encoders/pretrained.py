@@ -36,7 +36,7 @@ def load_pretrained(
     others        name of the class for model types not in `kinds`; None: they are refused. Encoder-decoders and models
                   without a hidden_size are refused in any case, unless in `kinds`.
     parts         for each further part, possible class names; the first one in the installed transformers is used.
-    unused        prefix of the names of weights that may be missing.
+    unused        prefix of the names of weights that may be missing; by default none may.
 
     Raises ValueError if the model can't be loaded, lacks weights or has weights of other shapes.
     """

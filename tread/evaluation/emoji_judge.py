@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Open the captions of dataset=emoji, [training, held-out], for a text-conditional network; write them if missing.
+    """Return [training, held-out] captions of dataset=emoji, opened for a text-conditional network, made if missing.
     Raises FileNotFoundError or ValueError if that fails, or if the network was trained on another size or text."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)

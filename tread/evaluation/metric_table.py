@@ -60,12 +60,12 @@ class Metric:
 
     @property
     def arrow(self) -> str:
-        """An arrow in the direction of better values, or ""."""
+        """The direction of better values, " ↓" or " ↑"; "" if `better` is None."""
         return {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
 
     @property
     def best(self) -> Callable:
-        """The function, min or max, that picks the best of several values."""
+        """The function that picks the best of several values: max if higher ones are better, else min."""
         return max if self.better == "higher" else min
 
 

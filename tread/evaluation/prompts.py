@@ -25,7 +25,7 @@ HELDOUT = "heldout"
 
 def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
     """Return the prompt, or the prompts of a file with one per line; () if neither is given. Raises OSError, or
-    ValueError if both are given, a prompt or the file is empty, or the file is not UTF-8."""
+    ValueError if both are given, a prompt or a line of the file is blank, or the file is not UTF-8."""
     if prompt is not None and file is not None:
         raise ValueError("prompt=… and prompts=… are both given: name one prompt, or a file of them")
     if file is None:
@@ -60,7 +60,7 @@ def encode_prompts(
 ) -> tuple[Text, list[str]]:
     """Encode prompts for the network; also return notes on prompts that are cut off or have unknown words. `place` is
     the text encoder's hub id or folder; None: the one used in training. Raises ValueError if the encoder can't be
-    loaded, or its hash differs from that of the encoder used in training."""
+    loaded, has another hash than the one used in training, or needs no `place`, as its words are in the checkpoint."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(
             f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"
@@ -75,7 +75,7 @@ def encode_prompts(
 
 
 def brief(prompt: str) -> str:
-    """Return a prompt for a message, cut off if it is long."""
+    """Return a prompt for a message, cut to 60 letters."""
     return prompt if len(prompt) <= 60 else prompt[:59] + "…"
 
 

@@ -42,13 +42,13 @@ SHIPPED = {"cifar10": Path(__file__).with_name("cifar10.npz")}  # save_reference
 
 @dataclass(frozen=True)
 class Reference:
-    """An opened reference: statistics, pictures, or both.
+    """An opened reference: statistics, pictures, or both. `where` and `sha256` are those of its file or folder.
 
     stated      statistics stored in the file: (mean, covariance) by kind of features, "pool" or "spatial".
     pictures    the pictures, from whose features missing statistics are computed; None: there are none.
     resolution  (H, W); None: unknown.
     count       number of its pictures, or of those behind its statistics; None: unknown.
-    lacking     message for metrics that need pictures if there are none: why there are none.
+    lacking     why `pictures` is None, as a message for metrics that need pictures.
     """
 
     where: str
@@ -178,7 +178,7 @@ class FeatureSets:
         """Return measure(reference, samples, seen) for the pool features of both sets, with a progress bar that shows
         the title. A later call with the same title returns the stored result.
 
-        passes     how many times `measure` counts each reference row and each sample row in `seen`; (0, 0): no bar.
+        passes     how many times `measure` goes through all reference rows, and all sample rows; (0, 0): no bar.
         more_than  number of pictures that each set must exceed.
         """
         if title in self._compared:
@@ -199,7 +199,7 @@ class FeatureSets:
 def save_statistics(
     path: Path, pictures: Pictures, features: ShardStore, processes: Processes, packed: bool = False
 ) -> None:
-    """Write mu, sigma, mu_s, sigma_s and the pictures' count and resolution to an .npz that open_reference reads. With
+    """In the main process, write mu, sigma, mu_s, sigma_s and the pictures' count and resolution to an .npz. With
     `packed`, statistics are float32, and only the upper triangles of sigma and sigma_s are stored."""
     if processes.main:
         arrays = {}

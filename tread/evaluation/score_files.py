@@ -21,8 +21,8 @@ class ScoreFiles:
         self.folder, self.stem = folder, stem
 
     def path(self, name: str, number: int | None = None) -> Path:
-        """Return the path of the file `name`, such as "fid.json", of the newest score. With number=1 it is that of an
-        older score: fid-1.json."""
+        """Return the path of the file `name`, such as "fid.json", of the newest score; with a `number` that of an older
+        score, such as fid-1.json."""
         head, _, suffix = name.rpartition(".")
         return self.folder / f"{self.stem}{head}{'' if number is None else f'-{number}'}.{suffix}"
 
@@ -44,8 +44,8 @@ class ScoreFiles:
         return record if same else None
 
     def find(self, settings: dict, with_samples: bool = False, **values: str) -> tuple[Path, dict] | None:
-        """Return (path, content) of the fid.json or fid-1.json, … with these settings and with each of `values` under
-        its key; None if there is none. with_samples=True: the score must have a samples.npz too."""
+        """Return (path, content) of the first of fid.json, fid-1.json, … that has these settings and the entries
+        `values`; None if none has. with_samples=True: the score must have a samples.npz too."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
             same = record and all(record.get(key) == value for key, value in values.items())
@@ -61,7 +61,7 @@ class ScoreFiles:
                 self.path(name).replace(self.path(name, number))
 
     def write(self, record: dict) -> Path:
-        """Write fid.json and return its path."""
+        """Write `record` as the newest score's fid.json, which it replaces (see make_room); return the path."""
         path = self.path("fid.json")
         write_whole(path, json.dumps(record, indent=1) + "\n")
         return path

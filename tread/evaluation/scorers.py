@@ -140,7 +140,7 @@ class ReferenceScorer:
 def open_scorer(
     reference: Path, inception: str | None, crop: Crop | None, processes: Processes, skip: bool = False
 ) -> ReferenceScorer:
-    """Open a reference (see open_reference) and the Inception network (see find_weights); no features are extracted."""
+    """Open a reference and Inception, with the errors of open_reference and find_weights; no features are extracted."""
     with processes.main_first():  # one process fetches the weights
         weights = find_weights(inception)
     network = load_inception(weights, processes.device)

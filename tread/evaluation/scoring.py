@@ -55,7 +55,7 @@ OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precis
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """The options of configs/fid.yaml."""
+    """The options of configs/fid.yaml. Raises ValueError if they do not fit together."""
 
     checkpoint: str | None
     samples: str | None
@@ -121,7 +121,7 @@ def read_options(config: dict) -> ScoringOptions:
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict; None
-    for new scores in processes other than the main one."""
+    for new scores in processes other than the main one; [] for pictures. Raises ValueError or OSError."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -186,7 +186,7 @@ def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """How a checkpoint is scored.
+    """How the network `saved` is scored by `options`, with samples drawn by `sampler`.
 
     weak            the guidance's weak network, if it is another checkpoint; else None.
     count           number of samples to draw.
@@ -339,8 +339,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
-    """Return the folder of CIFAR-10's training pictures: the one a network was trained on, else data/cifar10. If
-    `make`, training and test pictures are written if missing. Raises the errors of prepare_cifar10."""
+    """Return the folder of CIFAR-10's training pictures: the one a planned network was trained on, else data/cifar10.
+    If `make`, training and test pictures are written if missing. Raises the errors of prepare_cifar10."""
     datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
     folder = Path(datasets[0].path if datasets else "data/cifar10")
     if make:
@@ -408,7 +408,7 @@ def check_target(path: Path, reference: Reference) -> None:
 
 
 class CheckpointScoring:
-    """Scores one checkpoint.
+    """Scores one checkpoint as `plan` says: by `scorer` and, unless it is None, by `clip`, the CLIP score.
 
     settings  everything that decides the score, a ScoringPlan.fingerprint.
     files     files of the score.
@@ -453,8 +453,8 @@ class CheckpointScoring:
 
     def score(self, decoder: autoencoder.Decoder) -> dict | None:
         """Draw samples into the store `parts`, score them, and remove them. Returns fid.json's content in the main
-        process, None in the others. If another launch has made the score meanwhile, its content is returned in all
-        processes, and nothing is drawn."""
+        process, None in the others; if another launch has made the score meanwhile, nothing is drawn, and all processes
+        return its content. Raises FileExistsError if another launch is scoring in this folder."""
         began, folder, plan, processes = time.perf_counter(), self.files.folder, self.plan, self.processes
         with processes.lock(folder / ".fid.lock", f"another process is scoring in {folder}"):
             record = processes.from_main(self.find_score)
@@ -554,9 +554,9 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """Return the entries that every fid.json has: the metrics' values and the number of samples behind each, warnings,
-    the reference, and time, command, device and versions. `pictures` are the samples if they were read from files;
-    their damaged ones are counted. None: the samples were generated."""
+    """Return the entries that every fid.json has: the metrics' values and the number of samples behind each (`count`,
+    or the scorer's), warnings, the reference, and time, command, device and versions. `pictures` are the samples if
+    they were read from files; their damaged ones are counted. None: the samples were generated."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {
@@ -579,7 +579,7 @@ def common_record(
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
-    """Score pictures made elsewhere, write fid.json and print it. Their features are kept in options.cache."""
+    """Score pictures made elsewhere; in the main process write fid.json and print it. options.cache keeps features."""
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()

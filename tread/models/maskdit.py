@@ -83,8 +83,8 @@ class MaskDiT(DiT):
         return encoder + int(2 * (decoder + N * W * self.patch_size**2 * self.out_channels))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
-        """Run the network as Backbone does. `routes` is () or one pair whose route spans the encoder. After the encoder
-        mask tokens replace the skipped tokens, and the decoder runs on all. `record` covers the encoder only."""
+        """Run the network as Backbone does. `routes` is () or one pair, of a route that check_spans allows. Mask tokens
+        replace the skipped tokens after the encoder, and the decoder runs on all. `record` covers the encoder only."""
         x, c = self.embed(x, t, y)
         (batch, tokens), ids_keep = x.shape[:2], None
         check_spans([route for route, _ in routes], len(self.blocks))

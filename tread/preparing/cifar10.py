@@ -33,7 +33,7 @@ STANDIN = "standin"
 
 
 def heldout_of(folder: Path) -> Path:
-    """Return the folder of the test pictures, given the training pictures' folder."""
+    """Return the test pictures' folder, <folder>-heldout, given the training pictures' folder."""
     return folder.with_name(f"{folder.name}-heldout")
 
 
@@ -74,8 +74,8 @@ def pictures_of(content: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_files(source: Path) -> dict[str, bytes]:
-    """Read the .bin files in an archive or a folder: {file name: content}. Raises FileNotFoundError, or
-    ValueError if the archive is damaged."""
+    """Read those of the six .bin files that an archive or a folder has: {file name: content}. Raises FileNotFoundError
+    if `source` is missing, ValueError if the archive is damaged."""
     wanted, inner = {*TRAIN, TEST}, source / "cifar-10-batches-bin"
     if source.is_dir():
         paths = [(inner if inner.is_dir() else source) / name for name in wanted]

@@ -60,7 +60,7 @@ def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
 
 
 def _pictures(source: Path, split: str) -> tuple[Store, str]:
-    """Return the folder or zip that holds a split's pictures, and the prefix of their names in it."""
+    """Return the folder or zip with a split's pictures, and their names' prefix; raises ValueError if there is none."""
     if (source / split).is_dir():
         return Folder(source / split), ""
     if (path := source / f"{split}.zip").is_file():

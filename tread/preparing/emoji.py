@@ -72,8 +72,8 @@ def all_emoji() -> dict[str, dict]:
 
 
 def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
-    """Return {emoji: its name and aliases, cleaned by `clean`} for the entries of `all_emoji`. An emoji with a skin
-    tone but without aliases gets those of the emoji without a tone, with the tone added."""
+    """Return {emoji: its distinct captions}, name and aliases after `clean`, for the entries of `all_emoji`. A flag has
+    "flag of …" too; an emoji with a skin tone and no aliases has those of the toneless emoji, with the tone added."""
     given = {text: [clean(alias) for alias in entry.get("alias") or []] for text, entry in known.items()}
     bare = {_bare(text): aliases for text, aliases in given.items() if not tones(text)}
     captions = {}
@@ -126,8 +126,8 @@ def composition(text: str, known: dict[str, dict]) -> Composition | None:
 
 
 def held_compositions(known: dict[str, dict]) -> set[Composition]:
-    """Return the held-out compositions: for each activity one woman and one man, with different skin tones.
-    `known` is the result of `all_emoji`."""
+    """Return the compositions to hold out, even if there is no such emoji: for each activity one woman and one man,
+    with different skin tones. `known` is the result of `all_emoji`."""
     activities = sorted({parts.activity for text in known if (parts := composition(text, known))})
     genders = (("woman", 0), ("man", 2))
     return {Composition(what, who, TONES[(n + by) % 5]) for n, what in enumerate(activities) for who, by in genders}

@@ -117,8 +117,8 @@ def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
 
 
 def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
-    """Return {part: picture indices of each shard} for "train" and "heldout". `heldout` says which pictures are held
-    out, as the argument `wanted` of `held_out`. Raises ValueError if there are too few pictures."""
+    """Return {part: picture indices of each shard} for "train" and "heldout" ([] if there are none). `heldout` says
+    which are held out, as the argument `wanted` of `held_out`. Raises ValueError if there are too few pictures."""
     out = held_out(photos.names, photos.labels, len(photos.classes), heldout)
     return {part: pieces_of(np.flatnonzero(mask), shard_size) for part, mask in (("train", ~out), ("heldout", out))}
 
@@ -223,7 +223,7 @@ class PhotoOptions:
 
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
-    """Check everything, make this process's share of the shards, and, in the main process, assemble the datasets."""
+    """Check everything, make this process's shards; the main one makes the datasets. Raises ValueError or OSError."""
     photos = open_photos(options)
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
@@ -414,7 +414,7 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Return sample counts, in all and by class, and each channel's mean and std on the scale that networks see."""
+    """Return {"count", "class_counts" (by name), "channel_mean", "channel_std"}, on the scale that networks see."""
     mean, std = map(np.array, data.statistics)
     if data.latents.channel_scale:  # by the autoencoder's own statistics
         mean, std = (mean - data.latents.channel_shift) * data.latents.channel_scale, std * data.latents.channel_scale
@@ -438,7 +438,7 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def report_text(report: dict) -> str:
-    """Format a dataset's report as lines to print."""
+    """Return a dataset's report as a text of several lines."""
     by_class, counts = report["class_counts"], list(report["class_counts"].values())
     span = f"{min(counts):,} to {max(counts):,}, median {int(np.median(counts)):,}"
     lines = {

@@ -43,7 +43,7 @@ class TextOptions:
 
 
 def prepare_text(options: TextOptions, processes: Processes) -> None:
-    """Encode the captions of a dataset, then those of its held-out dataset, if there is one."""
+    """Encode the captions of a dataset and, unless options.like is set, those that its held-out dataset has, if any."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:

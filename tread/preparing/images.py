@@ -98,7 +98,7 @@ def _orientation(image: Image.Image) -> int | None:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Convert 16-bit grey, which Pillow may hold in 32 bits, to 8-bit grey; transparency becomes an alpha channel."""
+    """Convert 16-bit grey to 8 bits, transparency to an alpha channel. Raises ValueError for grey beyond 16 bits."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise ValueError(

@@ -344,7 +344,7 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
 
 
 def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
-    """Write encoded captions beside a dataset's latents, shard by shard; existing shards are skipped."""
+    """Write captions, if known, and their encodings beside a dataset's latents; existing shards are skipped."""
     if text.captions is not None:
         add_captions(folder, text.captions)
 

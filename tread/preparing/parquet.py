@@ -48,7 +48,7 @@ def parquet_files(source: Path) -> list[Path]:
 
 
 def open_parquet(source: Path, paths: list[Path], split: str | None, captions: str | None) -> Photos:
-    """Open the pictures in parquet files, with their classes or captions.
+    """Open the pictures in the parquet files `paths` of `source`, with their classes or captions.
 
     split     the split to take, if there are several (train-00000-of-…, validation-…).
     captions  the column of captions; None: a column with a usual name (CAPTIONS), if any; "none": ignore captions.

@@ -102,7 +102,7 @@ class Photos:
             raise ValueError(f"{self.where}: " + "\n".join(texts))
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
-        """Return a copy with only the photos that have captions. Its faults also list the others, and `faults`.
+        """Return a copy with only the photos that have captions. Its faults also list the rest, and `faults`.
 
         captions  the captions of each picture, or the reason why it has none.
         faults    (name, reason) of captions without a picture.
@@ -149,9 +149,9 @@ def captions_hash(captions: Sequence[Sequence[str]]) -> str:
 
 
 def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str | None) -> np.ndarray:
-    """Choose the pictures to hold out: (n,) bool.
+    """Choose the pictures to hold out: (n,) bool. labels (n,) lie in 0..classes−1.
 
-    wanted  float: a fraction of all pictures (at least one), divided over the classes by their sizes. int: a count,
+    wanted  float: a fraction of all pictures, but one at least, divided over the classes by their sizes. int: a count,
             divided over the classes evenly. Either way, each class keeps a picture for training. str: the prefix of the
             names of the pictures that the source itself holds out. None: no picture.
 
@@ -174,7 +174,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
 
 
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
-    """Round shares to integers that sum to `total`, each at most `most`, by the largest-remainder method."""
+    """Round shares to integers up to `most` with the sum `total`, by largest remainders; ValueError if impossible."""
     if total > most.sum():
         raise ValueError(
             f"heldout takes {total:,} pictures, but {most.sum():,} can be held out: each class keeps one for training"
@@ -188,9 +188,9 @@ def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
 
 
 def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Separate captions from other files: return the names of the others, and {name without suffix: text file}.
-    Other files named like a picture (a.json beside a.jpg) are dropped. If no text file is named like a picture, returns
-    all names and {}."""
+    """Return the names of files that are no captions, and {name without suffix: text file} of those that are. Other
+    files named like a picture (a.json beside a.jpg) are dropped. If no text file is named like a picture, returns all
+    names and {}."""
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
     if not pictures & texts.keys():

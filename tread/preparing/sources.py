@@ -106,8 +106,8 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the prefix of the names of files in the folder `root`: "" or "…/". root=None stands for the innermost
-    folder that holds all of `names` or, if that is a class (it holds pictures and no labels file), its parent."""
+    """Return the prefix of the names of files in the folder `root`, "" or "…/" (ValueError if there is none). None
+    stands for the innermost folder of all `names` or, if that is a class (pictures and no labels file), its parent."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))

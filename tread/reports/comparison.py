@@ -28,7 +28,7 @@ TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 class Point(NamedTuple):
-    """A point of a group's curve: means over its seeds, and the standard deviation of `value` (None for one seed)."""
+    """A curve's point: means over seeds (None if one has none); standard deviation of `value` (None for one seed)."""
 
     step: int
     value: float
@@ -101,8 +101,8 @@ def _names(groups: list[list[Found]]) -> list[str]:
 
 
 def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[object]]:
-    """Return the settings that differ: {dotted key: its value in each config}; if `keys` are given, only these keys or
-    sections."""
+    """Return the settings that differ: {dotted key: its value in each config, None if missing}; if `keys` are given,
+    only these keys or sections."""
     differing = {key: None for config in configs for key in differences(configs[0], config)}
     chosen = [key for key in differing if not keys or any(f"{key}.".startswith(f"{name}.") for name in keys)]
     return {key: [value_at(config, key) for config in configs] for key in chosen}
@@ -115,7 +115,7 @@ def reached(group: SeedGroup, metric: str, value: float) -> Point | None:
 
 
 def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str]) -> None:
-    """Write a .csv: a row for each run and logged step that has a value of one of the metrics. Raises OSError."""
+    """Write a .csv: a row for each run and logged step that has a value of a metric. Raises OSError if it can't."""
     columns = ["group", "run", "seed", "step", "seconds", "flops", *metrics]
     with explain_failure(path), path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
@@ -186,8 +186,8 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return sentences on when a group of runs reaches another group's result, for each metric and pair of groups. If
-    there are more than four groups, only pairs with the first group are compared."""
+    """Return sentences on when a group of runs reaches another group's result, for each metric and ordered pair of
+    groups whose values can be compared. With more than four groups, only pairs with the first group are taken."""
     first = groups if len(groups) <= 4 else groups[:1]
     pairs = [(a, b) for a in groups for b in groups if a is not b and (a in first or b in first)]
     return [
@@ -231,7 +231,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """Return one value as text with four digits; several as mean and standard deviation, "12.3 ± 1.2"; none as "–"."""
+    """Format one value with four digits; several as mean ± standard deviation, if that is in 1e-4..1e4; none as "–"."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
@@ -242,7 +242,7 @@ def number(values: Sequence[float]) -> str:
 
 
 def charts(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[dict[str, Panel]]:
-    """Return {x-axis: panel} for each metric. x-axes are "step" and, if records have them, "flops" and "seconds"."""
+    """Return {x-axis: panel} for each metric. x-axes are "steps" and, if records have them, "FLOPs" and "time"."""
     points = [point for group in groups for metric in metrics for point in group.curve(metric)]
     axes = {name: axis for axis, name in AXES.items() if any(getattr(point, axis) for point in points)}
     return [{name: panel(groups, metric, axis) for name, axis in axes.items()} for metric in metrics]

@@ -39,7 +39,7 @@ class Page:
         self.sections[title] = []
 
     def add(self, element: str) -> None:
-        """Append HTML to the last section."""
+        """Append HTML, unescaped, to the last section; there must be one."""
         self.sections[next(reversed(self.sections))].append(element)
 
     def heading(self, text: str) -> None:
@@ -94,7 +94,7 @@ class Page:
         self.add(f'<div class="samples">{control}<div class="pictures">{"".join(figures)}</div></div>')
 
     def write(self, path: Path) -> None:
-        """Write the page. Raises OSError if that fails, ImportError if plotly is missing."""
+        """Write the page to `path`. Raises OSError if that fails, ImportError if plotly is missing."""
         try:
             from plotly.offline import get_plotlyjs  # imported here because only the main process draws, at the end
         except ImportError as error:
@@ -134,7 +134,7 @@ def escape(text: object) -> str:
 
 
 def _plain(panel: Panel) -> dict:
-    """Convert a panel to a dict for JSON: at most about POINTS points per line, numbers to six digits."""
+    """Convert a panel to a dict for JSON: lines thinned to about POINTS points, numbers rounded to six digits."""
     lines = []
     for line in panel.lines:
         every, last = math.ceil(len(line.x) / POINTS), len(line.x) - 1
@@ -145,8 +145,8 @@ def _plain(panel: Panel) -> dict:
 
 
 def data_uri(path: Path) -> tuple[str, bool]:
-    """Return a picture's file as a data URI, and whether it was converted: large files, and all but PNGs, become JPEGs
-    of at most SIDE pixels a side. Raises OSError or ValueError if the file is not a complete picture."""
+    """Return a picture's file as a data URI, and whether it was converted: large files, and all but PNGs, become JPEGs,
+    shrunk to SIDE pixels a side. Raises OSError or ValueError if the file is not a complete picture."""
     try:
         with Image.open(path) as picture:
             picture.load()  # a truncated file fails here

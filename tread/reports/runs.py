@@ -39,7 +39,7 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The number of steps done, by the status or the last record."""
+        """The number of steps done: the largest that the status or a record states."""
         stated = self.status.get("step")
         return max([stated if isinstance(stated, int) else 0, *(record["step"] for record in self.records)])
 
@@ -72,8 +72,8 @@ def told_time(stated: object) -> str | None:
 
 
 def folders_of(patterns: Sequence[str]) -> list[Path]:
-    """Return the folders that names or glob patterns match, each once; a pattern matches only runs.
-    Raises FileNotFoundError for a pattern that matches no run, or if there are no patterns."""
+    """Return the folders that names or glob patterns stand for, each once. Names are not checked; patterns match runs
+    with metrics only. Raises FileNotFoundError for a pattern without such a run, or if there are no patterns."""
     folders: dict[Path, None] = {}
     for pattern in patterns:
         matching = [Path(pattern)]
@@ -88,7 +88,7 @@ def folders_of(patterns: Sequence[str]) -> list[Path]:
 
 
 def find_run(folder: Path) -> Found:
-    """Read a run's folder. Raises FileNotFoundError for a folder without any of a run's files."""
+    """Read a run's folder, and import the run's plugins. Raises FileNotFoundError if none of a run's files is there."""
     present = [name for name in FILES if (folder / name).exists()]
     if not present and not any(folder.glob("step_*/info.json")):
         raise FileNotFoundError(f"{folder} is no run's folder: it has neither {', '.join(FILES)} nor a checkpoint")
@@ -125,7 +125,7 @@ def find_run(folder: Path) -> Found:
 
 
 def _numbers(record: object) -> dict:
-    """Return the finite numbers of a line of metrics.jsonl; {} if it is not a dict."""
+    """Return the finite numbers of a line of metrics.jsonl; {} if it is not a dict with a whole number "step"."""
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return {}
     return {key: value for key, value in record.items() if type(value) in (int, float) and math.isfinite(value)}

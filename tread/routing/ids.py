@@ -41,8 +41,8 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tenso
     """Keep H − int(H·ratio) whole rows of the grid, for blocks that use neighbouring tokens: ids_keep (B, K).
 
     noise       (B, N) uniform numbers; the rows whose first tokens have the smallest numbers are kept.
-    grid        (H, W); the kept rows form a grid (K / W, W).
-    force_keep  (B, N) bool; a row is kept if one of its tokens is marked. None: no token is.
+    grid        (H, W); the kept rows form a grid (K / W, W). Raises ValueError unless H·W = N.
+    force_keep  (B, N) bool; a row is kept if one of its tokens is marked (too many: ValueError). None: no token is.
     """
     height, width = _check_grid(noise, grid)
     chances = noise.view(-1, height, width)[:, :, 0]
@@ -57,8 +57,8 @@ def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Te
     """Keep the token with the smallest noise in each 2×2 group of the grid, as SPRINT does: ids_keep (B, N / 4).
 
     noise       (B, N) uniform numbers, so the four tokens of a group are equally likely.
-    grid        (H, W), both even.
-    force_keep  (B, N) bool, true for tokens that must be kept; at most one per group.
+    grid        (H, W), both even (else ValueError).
+    force_keep  (B, N) bool, true for tokens that must be kept; at most one per group (else ValueError).
     """
     height, width = _check_grid(noise, grid)
     check_groups(grid)
@@ -91,7 +91,7 @@ def _by_groups(values: Tensor, grid: Grid) -> Tensor:
 
 def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None = None) -> Tensor:
     """Keep the same tokens in all samples, chosen by the first sample's noise: ids_keep (B, K). Tokens for which
-    force_keep (B, N) bool is true in any sample are kept.
+    force_keep (B, N) bool is true in any sample are kept; more than K of them raise ValueError.
 
     This is for models whose positions or masks have no batch axis. If a batch is split over processes or accumulation
     steps, give each part the same first row of noise and the same forced tokens, or the parts choose differently.
@@ -113,7 +113,7 @@ class Token:
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         """Return ids_keep (B, K): the tokens with the largest scores (B, N) or, if scores is None, the smallest uniform
-        draws (B, N). `keep` (B, N) bool is true for tokens that must be kept (None: no such tokens)."""
+        draws (B, N). `keep` (B, N) bool marks tokens that must be kept (None: none; over K: ValueError)."""
         if scores is not None and scores.shape != draws.shape:
             raise ValueError(
                 f"scores of select={route.select} are {tuple(scores.shape)}, but must be {tuple(draws.shape)}, (B, N)"
@@ -310,9 +310,9 @@ def _check_mask(noise: Tensor, keep: Tensor) -> None:
 class RatioSchedule:
     """A selection_ratio, the same for all routes, that moves through a few levels during training.
 
-    start, end  the ratio until step `first`, and the ratio from step `last` on; both in [0, 1).
+    start, end  the ratios, in [0, 1): `start` lasts beyond step `first`, and `end` begins before step `last`.
     shape       "linear", or "cosine" (flat at both ends).
-    levels      the number of different ratios, 2 to 16; compiled blocks have one graph for each.
+    levels      the number of different ratios, 2 to 16 (else ValueError); compiled blocks have one graph for each.
     """
 
     start: float

@@ -164,8 +164,8 @@ def read_choice(configs: Path, group: str, name: str) -> dict:
 
 
 def answer_help(doc: str, config: Path | None = None) -> None:
-    """If sys.argv holds --help or -h, print the script's docstring `doc` and its config file, and exit. "--help all"
-    also prints the files that this config file extends."""
+    """If sys.argv holds --help or -h, print the script's docstring `doc` and the main keys of its config file, and
+    exit. "--help all" prints all keys, also those of the files that this file extends."""
     if not {"--help", "-h"} & {*sys.argv[1:]}:
         return
     parts, files = [doc.strip()], [config] if config else []

@@ -25,7 +25,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's type and the first line of its message, at most 300 characters of it."""
+    """Return an error's type and the first line of its message, cut to 300 characters."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300].rstrip()}"
 
 
@@ -41,8 +41,8 @@ def why_failing(attempt: Callable[[], None]) -> str | None:
 
 
 def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | None]:
-    """Return whether to compile and, if compiling is wanted but fails, the error in one line, else None. "auto" wants
-    it on GPUs only."""
+    """Return whether to compile, by the setting `value`, and, if that is wanted but fails, the error in one line, else
+    None. "auto" wants it on GPUs only."""
     if not value or (value == "auto" and device.type != "cuda"):
         return False, None
     reason = why_not(device)

@@ -49,8 +49,8 @@ def tf32_flags() -> list[str]:
 
 
 def set_tf32(flags: list[str]) -> None:
-    """Set the flags that `tf32_flags` returns, and torch's old flags as well: torch.compile of torch 2.9 and 2.10 still
-    reads these, and raises an error where they differ from the new ones (pytorch #166387)."""
+    """Set the precisions `flags`, in the order of `tf32_flags`, and torch's old flags as well: torch.compile of torch
+    2.9 and 2.10 still reads these, and raises an error where they differ from the new ones (pytorch #166387)."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     matmul.allow_tf32, cudnn.allow_tf32 = flags[0] == "tf32", flags[1] == "tf32"
     if hasattr(matmul, "fp32_precision"):  # the old flags alone would not override the global fp32_precision

@@ -123,7 +123,7 @@ def check_place(folder: Path, needed: int) -> None:
 
 
 def check_file(name: str) -> Path:
-    """Return `name` as a path. Raises OSError unless files can be written into its folder, which is made if missing."""
+    """Return `name` as a path. Raises OSError for a folder, and if its own folder, made if missing, is not writable."""
     if name.endswith("/") or Path(name).is_dir():
         raise Unwritable(f"{name} could not be written: it names a folder, but must name a file")
     check_place(Path(name).parent, 0)

@@ -41,7 +41,7 @@ def import_plugins(names: Sequence[str]) -> None:
 
 
 def plugin_hashes(names: Sequence[str]) -> dict[str, str]:
-    """Return {file name or module: sha256 of the imported content} for plugins, to record with a run."""
+    """Return {file name or module: sha256 of its content} for plugins that were imported, to record with a run."""
     return {Path(name).name: _imported[Path(name).name] for name in names}
 
 

@@ -9,13 +9,13 @@ from tread.runtime.files import write_whole
 
 
 def check_tracker(name: str) -> None:
-    """Raise ValueError unless the package of the tracker ("wandb", "tensorboard" or "none") is installed."""
+    """Raise ValueError if the package of the tracker "wandb" or "tensorboard" is missing; "none" needs no package."""
     if name != "none" and importlib.util.find_spec(name) is None:
         raise ValueError(f"tracker={name} needs a package: pip install {name}, or set tracker=none")
 
 
 class Wandb:
-    """Logs to Weights & Biases; the run's folder keeps the id, so that a resumed run continues the same one."""
+    """Logs to Weights & Biases. The run's folder keeps the id, by which it resumes. Raises ValueError if it refuses."""
 
     def __init__(self, project: str, name: str, config: dict, folder: Path) -> None:
         import wandb  # takes seconds, and is off by default
@@ -37,7 +37,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Writes events to <run>/tensorboard, and hides those of steps after `step`, which a resumed run repeats."""
+    """Writes events to <run>/tensorboard, hiding older ones of steps after `step`, which a resumed run repeats."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes seconds

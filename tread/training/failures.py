@@ -17,7 +17,7 @@ from tread.training.step import loss, step_draws, training_step
 
 
 class Launch:
-    """Context manager for train.py: listens for signals, and ends the process with a message and exit code."""
+    """Context manager for train.py: listens for signals; ends a failed or stopped process by message or exit code."""
 
     def __init__(self) -> None:
         self.stop = Stop()
@@ -52,7 +52,7 @@ class Launch:
 
 def guarded_step(run: Run) -> None:
     """Run a training step; if torch.compile fails, run it and all later ones uncompiled. Raises Failure if the device's
-    memory does not suffice; its message names a micro-batch size that would fit."""
+    memory does not suffice; its message names a micro-batch size that fits, if one is found."""
     full = None
     try:
         training_step(run)
@@ -70,7 +70,7 @@ def guarded_step(run: Run) -> None:
 
 def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:
     """Return a micro-batch size below `tried` with which `attempt(size)` does not run out of memory, or None. It tries
-    divisors of `share`, a process's part of the batch; after each failure the next one is at most half as large."""
+    divisors of `share`, a process's part of the batch, large ones first; after a failure at most half as large ones."""
     at_most = tried - 1
     while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
         torch.cuda.empty_cache()
