@@ -306,22 +306,19 @@ def settings_warnings(cfg: Settings) -> list[str]:
         warnings.append(f"{other}.{key} is {value}, but has no effect with objective={cfg.objective}")
     optim, alignment = cfg.optim, cfg.alignment
     readers = {"weight": ("repa", "self"), "width": ("repa",), "source": ("repa",), "gap": ("self",)}
-    aligned = [
-        (getattr(alignment, key) != getattr(Alignment, key), f"alignment.{key} has no effect with alignment={kind}")
-        for key, kinds in readers.items()
-        if (kind := alignment.kind) not in kinds
-    ]
-    untouched = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # as in configs/defaults.yaml
-    changed = {key for key, value in untouched.items() if getattr(optim, key) != value}
-    ignored = sorted(changed - {*OPTIMIZERS[optim.name].shared})
-    no_text = not cfg.model.takes_text and cfg.text != TextSettings()
+    unused = {key for key, kinds in readers.items() if alignment.kind not in kinds}
+    aligning = [key for key in unused if getattr(alignment, key) != getattr(Alignment, key)]
+    neutral = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # as in configs/defaults.yaml
+    unused = neutral.keys() - {*OPTIMIZERS[optim.name].shared}
+    optimizing = [key for key in unused if getattr(optim, key) != neutral[key]]
     rf = RF() if cfg.objective == "edm" else cfg.rf  # for edm it is told above
     no_normal = rf.time == "uniform" and (rf.time_mean, rf.time_std) != (RF.time_mean, RF.time_std)
+    no_text = not cfg.model.takes_text and cfg.text != TextSettings()
     snapshots, archive = cfg.ema.snapshot_every, cfg.dataset.archive
     idle = [  # whether a warning is due, and the warning
         (optim.warmup_steps >= cfg.train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
-        *aligned,
-        *((True, f"optim.{key} has no effect with optim.name={optim.name}") for key in ignored),
+        *((True, f"alignment.{key} has no effect with alignment={alignment.kind}") for key in sorted(aligning)),
+        *((True, f"optim.{key} has no effect with optim.name={optim.name}") for key in sorted(optimizing)),
         (no_text, f"section text has no effect with model={cfg.model.name}, which takes no texts"),
         (no_normal, "rf.time_mean and rf.time_std have no effect with rf.time=uniform"),
         (rf.clamp != RF.clamp and rf.predicts == "velocity", "rf.clamp has no effect with rf.predicts=velocity"),
