@@ -6,14 +6,34 @@ holds the blocks; embedders, last layer and forward pass are in tread/models/bac
 Shapes: B samples, N tokens, D hidden size.
 """
 
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tread.models.backbone import Backbone, linear_products, modulate
 
 
+def add_value_residual(blocks: nn.ModuleList) -> None:
+    """Mix the first block's values into those of the later blocks (Zhou et al. 2024, arXiv 2410.17897), see `mixed`.
+    The first block returns its values beside the tokens; each later one gets a learned number, 0.5 at first."""
+    blocks[0].returns_values = True
+    for block in blocks[1:]:
+        block.attn.v1_lambda = nn.Parameter(torch.tensor(0.5))
+
+
+def mixed(layer: nn.Module, v: Tensor, along: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return an attention layer's values, and the rest of `along`. If the layer has a number v1_lambda λ, the last of
+    `along` is the first block's values v₁, and its own values v become λ·v₁ + (1 − λ)·v; all are (B, N, H, d)."""
+    if layer.v1_lambda is None:
+        return v, along
+    *along, first = along
+    return layer.v1_lambda * first + (1 - layer.v1_lambda) * v, along
+
+
 class Attention(nn.Module):
-    """Multi-head self-attention: (B, N, D) → (B, N, D)."""
+    """Multi-head self-attention: (B, N, D) → (B, N, D), and the values (B, N, H, d) that it used."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -22,12 +42,14 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
+        self.v1_lambda = None  # see add_value_residual
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *along: Tensor) -> tuple[Tensor, Tensor]:
         B, N, D = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
-        x = F.scaled_dot_product_attention(q, k, v)  # (B, heads, N, D/heads)
-        return self.proj(x.transpose(1, 2).reshape(B, N, D))
+        q, k, v = self.qkv(x).view(B, N, 3, self.num_heads, D // self.num_heads).unbind(2)
+        v, _ = mixed(self, v, along)
+        x = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)))  # (B, heads, N, D/heads)
+        return self.proj(x.transpose(1, 2).reshape(B, N, D)), v
 
 
 class Mlp(nn.Module):
@@ -45,6 +67,8 @@ class Mlp(nn.Module):
 class DiTBlock(nn.Module):
     """DiT's transformer block with adaLN-Zero; `conditioning` is the width of the conditioning vector (None: `dim`)."""
 
+    returns_values = False  # see add_value_residual
+
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, conditioning: int | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
@@ -53,12 +77,15 @@ class DiTBlock(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning or dim, 6 * dim))
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """Map tokens x (B, N, D) and conditioning c (B, conditioning) to tokens (B, N, D)."""
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Map tokens x (B, N, D) to (B, N, D), and to its attention's values (B, N, H, d) if returns_values is set.
+        `given`: the first block's values, if they are mixed in, and conditioning c (B, conditioning)."""
+        *along, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1))
+        change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
+        x = x + gate1.unsqueeze(1) * change
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return x
+        return (x, values.contiguous()) if self.returns_values else x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         """Return the multiply-adds for one sample of `tokens` tokens; attention=False counts the linear layers only."""
@@ -67,7 +94,8 @@ class DiTBlock(nn.Module):
 
 
 class DiT(Backbone):
-    """The DiT network F(x; t, y). Arguments and errors are those of Backbone (tread/models/backbone.py)."""
+    """The DiT network F(x; t, y). Other arguments and errors are those of Backbone (tread/models/backbone.py).
+    value_residual=True mixes the first block's values into those of the later ones, see add_value_residual."""
 
     def __init__(
         self,
@@ -83,6 +111,11 @@ class DiT(Backbone):
         init: str = "adaln_zero",
         *,
         bottleneck: int | None = None,
+        class_token: int | None = None,
+        value_residual: bool = False,
     ) -> None:
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init)
-        super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), *sizes, bottleneck=bottleneck)
+        more = {"bottleneck": bottleneck, "class_token": class_token}
+        super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), *sizes, **more)
+        if value_residual:
+            add_value_residual(self.blocks)

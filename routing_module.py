@@ -327,11 +327,13 @@ class Record:
     blocks   indices of the blocks whose outputs the caller wants.
     outputs  block index → (output (B, K, D), ids_keep (B, K)); if all tokens run, (output (B, N, D), None).
     ids      the ids_keep (B, K) used by each route, in the caller's order of routes.
+    class_token  velocity (B, z) that a network with a class token predicts for it (tread/models/class_token.py).
     """
 
     blocks: Sequence[int] = ()
     outputs: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     ids: list[Tensor] = field(default_factory=list)
+    class_token: Tensor | None = None
 
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
@@ -366,10 +368,12 @@ def run_blocks(
     along: Sequence[Tensor] = (),
     grid: Grid | None = None,
     record: Record | None = None,
+    leading: int = 0,
 ) -> Tensor:
     """Run blocks in order under routes and return the tokens (B, N, D).
 
-    blocks  callables (tokens, *along, *shared) → tokens.
+    blocks  callables (tokens, *along, *shared) → tokens; or → (tokens, a tensor (B, N, …)) to hand something on: later
+            blocks get the tensor as the last of `along`.
     tokens  (B, N, D).
     shared  further inputs of every block, without a token axis (e.g. the conditioning).
     routes  pairs (Route, ids_keep (B, K) int64). Blocks get the kept tokens in the order of ids_keep; selection_ratio
@@ -379,6 +383,8 @@ def run_blocks(
     grid    (rows, columns) of the tokens in raster order, which every block then gets as its argument `grid`. On a
             route it is the grid of the kept tokens, so the route must select whole rows.
     record  receives each route's ids_keep and the outputs of the blocks in record.blocks.
+    leading number of tokens at the front, such as a class token, that every route keeps. Routes, ids_keep and `record`
+            are of the tokens after them.
 
     Raises ValueError for routes, indices, `along` or a grid that do not fit; RuntimeError if saved tokens were changed.
     """
@@ -405,21 +411,35 @@ def run_blocks(
     for index, block in enumerate(blocks):
         saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.saved_before == index}
         if route := starting.get(index):
-            ids_keep = record.ids[list(given).index(index)] = settle_ids(route, given[index], tokens, grid)
+            chosen = record.ids[list(given).index(index)] = settle_ids(route, given[index], tokens[:, leading:], grid)
+            ids_keep = with_leading(chosen, leading)
             if route.rejoins.removes:
-                shape = None if grid is None else kept_grid(route, ids_keep, grid)
-                seen, ids_here = [gather_tokens(tensor, ids_keep) for tensor in along], ids_keep
+                shape = None if grid is None else kept_grid(route, chosen, grid)
+                seen, ids_here = [gather_tokens(tensor, ids_keep) for tensor in along], chosen
                 tokens = gather_tokens(tokens, ids_keep)
         call = block if shape is None else partial(block, grid=shape)
         if autocast and index in in_fp32:
             call = partial(run_in_fp32, call)
         tokens = call(tokens, *seen, *shared)
+        if isinstance(tokens, tuple):
+            if ids_here is not None:
+                raise ValueError(f"block {index} hands something on, but on a route it lacks the skipped tokens' part")
+            tokens, handed_on = tokens
+            along = seen = [*along, handed_on]
         if index in record.blocks:
-            record.outputs[index] = tokens, ids_here
+            record.outputs[index] = tokens[:, leading:], ids_here
         if route := ending.get(index):
             tokens = _rejoin(route, *saved.pop(index), tokens, ids_keep)
             seen, shape, ids_here = along, grid, None
     return tokens
+
+
+def with_leading(ids_keep: Tensor, leading: int) -> Tensor:
+    """Return ids_keep (B, K) counted with `leading` tokens at the front, and these: (B, leading + K)."""
+    if not leading:
+        return ids_keep
+    front = torch.arange(leading, device=ids_keep.device).expand(len(ids_keep), -1)
+    return torch.cat([front, ids_keep + leading], dim=1)
 
 
 def _rejoin(route: Route, before: Tensor, written: int, tokens: Tensor, ids_keep: Tensor) -> Tensor:

@@ -77,10 +77,11 @@ def export_for_diffusers(options: Options) -> str:
     source.verify(options.weights)
     saved, info = open_network(source, options.weights), record(source.info, options.paths, options.autoencoder)
     tensors = as_dtype(source.tensors(options.weights), options.dtype)
-    inside = diffusers_export.goes_inside(info["latents"]["autoencoder"], options.include_autoencoder)
+    name = options.autoencoder or source.info["latents"]["autoencoder"]  # not shortened, as info may have it
+    inside = name if diffusers_export.goes_inside(name, options.include_autoencoder) else None
     check_place(out.parent, sum(value.nbytes for value in tensors.values()))
     with explain_failure(out), whole_folder(out) as partial:
-        diffusers_export.write(saved, tensors, info["latents"], partial, inside)
+        diffusers_export.write(saved, tensors, info, partial, inside)
         told = card(saved, info, options.dtype, True, options.license, options.push)
         (partial / "README.md").write_text(told, encoding="utf-8")
     loads = f"DiffusionPipeline.from_pretrained({options.out!r}, trust_remote_code=True)"

@@ -1,7 +1,8 @@
-"""Writes an encoder's patch features of a dataset: python scripts/prepare_features.py dataset=… encoder=…
+"""Writes an encoder's features of a dataset: python scripts/prepare_features.py dataset=… encoder=…
 
-Training reads them with alignment.source=stored. Started again after a stop, with any number of processes, it makes the
-missing shards. All options: configs/prepare_features.yaml; encoders: tread/encoders/vision.py.
+Training reads those of patches with alignment.source=stored, those of pictures as a whole with model.class_token.
+Started again after a stop, with any number of processes, it makes the missing shards. All options:
+configs/prepare_features.yaml; encoders: tread/encoders/vision.py.
 """
 
 if __name__ == "__main__":

@@ -62,12 +62,12 @@ def test_heads_are_compared_wherever_the_record_lies(saved, cfg, tmp_path):
 def test_every_setting_of_a_network_is_compared(saved, cfg, monkeypatch):
     """Also those that an architecture will have: one that the record is too old to know has its default."""
     common = {"architecture", "hidden_size", "depth", "patch_size", "mlp_ratio", "learn_sigma", "position_scale"}
-    lightning = {"norm", "mlp", "positions", "qk_norm", "bottleneck"}  # of DiT too, which has one choice of each
+    lightning = {"norm", "mlp", "positions", "qk_norm", "bottleneck", "value_residual"}  # of DiT too, which has one
     decoder = {"decoder_hidden_size", "decoder_depth", "decoder_heads"}
     scans = {"state", "head_dim", "expand", "conv", "directions", "attention_every"}
     for model, names in {
-        "dit": {"num_heads"} | lightning,
-        "lightning": {"num_heads"} | lightning,
+        "dit": {"num_heads", "class_token"} | lightning,
+        "lightning": {"num_heads", "class_token"} | lightning,
         "sprint": {"num_heads"} | lightning,
         "maskdit": {"num_heads"} | lightning | decoder,
         "rwkv": set(),

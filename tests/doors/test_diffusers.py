@@ -12,26 +12,35 @@ import export_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import RGB, assert_refused, launch_door, randomized
+from conftest import RGB, assert_refused, launch_door, randomized, read_json
 from safetensors.torch import load_file
 
 import tread
+from routing_module import REJOINS, Rejoin
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
+from tread.routing.ids import RULES, Token
 
 SMALL = ("model.hidden_size=32", "model.depth=6", "model.patch_size=4", "train.path_drop=0.1")
 LATENTS = replace(RGB, shape=(4, 16, 16), scale=0.3, shift=0.1, channel_shift=(0.1,) * 4, channel_scale=(2.0,) * 4)
+VALUES, X = "model.value_residual=true", ("objective=rf", "rf.shift=0.5", "rf.predicts=x", "rf.clamp=0.1")
 KINDS = {  # name → overrides; the first two and the last draw pictures, the others only run once
     "dit": ("model=tread",),
-    "rectified": ("model=tread_lightning", "objective=rf", "rf.shift=0.5", "model.position_scale=0.5"),
-    "text": ("model=tread_text", "objective=rf"),
-    "sprint": ("model=sprint",),
+    "rectified": (
+        "model=tread_lightning",
+        "model.position_scale=0.5",
+        "model.bottleneck=6",
+        *X,
+        VALUES,
+        "model.class_token=10",
+    ),
+    "text": ("model=tread_text", "edm.predicts=ddpm_noise", "model.learn_sigma=true"),
+    "sprint": ("model=sprint", VALUES),
     "maskdit": ("model=maskdit",),
     "mamba": ("model=mamba",),
     "rwkv": ("model=rwkv",),
 }
 WORDS = {"encoder": "words", "tokens": 4, "vocabulary": ["<begin>", "<unknown>", "red", "apple"], "fingerprint": "f"}
-GUIDED = {"scale": 1.5, "strong": 0.25, "weak": 0.75}
 ALONE = """
 import json, os, sys
 import numpy as np, torch
@@ -47,7 +56,7 @@ for name in ("dit", "rectified", "text"):
     how = {**what, "seeds": seeds, "num_inference_steps": 3, "output_type": "np"}
     drawn[name] = pipe(**how).images
     drawn[f"{name} cfg"] = pipe(**how, guidance_scale=1.5, interval=(0.1, 20)).images
-    drawn[f"{name} sparse"] = pipe(**how, guidance="sparse", guidance_scale=1.5, strong=0.25, weak=0.75).images
+    drawn[f"{name} sparse"] = pipe(**how, guidance="sparse").images
 pipe = open_pipeline("dit")
 pipe.set_progress_bar_config(disable=True)
 one = lambda number: torch.Generator().manual_seed(number)
@@ -59,13 +68,25 @@ def end_at_zero(pipe, step, level, given):
     return {"latents": given["latents"] * (step < 1)}
 ended = pipe([1], seeds=0, num_inference_steps=2, output_type="latent", callback_on_step_end=end_at_zero)
 assert told == [0, 1] and pipe.get_label_ids("c") == [2]
+def refused(said, **given):
+    try:
+        pipe([1], seeds=0, num_inference_steps=2, **given)
+    except ValueError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(said)
+refused("output_type is 'jpg', but must be one of pil", output_type="jpg")
+refused("solver is 'dpm', but must be one of heun, euler", solver="dpm")
+refused("trained by EDM", shift=2)
+refused("a second network", guidance="autoguidance")
 latents = pipe.latents
 assert torch.allclose(ended.images, torch.tensor(latents.channel_shift)[0] / latents.scale + latents.shift)
 for name in sorted(os.listdir(exports)):
     network = AutoModel.from_pretrained(f"{exports}/{name}/transformer", trust_remote_code=True)
     assert network.dtype == torch.float32
     given = torch.load(f"{exports}/../{name}.pt", weights_only=True)
-    drawn[f"{name} forward"] = network.eval()(*given, network.null(2)).detach().numpy()
+    token = {"class_token": torch.ones(2, 10)} if name == "rectified" else {}
+    drawn[f"{name} forward"] = network.eval()(*given, network.null(2), **token).detach().numpy()
 ours = [name for name in sys.modules if name.partition(".")[0] in ("tread", "dit", "rf", "routing_module")]
 assert not ours, ours
 np.savez(f"{exports}/../drawn.npz", **drawn)
@@ -115,7 +136,7 @@ def test_a_process_without_our_code_draws_our_pictures(exports, tmp_path):
     theirs = np.load(exports / "drawn.npz")
     for name in ("dit", "rectified", "text"):
         model, cfg = tread.load(exports / name, device="cpu"), {"guidance": "cfg", "interval": (0.1, 20), "scale": 1.5}
-        for guidance, more in (("", {}), (" cfg", cfg), (" sparse", {"guidance": "sparse", **GUIDED})):
+        for guidance, more in (("", {}), (" cfg", cfg), (" sparse", {"guidance": "sparse"})):
             how = {"steps": 3, "output": "np", "batch_size": 2, **more}
             if name == "text":
                 drawn = model.sample(prompts=["red apple", "red"], seeds=[3, 4], **how)[[0, 3]]
@@ -127,7 +148,7 @@ def test_a_process_without_our_code_draws_our_pictures(exports, tmp_path):
         network = tread.load(exports / kind, device="cpu").network
         x, t = torch.load(exports / f"{kind}.pt", weights_only=True)
         with torch.no_grad():
-            ours = network(x, t, network.null(2))
+            ours = network(x, t, network.null(2), **({"class_token": torch.ones(2, 10)} if kind == "rectified" else {}))
         torch.testing.assert_close(torch.from_numpy(theirs[f"{kind} forward"]), ours)
 
 
@@ -145,7 +166,21 @@ def test_what_the_folder_holds(exports):
     assert subprocess.run(commands, capture_output=True).returncode == 0
 
 
-def test_what_is_refused(exports, autoencoder, tmp_path):
+def test_what_is_given_away_holds_the_autoencoder_and_no_path_of_this_machine(exports, tmp_path):
+    info = read_json(next((exports / "text").glob("step_*")) / "info.json")
+    info["config"]["text"]["encoder"] = str(tmp_path / "encoders/mine")
+    checkpoint.save(tmp_path / "text", 3, {"ema": checkpoint.find(exports / "text").tensors("ema")}, info)
+    export(tmp_path, f"checkpoint={exports}/dit", "out=given/dit", "paths=short")
+    export(tmp_path, "checkpoint=text", "out=given/text", "paths=short")
+    told = [path.read_text() for kind in ("md", "json") for path in (tmp_path / "given").rglob(f"*.{kind}")]
+    assert len(told) == 7 and not [text for text in told if str(tmp_path.parent) in text]
+    assert any("encoders/mine" in text for text in told)
+    export(tmp_path, f"checkpoint={exports}/dit", "out=named", "autoencoder=madebyollin/taesd")
+    assert not (tmp_path / "named/vae").exists()
+    assert "latents (4, 16, 16) of madebyollin/taesd" in (tmp_path / "named/README.md").read_text()
+
+
+def test_what_is_refused(exports, autoencoder, tmp_path, monkeypatch):
     given = [f"checkpoint={exports}/dit", f"out={tmp_path}/new"]
     assert_refused(
         lambda overrides: export(tmp_path, *overrides),
@@ -155,4 +190,12 @@ def test_what_is_refused(exports, autoencoder, tmp_path):
         ([*given, "format=tread", "include_autoencoder=true"], "needs format=diffusers"),
         ([*given, "push=nobody"], "such as push=user/name"),
     )
+    info = read_json(next((exports / "dit").glob("step_*")) / "info.json")
+    monkeypatch.setitem(RULES, "quiet", type("Quiet", (Token,), {"description": ""})())
+    monkeypatch.setitem(REJOINS, "mine", Rejoin(True, lambda saved, kept, ids: saved))
+    for key, value in (("select", "quiet"), ("rejoin", "mine")):
+        info["config"]["model"]["routes"] = [{"start": 2, "end": -2, key: value}]
+        checkpoint.save(tmp_path / key, 3, {"ema": checkpoint.find(exports / "dit").tensors("ema")}, info)
+        with pytest.raises(SystemExit, match=f"{key}={value} is a plugin's"):
+            export(tmp_path, f"checkpoint={key}", f"out={tmp_path}/new")
     assert not (tmp_path / "new").exists()

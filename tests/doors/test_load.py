@@ -11,13 +11,16 @@ import export_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, launch_door, take_samples
+from conftest import ROOT, equal, launch_door, opened, take_samples
 from hub import serve
 from huggingface_hub import constants
 from PIL import Image
+from safetensors.torch import save_file
 
 import tread
 from tread.checkpoints import checkpoint
+from tread.checkpoints.network import build_network
+from tread.checkpoints.weights import load_weights
 from tread.drawing.grids import FACTS
 from tread.runtime.randomness import seeded_normal
 
@@ -55,6 +58,8 @@ def test_pictures_as_arrays_and_latents(model):
     latents = model.sample(5, output="latent", **BRIEF)
     assert np.array_equal((latents[:, 0] * 127.5 + 127.5).round().clip(0, 255).numpy(), pictures)
     assert len(model.sample(steps=2, seeds=0)) == 10
+    counted = model.sample(np.array([5]), np.arange(2), steps=3, output="np")
+    assert np.array_equal(counted, array) and np.array_equal(model.sample(np.int64(5), output="np", **BRIEF), array)
 
 
 @pytest.mark.parametrize("solver", ["heun", "euler"])
@@ -128,6 +133,7 @@ def test_from_the_hub_and_without_it_from_its_cache(tmp_path, monkeypatch):
     shutil.copytree(DIGITS, tmp_path / "hub/ann/digits/main")
     (tmp_path / "hub/ann/pickles/main").mkdir(parents=True)
     (tmp_path / "hub/ann/pickles/main/model.pt").write_bytes(b"x")
+    (tmp_path / "hub/ann/pickles/weights").mkdir()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with serve(tmp_path / "hub") as address:
         monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -141,6 +147,11 @@ def test_from_the_hub_and_without_it_from_its_cache(tmp_path, monkeypatch):
         for name, said in (("nobody/digits", "RepoNotFound"), ("ann/digits@old", "RevisionNotFound")):
             with pytest.raises(ValueError, match=f"hf:{name}: .*{said}"):
                 tread.load(f"hf:{name}")
+        cfg = opened(DIGITS).cfg
+        theirs, ours = build_network(cfg).state_dict(), build_network(cfg)
+        save_file(theirs, tmp_path / "hub/ann/pickles/weights/theirs.safetensors")
+        load_weights(ours, "hf:ann/pickles@weights", model=cfg.model)
+        assert equal(ours.state_dict(), theirs)
         with pytest.raises(ValueError, match="holds no .safetensors; pickles"):
             tread.load("hf:ann/pickles")
         monkeypatch.setenv("HF_TOKEN", "none")

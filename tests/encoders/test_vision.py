@@ -53,7 +53,7 @@ def by_hand(state: dict[str, torch.Tensor], pictures: torch.Tensor, side: int) -
         tokens = tokens + state[f"{layer}.layer_scale1.lambda1"] * linear(mixed, "attention.output.dense")
         inner = linear(F.gelu(linear(norm(tokens, f"{layer}.norm2"), "mlp.fc1")), "mlp.fc2")
         tokens = tokens + state[f"{layer}.layer_scale2.lambda1"] * inner
-    return norm(tokens, "layernorm")[:, 1:]  # without the class token
+    return norm(tokens, "layernorm")  # the class token first
 
 
 @pytest.mark.parametrize("size, side", [(64, 4), (32, 2), (96, 6), (8, 1), (256, 16)])
@@ -61,7 +61,8 @@ def test_dinov2_is_its_equations_at_all_sizes(dinov2, size, side):
     """64 px are the positions' own grid; at others they are resampled. 8 px are a single patch."""
     encoder, pictures = open_encoder(str(dinov2), CPU), draw(2, size)
     expected = by_hand(load_file(dinov2 / "model.safetensors"), pictures, side)
-    assert_close(encoder.encode(pictures), expected, rtol=1e-4, atol=1e-4)
+    assert_close(encoder.encode(pictures), expected[:, 1:], rtol=1e-4, atol=1e-4)
+    assert_close(encoder.encode_both(pictures), (expected[:, 1:], expected[:, 0]), rtol=1e-4, atol=1e-4)
     assert (*encoder.cost(size)[:2], encoder.name) == (side**2, 32, str(dinov2))
 
 
@@ -175,7 +176,7 @@ def test_a_hub_id_is_taken_from_the_cache_and_without_it_the_hub_is_asked_soon(d
     half = {key: value.half() for key, value in state.items()}
     save_file(half, place / "model.safetensors", {"format": "pt"})
     encoder, pictures = open_encoder("dinov2-s", CPU), draw(2, 64)
-    expected = by_hand({key: value.float() for key, value in half.items()}, pictures, 4)
+    expected = by_hand({key: value.float() for key, value in half.items()}, pictures, 4)[:, 1:]
     assert_close(encoder.encode(pictures), expected, rtol=1e-4, atol=1e-4)
     assert encoder.name == open_encoder("facebook/dinov2-small", CPU).name == "dinov2-s"
     with pytest.raises(ValueError, match="(?s)encoder 'dinov2-b' could not be loaded.*can't be reached"):
@@ -198,7 +199,8 @@ def test_inceptions_map_is_resampled_to_the_tokens(inception_file):
     encoder, pictures = open_encoder("inception", CPU, inception=str(inception_file)), draw(2, 40)
     network, taken = load_inception(inception_file), []
     network.Mixed_6e.register_forward_hook(lambda module, given, out: taken.append(out))
-    extract(network, pictures)
+    pooled = extract(network, pictures)["pool"]
+    np.testing.assert_allclose(encoder.encode_both(pictures)[1], pooled, rtol=1e-4, atol=1e-5)
     maps, result = taken[0].numpy(), encoder.encode(pictures)
     assert result.shape == (2, 256, 768 // 16) and encoder.fingerprint == fingerprint(network)
     more = open_encoder("inception", CPU, grid=20, inception=str(inception_file)).encode(pictures)
@@ -262,7 +264,7 @@ def test_a_function_of_the_users_own(tmp_path, monkeypatch):
     encoder = open_encoder("my_encoders:mean", CPU)
     assert (encoder.name, *encoder.cost(8)[:2]) == ("my_encoders:mean", 4, 16)
     result = encoder.encode(pictures)
-    assert result.shape == (2, 4, 16)
+    assert result.shape == (2, 4, 16) and torch.equal(encoder.encode_both(pictures)[1], result.mean(dim=1))
     expected = pictures[1, :, 4:, :4].float().mean(dim=0).flatten()  # the patch on the lower left
     assert_close(result[1, 2], expected)
     network = open_encoder("my_encoders:network", CPU)

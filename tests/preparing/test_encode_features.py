@@ -158,9 +158,10 @@ def test_stored_features_are_what_the_live_encoder_makes(kind, prepare_latents, 
     text = features(f"encoder={name}")
     encoder = open_encoder(name, CPU)
     tokens, width = (4, 32) if kind == "dinov2" else (64, 48)
-    size = encode_features.size_text(COUNT * 2 * tokens * width * 2)
+    size = encode_features.size_text(COUNT * 2 * (tokens + 1) * width * 2)
     assert f"stores    float16, {size}" in text and f"{encoder.cost(SIZE).flops / 1e9:.3g} G" in text
-    data = LatentDataset(tmp_path / "data", verify="full", features=name, pictures=True)
+    data = LatentDataset(tmp_path / "data", verify="full", features=name, pictures=True, class_token=width)
+    assert data.class_fingerprint == encoder.fingerprint
     assert (data.feature_spec.grid**2, data.feature_spec.width) == (tokens, width)
     assert data.feature_spec.fingerprint == encoder.fingerprint
     loader, seen = Loader(data, 0, 12, [slice(0, 5), slice(5, 12)], CPU, ahead=2, steps=4), set()
@@ -173,6 +174,8 @@ def test_stored_features_are_what_the_live_encoder_makes(kind, prepare_latents, 
         assert stored.dtype == torch.float16
         assert_close(live, expected, rtol=1e-5, atol=1e-5)
         assert_close(stored.float(), live, rtol=2**-11, atol=1e-5)
+        whole = torch.cat([encoder.encode_both(batch.pictures)[1] for batch in batches])
+        assert_close(torch.cat([batch.class_token for batch in batches]).float(), whole, rtol=2**-11, atol=1e-5)
         seen |= set(views.tolist())
     loader.close()
     assert seen == {0, 1}
@@ -277,7 +280,7 @@ def test_other_or_damaged_features_are_replaced_when_that_is_asked_for(prepare_l
     found = LatentDataset(tmp_path / "data", verify="full", features="own_patches:other").read(np.arange(COUNT), 1)
     expected = open_encoder("own_patches:other", CPU).encode(both_views()[1])
     assert_close(found.features.float(), expected, rtol=2**-11, atol=1e-4)
-    assert len(list((tmp_path / "data").glob("features-*"))) == 4
+    assert len(list((tmp_path / "data").glob("features-*"))) == 8
 
 
 def test_features_that_do_not_fit_float16_or_the_disk_are_refused(prepare_latents, features, tmp_path, monkeypatch):
@@ -287,7 +290,7 @@ def test_features_that_do_not_fit_float16_or_the_disk_are_refused(prepare_latent
     with pytest.raises(ValueError, match="grid is 9, but own_patches:patches has 8×8 tokens of pictures of 32×32"):
         features("grid=9")
     monkeypatch.setattr("tread.runtime.files.free_bytes", lambda folder: 1000)
-    with pytest.raises(OSError, match="has 1 kB free, but 161 kB are needed"):
+    with pytest.raises(OSError, match="has 1 kB free, but 164 kB are needed"):
         features("again=true")
     assert "features" not in read_index(tmp_path / "data")
 

@@ -24,7 +24,7 @@ from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.models import ssd, wkv
-from tread.models.cost_constants import block_bytes
+from tread.models.cost_constants import VALUE_BYTES, block_bytes
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 from tread.training import failures, settings, start
@@ -209,6 +209,24 @@ def test_a_compiled_block_moves_no_more_bytes_than_planned(built, model, width, 
     (saved, moved, ours), (less, _, same), (_, in_bf16, _) = (lowered(built, model, *way) for way in ways)
     assert (saved, moved, less, in_bf16) == pytest.approx(block_bytes(model, width), rel=0.02)
     assert ours == same == products
+
+
+@pytest.mark.slow
+def test_mixing_the_first_blocks_values_keeps_and_moves_as_planned(built):
+    """Beside a plain block's bytes, by inductor. A first and a later block are two graphs, and both count what the
+    first hands on: 2 bytes, of which a network keeps one copy. Handing on moves 6."""
+
+    def mixing(*words):
+        return built(*words, "model.value_residual=true")
+
+    further = []
+    for way in ((1.0,), (compiling.BUDGET,), (1.0, 128, "bf16")):
+        (saved, moved, _), (plain_saved, plain_moved, _) = (lowered(how, "dit", *way) for how in (mixing, built))
+        further.append((saved - 2 * plain_saved - 2 * 2, moved - 2 * plain_moved - 6))
+    found = (*further[0], further[1][0], further[2][1])
+    assert found == pytest.approx(VALUE_BYTES, abs=0.5)
+    pairs = zip(block_bytes("dit", 128, True), block_bytes("dit", 128))
+    assert [more - less for more, less in pairs] == pytest.approx(VALUE_BYTES)
 
 
 DDP = """

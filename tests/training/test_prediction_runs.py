@@ -1,4 +1,4 @@
-"""Runs of other predictions, shifts and the contrastive loss: equal however a batch is split, and as recorded."""
+"""Runs of other predictions, shifts and losses, and mixed values: equal however a batch is split, and as recorded."""
 
 import conftest
 import pytest
@@ -18,7 +18,9 @@ from tread.runtime.distributed import split_batch
 from tread.training import settings
 from tread.training.step import loss, step_draws
 
-KINDS = ("rf.predicts=x", "rf.train_shift=auto", "rf.shift=auto", "rf.contrastive=0.1", "model.bottleneck=4")
+KINDS = ("rf.predicts=x", "rf.train_shift=auto", "rf.shift=auto", "rf.contrastive=0.1")
+KINDS += ("model.bottleneck=4", "model.value_residual=true")
+SPARSE = ("guidance=sparse", "guidance.scale=1.5", "guidance.weak=0.5")
 
 
 def launch(folder, *overrides):
@@ -87,8 +89,8 @@ def test_doors_take_what_the_record_says(trained, composed):
     launch(trained, "name=plain")
     run = opened(trained / "results/whole")
     assert run.process == RF(predicts="x", train_shift=0.125, shift=8.0, contrastive=0.1)
-    text = take_samples(trained, "checkpoint=results/whole", "classes=[3]", "seeds=0-1", "steps=2")
-    assert "2 steps and shift 8" in text
+    text = take_samples(trained, "checkpoint=results/whole", "classes=[3]", "seeds=0-1", "steps=2", *SPARSE)
+    assert "2 steps and shift 8" in text and "sparse 1.5" in text
     weak = ("guidance=autoguidance", "guidance.scale=1.5", "guidance.checkpoint=results/plain")
     score(trained, "checkpoint=results/whole", "num_samples=4", "steps=2", *weak)
     written = read_json(trained / "results/whole/latest/fid.json")["settings"]

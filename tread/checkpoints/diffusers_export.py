@@ -18,13 +18,17 @@ from torch import Tensor
 
 from tread.checkpoints.bundle import OURS, Bundle
 from tread.checkpoints.for_sampling import SavedNetwork
-from tread.encoders.autoencoder import load_autoencoder
+from tread.encoders.autoencoder import UNKNOWN, load_autoencoder
+from tread.routing.ids import RULES
 from tread.runtime.hub import HUB_ID
 from tread.runtime.versions import git_revision
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CHECK = '''def check(name, value, kind):
-    """Do nothing: settings were checked when this file was written."""'''
+    """Raise ValueError unless value is one of those that a Literal lists; others were checked when this was written."""
+    listed = getattr(kind, "__args__", ())
+    if listed and all(isinstance(one, str) for one in listed) and value not in listed:
+        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(listed)}")'''
 NO_TEXT = """def encoder_for(spec, device, place):
     raise ValueError("this network takes no text")"""
 NETWORK = '''
@@ -48,20 +52,21 @@ class TreadTransformer(ModelMixin, {network}, ConfigMixin):
 '''
 
 
-def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], latents: Mapping, folder: Path, inside: bool) -> None:
+def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, folder: Path, inside: str | None) -> None:
     """Write the folder's files except README.md.
 
     tensors  the network's state dict, in the dtype to store.
-    latents  the section `latents` of info.json.
-    inside   True: the autoencoder's weights are written too. False: only its hub id is.
+    info     the record to publish, a parsed info.json.
+    inside   the autoencoder whose weights are written too. None: only the recorded hub id is.
 
-    Raises ValueError if the network's code is not this project's, and if the autoencoder can't be loaded.
+    Raises ValueError if the code of network or routes is not this project's, and if the autoencoder can't be loaded.
     """
-    network = saved.cfg.model.network
-    if network.__module__.partition(".")[0] not in OURS:
-        raise ValueError(
-            f"{network.__name__} is a plugin's, whose code format=diffusers can't collect: export it as it is"
-        )
+    latents, used = info["latents"], {"the network": saved.cfg.model.network}
+    for route in saved.cfg.model.routes:
+        used |= {f"select={route.select}": type(RULES[route.select]), f"rejoin={route.rejoin}": route.rejoins.join}
+    for name, code in used.items():
+        if code.__module__.partition(".")[0] not in OURS:
+            raise ValueError(f"{name} is a plugin's, whose code format=diffusers can't collect: export it as it is")
     version = diffusers.__version__
     (folder / "transformer").mkdir(parents=True)
     (folder / "transformer/model.py").write_text(network_file(saved), encoding="utf-8")
@@ -75,8 +80,9 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], latents: Mapping, 
         {"format": "pt"},
     )
     name, vae = latents["autoencoder"], [None, None]
-    if inside:
-        autoencoder = load_autoencoder(name)
+    if inside is not None:
+        autoencoder = load_autoencoder(inside)
+        autoencoder.register_to_config(_name_or_path=name)  # as the record has it, not where it lay
         autoencoder.save_pretrained(folder / "vae")
         vae = ["diffusers", type(autoencoder).__name__]
     (folder / "pipeline.py").write_text(pipeline_file(saved), encoding="utf-8")
@@ -89,8 +95,8 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], latents: Mapping, 
         "process": asdict(saved.process),
         "latents": dict(latents),
         "routes": [asdict(route) for route in saved.cfg.model.routes],
-        "text": asdict(saved.cfg.text) if saved.text else None,
-        "autoencoder": None if inside or name == "pixels" else name,
+        "text": asdict(saved.cfg.text) | {"encoder": info["config"]["text"]["encoder"]} if saved.text else None,
+        "autoencoder": None if inside is not None or name == "pixels" else name,
         "label_drop": saved.label_drop,
         "path_drop": saved.path_drop or 0.0,
     }
@@ -109,8 +115,10 @@ def goes_inside(name: str, asked: bool | None) -> bool:
     if name == "pixels":
         return False
     at_hub = bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
-    if asked is False and not at_hub:
-        raise ValueError(f"include_autoencoder=false, but {name} is no hub id to name: autoencoder=… names one")
+    if name == UNKNOWN or (asked is False and not at_hub):
+        raise ValueError(
+            f"the autoencoder is {name}, which is no hub id that a folder can name: autoencoder=… names one"
+        )
     return not at_hub if asked is None else asked
 
 

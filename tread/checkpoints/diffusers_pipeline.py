@@ -17,12 +17,13 @@ from tread.data.latents import LatentSpec, from_network, to_uint8
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS, Guidance
 from tread.diffusion.labels import Label, class_labels, class_number
-from tread.diffusion.pictures import in_form, to_pictures
+from tread.diffusion.pictures import Output, in_form, to_pictures
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.diffusion.solvers import Churn
 from tread.encoders.autoencoder import decoded
 from tread.encoders.language import encoder_for
 from tread.runtime.device import exact
+from tread.runtime.schema import check
 
 
 class TreadPipeline(DiffusionPipeline):
@@ -77,8 +78,8 @@ class TreadPipeline(DiffusionPipeline):
         *,
         seeds: int | Sequence[int] | None = None,
         guidance: str | None = None,
-        strong: float = 0.0,
-        weak: float = 0.0,
+        strong: float | None = None,
+        weak: float | None = None,
         interval: Sequence[float] | None = None,
         same_ids: bool = False,
         solver: str | None = None,
@@ -99,10 +100,11 @@ class TreadPipeline(DiffusionPipeline):
         generator             one, or one per picture, instead of seeds. Its noise is torch's, so pictures differ from
                               those of seeds. Without both, torch's global generator draws seeds.
         num_inference_steps   None: 40 steps of Heun's method for EDM, 50 of Euler's for rectified flow.
-        guidance_scale        ω in D_weak + ω·(D_strong − D_weak); None: 1, which means no guidance.
+        guidance_scale        ω in D_weak + ω·(D_strong − D_weak); 1: no guidance; None: 1.5 if `guidance` is given.
         guidance              "cfg", "sparse", "sparse_cfg", "path_drop" or "path_drop_class"; None: "cfg" if there is a
                               guidance_scale. Sparse Guidance (arXiv 2601.01608) runs two branches, in which the
-                              fractions `strong` < `weak` of the tokens skip the blocks of the trained routes.
+                              fractions `strong` < `weak` of the tokens (None: 0.3 and 0.7) skip the blocks of the
+                              trained routes.
         interval              (lowest, highest) noise level, σ or t, at which guidance is on.
         solver, shift, churn  as the options of sample.py, and so is text_encoder.
         output_type           "pil", "np" (n, H, W, C) and "pt" (n, C, H, W) in 0..1, or "latent".
@@ -111,12 +113,18 @@ class TreadPipeline(DiffusionPipeline):
 
         Raises ValueError for arguments that do not fit together or with the network.
         """
-        process = {"edm": EDM, "rf": RF}[self.config.objective](**self.config.process)
-        if shift is not None:
-            process = RF(**{**self.config.process, "shift": shift})
+        check("output_type", output_type, Output)
+        if shift is not None and self.config.objective != "rf":
+            raise ValueError(f"shift={shift:g} is of rectified flow, but this network was trained by EDM")
+        given = {} if shift is None else {"shift": shift}
+        process = {"edm": EDM, "rf": RF}[self.config.objective](**{**self.config.process, **given})
         kind = guidance or ("none" if guidance_scale in (None, 1) else "cfg")
-        scale = 1.0 if guidance_scale is None else float(guidance_scale)
-        guide = Guidance(kind, scale, strong, weak, tuple(interval) if interval else None, same_ids=same_ids)
+        row = KINDS.get(kind, KINDS["none"])
+        if row.weak_network == "must":
+            raise ValueError(f"guidance={kind} needs a second network, which is not here: 'sparse' weakens this one")
+        usual = (1.0 if kind == "none" else 1.5, *((0.3, 0.7) if row.routed else (0.0, 0.0)))
+        settings = [float(a if b is None else b) for a, b in zip(usual, (guidance_scale, strong, weak))]
+        guide = Guidance(kind, *settings, tuple(interval) if interval else None, same_ids=same_ids)
         self._check_trained_for(guide)
         labels, text = self._conditions(class_labels, prompt, text_encoder)
         noise, seeds = self._noise(generator, seeds, len(labels))

@@ -150,4 +150,5 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:
     """Return the properties, by name, that two networks must share for their predictions to be combined."""
-    return {"objective": saved.cfg.objective, "text": saved.text, **saved.latents.to_network_scale}
+    own = {"objective": saved.cfg.objective, "text": saved.text, "class_token": saved.cfg.model.class_token}
+    return {**own, **saved.latents.to_network_scale}

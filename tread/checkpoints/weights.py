@@ -250,8 +250,12 @@ class StoredWeights:
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
     """Read the "ema" or "model" weights of a checkpoint or file. The name of a checkpoint's file tells which of them it
-    holds. Raises FileNotFoundError, or ValueError, also if weights="model" but the file holds ema.
+    holds. A folder of one .safetensors without a checkpoint, as on the hub, stands for that file. Raises
+    FileNotFoundError, or ValueError, also if weights="model" but the file holds ema.
     """
+    known = (path / "info.json").exists() or checkpoint.newest(path)
+    files = () if known else [*path.glob("*.safetensors")]
+    path = files[0] if len(files) == 1 else path
     if not path.is_file():
         source = checkpoint.find(path)
         return StoredWeights(str(source.folder / f"{weights}.safetensors"), weights, source.tensors(weights), source)

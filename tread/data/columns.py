@@ -4,6 +4,7 @@ Pictures and features are of the same samples as the latents, in the same shards
 
     pictures-00000.npy       (n, 3, H, W) uint8, as cropped; a flipped view is mirrored when it is read
     features-00000.npy       (n, views, T, z) float16, T = grid² tokens row by row, for each view
+    features-00000.pooled.npy   (n, views, P) float16, the same encoder's feature of the picture as a whole
 
 index.json names them: `pictures` is (3, H, W), with a file and a hash in each shard's entry; `features` is a section,
 see FeatureSpec. They are many times larger than the latents, and stay memory-mapped wherever those are placed.
@@ -77,6 +78,7 @@ class FeatureSpec:
     grid         tokens along a side; there are grid² of them.
     width        number of channels z of each token.
     of           latents_hash of the dataset from which the features were computed.
+    pooled       number of channels P of the feature of the picture as a whole; None: older code stored none.
     """
 
     encoder: str
@@ -84,6 +86,7 @@ class FeatureSpec:
     grid: Count
     width: Count
     of: str
+    pooled: Count | None = None
 
 
 def latents_hash(index: dict) -> str:
@@ -108,31 +111,42 @@ def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
     return ShardRows([array[:, None] for array in arrays])
 
 
-def open_features(folder: Path, index: dict, encoder: str, full: bool) -> tuple[FeatureSpec, ShardRows]:
-    """Open a dataset's features, after checking that `encoder` made them from its latents, and that they are finite.
-    `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked.
+def open_features(
+    folder: Path, index: dict, encoder: str | None, full: bool, pooled: int | None = None
+) -> tuple[FeatureSpec, ShardRows]:
+    """Open a dataset's features, after checking that `encoder` (None: any) made them from its latents, and that they
+    are finite. `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked. With
+    `pooled`, open those of pictures as a whole, which must have so many channels.
 
     Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json.
     """
     section = index.get("features")
-    make = f"python scripts/prepare_features.py dataset={folder} encoder={encoder}"
+    named = encoder or (section["encoder"] if section else "…")
+    make = f"python scripts/prepare_features.py dataset={folder} encoder={named}"
     if section is None:
         raise ValueError(f"{folder} has no features: {make} makes them")
     entries, shards = section["shards"], index["shards"]
-    spec = read({key: section[key] for key in FeatureSpec.__dataclass_fields__}, FeatureSpec, "features.")
-    if spec.encoder != encoder:
+    stated = {"pooled": None} | section
+    spec = read({key: stated[key] for key in FeatureSpec.__dataclass_fields__}, FeatureSpec, "features.")
+    if pooled and spec.pooled is None:
+        raise ValueError(f"the features in {folder} lack those of pictures as a whole: {make} again=true makes both")
+    if pooled not in (None, spec.pooled):
+        raise ValueError(f"model.class_token is {pooled}, but {spec.encoder} in {folder} has {spec.pooled} channels")
+    if encoder not in (None, spec.encoder):
         raise ValueError(
             f"{folder} holds features of {spec.encoder}, not of {encoder}: ask for those, or replace them by "
             f"{make} again=true"
         )
     if spec.of != latents_hash(index) or len(entries) != len(shards):
         raise ValueError(f"the features in {folder} are of another dataset: replace them by {make} again=true")
+    kind, hashed, row = "file", "sha256", (spec.grid**2, spec.width)
+    if pooled:
+        kind, hashed, row = "pooled", "pooled_sha256", (pooled,)
     entries = [
-        {"file": entry["file"], "file_sha256": entry.get("sha256"), "count": shard["count"]}
+        {"file": entry[kind], "file_sha256": entry.get(hashed), "count": shard["count"]}
         for entry, shard in zip(entries, shards)
     ]
-    row = (index["views"], spec.grid**2, spec.width)
-    arrays = open_arrays(folder, entries, "file", "float16", row, full)
+    arrays = open_arrays(folder, entries, "file", "float16", (index["views"], *row), full)
     check_rows(folder, arrays, entries, full, f"{make} again=true")
     return spec, ShardRows(arrays)
 

@@ -34,7 +34,8 @@ class Batch(NamedTuple):
     """B samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
 
     The rest is None unless the dataset was opened with it: features (B, T, z) float16 and pictures (B, 3, H, W) uint8
-    of the same views, and the text of one caption per sample.
+    of the same views, the text of one caption per sample, and class tokens (B, z) float16, features of the picture as a
+    whole.
     """
 
     stored: Tensor
@@ -43,6 +44,7 @@ class Batch(NamedTuple):
     features: Tensor | None = None
     pictures: Tensor | None = None
     text: Text | None = None
+    class_token: Tensor | None = None
 
     @property
     def condition(self) -> Condition:
@@ -77,6 +79,7 @@ class LatentDataset:
     pictures   read pictures too: stored ones, or the latents if they are pixels; `picture_size` is their side.
     text       the name of a text encoder whose encoded captions are read too; `text_spec` describes them.
     flip       `batch` mirrors each sample with probability ½; for datasets of pixels with a single stored view only.
+    class_token  read stored features of pictures as a whole, of so many channels, too.
     """
 
     folder: Path
@@ -87,9 +90,10 @@ class LatentDataset:
     pictures: bool = False
     text: str | None = None
     flip: bool = False
+    class_token: int | None = None
     latents: LatentSpec = field(init=False)
     labels: np.ndarray = field(init=False, repr=False)
-    feature_spec = text_spec = picture_size = None
+    feature_spec = class_fingerprint = text_spec = picture_size = None
 
     def __post_init__(self) -> None:
         check("verify", self.verify, Verify)
@@ -109,7 +113,9 @@ class LatentDataset:
             self._open(index, full=self.verify == "full")
         except (KeyError, TypeError) as error:
             raise damaged(path, error) from error
-        if self.flip and (self.features or self.latents.views > 1 or not holds_pixels(self.latents)):
+        if self.flip and (
+            self.features or self.class_token or self.latents.views > 1 or not holds_pixels(self.latents)
+        ):
             raise ValueError(
                 f"dataset.flip mirrors pixels stored in one view, without stored features, but {self.folder} holds "
                 f"{self.latents.autoencoder}, {self.latents.views} views, features {self.features}: dataset.flip=false "
@@ -120,11 +126,15 @@ class LatentDataset:
     def _open(self, index: dict, full: bool) -> None:
         shards, self.labels = open_latents(self.folder, index, self.latents, full)
         self._latents, self._features, self._pictures, self._text = ShardRows(shards), None, None, None
+        self._class_tokens = None
         if self.text is not None:
             self._text = open_text(self.folder, index, self.text, full)
             self.text_spec = self._text.spec
         if self.features is not None:
             self.feature_spec, self._features = open_features(self.folder, index, self.features, full)
+        if self.class_token is not None:
+            made, self._class_tokens = open_features(self.folder, index, None, full, self.class_token)
+            self.class_fingerprint = made.fingerprint
         if self.pictures and "pictures" in index:
             self._pictures, self.picture_size = open_pictures(self.folder, index, full), index["pictures"][1]
         elif self.pictures and holds_pixels(self.latents):
@@ -138,7 +148,7 @@ class LatentDataset:
     def __reduce__(self) -> tuple:
         # pickling sends the arguments, by which another process opens the files anew
         how = (self.folder, "open", self.placement, self.device, self.features, self.pictures, self.text, self.flip)
-        return LatentDataset, how, {"latents": self.latents}
+        return LatentDataset, (*how, self.class_token), {"latents": self.latents}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -196,7 +206,7 @@ class LatentDataset:
     def expect(self, seed: int, step: int, batch_size: int, rows: Rows = slice(None)) -> None:
         """Ask the operating system to load what `batch` with these arguments will read."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
-        for part in (self._latents, self._features, self._pictures):
+        for part in (self._latents, self._features, self._pictures, self._class_tokens):
             if part is not None:
                 part.expect(indices, views)
         if captions is not None:
@@ -226,7 +236,8 @@ class LatentDataset:
         text = None
         if self._text is not None:
             text = self._text.read(self._text.numbers(indices) if captions is None else captions, pin)
-        return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text)
+        tokens = self._class_tokens and self._class_tokens.read(indices, views, pin)
+        return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text, tokens)
 
     def text_of(self, captions: np.ndarray) -> Text:
         """Return the encoded captions with these numbers, counted over the dataset, which must be open with text."""

@@ -209,16 +209,28 @@ class FeatureWriter(SectionWriter):
     def __init__(self, folder: Path, spec: FeatureSpec) -> None:
         index = read_index(folder)
         self.spec, self.row_shape = spec, (index["views"], spec.grid**2, spec.width)
+        self.pooled_shape = (index["views"], spec.pooled)
         counts = [shard["count"] for shard in index["shards"]]
         ranges = [range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts))]
-        super().__init__(folder, ("features",), "features", asdict(spec), ranges, 2 * math.prod(self.row_shape))
+        row_bytes = 2 * (math.prod(self.row_shape) + math.prod(self.pooled_shape))
+        super().__init__(folder, ("features",), "features", asdict(spec), ranges, row_bytes)
 
     def open(self, index: dict, full: bool) -> object:
         return open_features(self.folder, index, self.spec.encoder, full)
 
     def shards(self, entries: list[dict]) -> dict:
-        return {"shards": [{"file": entry["file"], "sha256": entry["file_sha256"]} for entry in entries]}
+        keys = ("file", "pooled", "pooled_sha256")
+        return {"shards": [{"sha256": entry["file_sha256"]} | {key: entry[key] for key in keys} for entry in entries]}
 
-    def write(self, number: int, parts: Iterable[np.ndarray]) -> None:
-        """Write shard `number` from parts of its features, (n, views, T, z) float16, n samples in each."""
-        self.keep(number, {"file": Stream("float16", (len(self.ranges[number]), *self.row_shape), parts)})
+    def write(self, number: int, parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Write shard `number` from parts, pairs of features (n, views, T, z) and of those of pictures as a whole
+        (n, views, P), float16, n samples in each. The latter are held in memory until the former are written."""
+        count, whole = len(self.ranges[number]), []
+
+        def features() -> Iterator[np.ndarray]:
+            for part, pooled in parts:
+                whole.append(pooled)
+                yield part
+
+        file = Stream("float16", (count, *self.row_shape), features())
+        self.keep(number, {"file": file, "pooled": Stream("float16", (count, *self.pooled_shape), whole)})

@@ -21,6 +21,7 @@ from tread.diffusion.labels import check_labels
 from tread.diffusion.pictures import to_pictures
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import AfterStep, Churn, Denoiser, call_order, solve, unchanged
+from tread.diffusion.token_beside import Beside
 from tread.models.conditions import Condition, Text, count, pad, replaced, rows, to
 from tread.routing.ids import RULES, check_ratio, count_kept, pair, with_ratio
 from tread.runtime.device import autocast
@@ -172,7 +173,8 @@ def draw(
         part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
         missing = sampler.batch_size - len(part)
         padded, y = part + part[-1:] * missing, pad(y, sampler.batch_size)
-        told = on_step and _at_each_step(on_step, call_order(sampler.solver, sampler.steps), len(part))
+        shown = (len(part), model.network.in_channels)
+        told = on_step and _at_each_step(on_step, call_order(sampler.solver, sampler.steps), *shown)
         given = None if noise is None else pad(noise[start : start + sampler.batch_size], sampler.batch_size)
         yield _draw_batch(model, weak, padded, y, sampler, told, given, after_step)[: len(part)]
 
@@ -209,25 +211,28 @@ def _draw_batch(
     def churn_noise(step: int) -> Tensor:
         return seeded_normal(seeds, shape, f"churn {step}").to(device)
 
-    noise = (seeded_normal(seeds, shape) if noise is None else noise).to(device)
+    beside, noise = Beside.of(network), (seeded_normal(seeds, shape) if noise is None else noise).to(device)
+    if beside.width is not None:
+        noise = beside.join(noise, seeded_normal(seeds, (beside.width,), "class token").to(device))
     levels = model.process.schedule(sampler.steps)
     networks = {network, weaker.network} if sampler.precision == "bf16" else ()
     with _casts_kept(device, networks):
+        after_step = beside.of_latents(after_step)
         drawn = solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise, after_step=after_step)
-    return drawn.float()
+    return beside.latents(drawn).float()
 
 
-def _at_each_step(on_step: OnStep, order: Sequence[int], count: int) -> Callable[[Denoiser], Denoiser]:
-    """Return a decorator of denoisers that calls on_step, for the first `count` samples, at the first call of each
-    step. `order` is call_order's. A step's first call is the last one at its noise level, as heun first ends the
-    previous step there."""
+def _at_each_step(on_step: OnStep, order: Sequence[int], count: int, channels: int) -> Callable[[Denoiser], Denoiser]:
+    """Return a decorator of denoisers that calls on_step, for the first `count` samples and the `channels` of their
+    latents, at the first call of each step. `order` is call_order's. A step's first call is the last one at its noise
+    level, as heun first ends the previous step there."""
     first, calls = dict(zip(order, range(len(order)))), itertools.count()
 
     def told(denoiser: Denoiser) -> Denoiser:
         def denoise(x: Tensor, level: Tensor) -> Tensor:
             predicted, call = denoiser(x, level), next(calls)
             if first[order[call]] == call:
-                on_step(order[call], float(level), x[:count].float(), predicted[:count].float())
+                on_step(order[call], float(level), *(part[:count, :channels].float() for part in (x, predicted)))
             return predicted
 
         return denoise
@@ -252,9 +257,11 @@ def _casts_kept(device: torch.device, networks: Collection[nn.Module]) -> Iterat
 
 
 def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, Tensor, Condition, Routes], Tensor]:
+    beside, network = Beside.of(model.network), partial(model.network, **more)
+
     def denoise(x: Tensor, level: Tensor, y: Condition, routes: Routes) -> Tensor:
         with autocast(x.device, precision):
-            return model.process.denoise(partial(model.network, **more), x, level, y, routes)
+            return beside.denoise(model.process, network, x, level, y, routes)
 
     return denoise
 

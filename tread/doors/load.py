@@ -176,10 +176,11 @@ class TrainedModel:
     ) -> tuple[list[int], list[int]]:
         """Return the seed and the label of each picture. Raises ValueError for unknown classes."""
         if labels is None:
-            listed = [classes] if isinstance(classes, (str, int)) else classes
+            listed = [classes] if isinstance(classes, (str, int, np.integer)) else classes
             if listed is not None and not len(listed):
                 raise ValueError("classes is empty: name some, or leave it out for ten")
-            rows = row_labels(self.saved, listed and [class_number(label, self.classes) for label in listed], prompts)
+            numbers = None if listed is None else [class_number(label, self.classes) for label in listed]
+            rows = row_labels(self.saved, numbers, prompts)
             pairs = [(seed, label) for label, seed in itertools.product(rows, seeds)]
         elif prompts or len(labels) != len(seeds) or classes is not None:
             told = f"labels has {len(labels)} classes for {len(seeds)} seeds"

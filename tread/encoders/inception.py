@@ -175,8 +175,7 @@ class Inception(nn.Module):
         Probabilities are computed from logits without their bias, as in ADM's evaluator."""
         x = self._until_6d(x)  # the first channels are branch1x1's
         spatial = x[:, : self.sizes["spatial"] // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
-        x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(self.Mixed_6e(x))))  # (n, 2048, 8, 8)
-        features = {"pool": x.mean(dim=(2, 3)), "spatial": spatial}
+        features = {"pool": self.pooled(self.Mixed_6e(x)), "spatial": spatial}
         if self.fc is not None:
             features["probabilities"] = F.linear(features["pool"], self.fc.weight).softmax(dim=1)
         return features
@@ -184,6 +183,10 @@ class Inception(nn.Module):
     def feature_map(self, x: Tensor) -> Tensor:
         """Map x (n, 3, 299, 299) in about −1..1 to the last 17×17 map, the output of Mixed_6e, (n, 768, 17, 17)."""
         return self.Mixed_6e(self._until_6d(x))
+
+    def pooled(self, feature_map: Tensor) -> Tensor:
+        """Map the output of feature_map to the pooled features, (n, 2048)."""
+        return self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(feature_map))).mean(dim=(2, 3))  # of (n, 2048, 8, 8)
 
     def _until_6d(self, x: Tensor) -> Tensor:
         """Map x (n, 3, 299, 299) to the output of Mixed_6d, (n, 768, 17, 17)."""

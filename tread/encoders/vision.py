@@ -56,26 +56,34 @@ class Encoder:
     """A frozen encoder from pictures (B, 3, H, W) uint8 to features (B, T, z) float32 of T = side² tokens, row by row.
 
     name         the recorded name; encoders with the same name are taken to be the same.
-    run          the network: pictures → features, before they are averaged to `grid`.
+    run          the network: pictures → features, before they are averaged to `grid`; or such features, and a function
+                 without arguments that goes on to the feature (B, P) of each picture as a whole.
     fingerprint  hash of the weights; for module:function also of the module's source.
     grid         tokens along a side, to which larger feature maps are averaged; None: as many as the network gives.
     precision    "fp32", or "bf16" for autocast.
     """
 
     name: str
-    run: Callable[[Tensor], Tensor]
+    run: Callable[[Tensor], Tensor | tuple[Tensor, Callable[[], Tensor]]]
     device: torch.device
     grid: int | None
     fingerprint: str
     precision: str = "fp32"
 
-    @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
         """Return the features (B, T, z) of pictures (B, 3, H, W) uint8, on the encoder's device. Raises ValueError for
         pictures or features of any other shape, and if the network makes fewer than grid² tokens."""
+        return self.encode_both(pictures, whole=False)[0]
+
+    @torch.no_grad()
+    def encode_both(self, pictures: Tensor, whole: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Return what `encode` returns, and features (B, P) fp32 of the pictures as a whole: DINOv2's class token,
+        Inception's pooled features, or the mean over the tokens of a function of yours; None with whole=False."""
         check_pictures(pictures)
         with computing(self.device, self.precision):
-            features = self.run(pictures.to(self.device)).float()
+            made = self.run(pictures.to(self.device))
+            features, pooled = made if isinstance(made, tuple) else (made, None)
+            features = features.float()
             shape, size = tuple(features.shape), pictures.shape[-1]
             side = math.isqrt(shape[1]) if len(shape) == 3 else 0
             if not side or shape[:2] != (len(pictures), side**2):
@@ -83,15 +91,16 @@ class Encoder:
                     f"{self.name} makes {shape} of pictures {tuple(pictures.shape)}, but must make (B, T, z) with a "
                     "square number T of tokens"
                 )
+            pooled = None if not whole else pooled().float() if pooled else features.mean(dim=1)
             if self.grid is None or self.grid == side:
-                return features
+                return features, pooled
             if self.grid > side:
                 raise ValueError(
                     f"grid is {self.grid}, but {self.name} has {side}×{side} tokens of pictures of {size}×{size}: "
                     f"choose grid={side} or less"
                 )
             maps = features.transpose(1, 2).unflatten(2, (side, side))
-            return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2)
+            return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2), pooled
 
     def cost(self, height: int) -> Cost:
         """Return the cost of encoding one square picture of `height` pixels a side: matrix products and convolutions
@@ -139,8 +148,9 @@ def open_encoder(
 # -------------------------------------------------------------------------------------- Inception
 
 
-def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor:
-    """Return the Inception's 17×17 map interpolated at the tokens' centres: (B, T, 768) with T = max(grid, 16)².
+def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return the Inception's 17×17 map interpolated at the tokens' centres: (B, T, 768) with T = max(grid, 16)²; and
+    the way on to the pooled features (B, 2048).
 
     Interpolation is linear between the centres of cells and constant beyond the outer ones. The network's input is the
     picture resized to 299 pixels a side: input pixel p lies at pixel p·(size / 299) of the picture, see `resize`, and
@@ -148,7 +158,7 @@ def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> Tensor
     """
     maps = network.feature_map(as_input(pictures))
     rows, columns = (_between(max(grid, INCEPTION_GRID), size, maps.device) for size in pictures.shape[2:])
-    return (rows @ maps @ columns.T).flatten(2).transpose(1, 2)
+    return (rows @ maps @ columns.T).flatten(2).transpose(1, 2), lambda: network.pooled(maps)
 
 
 def _between(grid: int, size: int, device: torch.device) -> Tensor:
@@ -162,8 +172,8 @@ def _between(grid: int, size: int, device: torch.device) -> Tensor:
 # ----------------------------------------------------------------------------------------- DINOv2
 
 
-def _dinov2_tokens(model: nn.Module, normalization: Tensor, pictures: Tensor) -> Tensor:
-    """Return the patch tokens (B, T, z) after the last norm, without the class token.
+def _dinov2_tokens(model: nn.Module, normalization: Tensor, pictures: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return the patch tokens (B, T, z) after the last norm, and a function that returns the class token (B, z).
 
     Pictures are normalised and then resized to 7/8 of their size, rounded to a whole number of patches, at least one:
     256×256 becomes 224×224, 16×16 patches of 14×14. The model resamples its position embeddings bicubically.
@@ -173,7 +183,8 @@ def _dinov2_tokens(model: nn.Module, normalization: Tensor, pictures: Tensor) ->
     patch = model.config.patch_size
     sides = [patch * max(1, round(side * 224 / 256 / patch)) for side in pictures.shape[2:]]
     x = F.interpolate((pictures / 255 - mean) / std, sides, mode="bicubic")
-    return model(x).last_hidden_state[:, 1:]
+    tokens = model(x).last_hidden_state
+    return tokens[:, 1:], lambda: tokens[:, 0]
 
 
 # -------------------------------------------------------------------------------- the user's own

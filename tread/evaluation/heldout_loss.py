@@ -5,12 +5,15 @@ good the network is with all tokens. EDM's loss is weighted as in training, at i
 error of the velocity at uniform times.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from tread.data.dataset import LatentDataset
 from tread.data.latents import to_network
 from tread.diffusion.process import Process
+from tread.diffusion.token_beside import noised_token
 from tread.models.conditions import Condition, to
 from tread.runtime.randomness import seeded_normal
 
@@ -34,8 +37,9 @@ def read_points(
     noise_levels: int,
     device: torch.device,
     stream: str = "evaluation",
-) -> tuple[Tensor, Condition, Tensor, Tensor]:
-    """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S).
+) -> tuple[tuple[Tensor, Condition, Tensor, Tensor], dict[str, Tensor]]:
+    """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S);
+    and noised class tokens, if the data is read with class tokens, as noised_token returns them.
 
     numbers  (n,) numbers of the points, in 0..points−1; the noise depends only on them and on the name `stream`.
 
@@ -47,7 +51,9 @@ def read_points(
     x = to_network(batch.stored.to(device), data.latents)
     noise = seeded_normal(numbers.tolist(), data.latents.shape, stream).to(device)
     quantiles = process.evaluation_levels(noise_levels).float()[level].to(device)
-    return x, to(batch.condition, device), quantiles, noise
+    token = None if batch.class_token is None else batch.class_token.to(device)
+    drawn = seeded_normal(numbers.tolist(), (data.class_token or 0,), f"{stream} class token").to(device)
+    return (x, to(batch.condition, device), quantiles, noise), noised_token(token, drawn, quantiles)
 
 
 @torch.no_grad()
@@ -62,4 +68,5 @@ def heldout_loss(
     noise_levels  number of noise levels that the points share, see Process.evaluation_levels.
     """
     device = next(network.parameters()).device
-    return process.evaluation_loss(network, *read_points(process, data, numbers, points, noise_levels, device))
+    given, more = read_points(process, data, numbers, points, noise_levels, device)
+    return process.evaluation_loss(partial(network, **more), *given)

@@ -40,13 +40,15 @@ class States(NamedTuple):
     held: Tensor
 
 
-def block_states(network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = ()) -> tuple[Tensor, States]:
+def block_states(
+    network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), **more: Tensor
+) -> tuple[Tensor, States]:
     """Return a network's output for inputs as in Backbone.forward, and the tokens between its blocks."""
     embedded: list[Tensor] = []
     hook = network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output))
     record = Record(blocks=range(len(network.blocks)))
     try:
-        result = network(x, t, y, routes=routes, record=record)
+        result = network(x, t, y, routes=routes, record=record, **more)
     finally:
         hook.remove()
     resolved = [(route.resolve(len(network.blocks)), ids) for (route, _), ids in zip(routes, record.ids)]
@@ -96,13 +98,13 @@ def noised_states(
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
         asked = (data, numbers, samples, noise_levels, device, f"similarity {seed}")
-        x, y, level, noise = read_points(model.process, *asked)
+        (x, y, level, noise), more = read_points(model.process, *asked)
         routes = []
         for place, route in enumerate(per_point):
             uniform = seeded_uniform(numbers.tolist(), (network.num_tokens,), f"similarity route {place} {seed}")
             routes.append(pair(route, uniform.to(device), network.grid))
         noisy = model.process.noised(x, level, noise)
-        yield block_states(network, *model.process.precondition(noisy, level), y, routes)[1]
+        yield block_states(network, *model.process.precondition(noisy, level), y, routes, **more)[1]
 
 
 def adjacent(matrix: Tensor) -> float:
@@ -132,8 +134,10 @@ def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDatase
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":
         digits.prepare_digits(place, "heldout" if dataset.heldout else "train")
+    model = saved.cfg.model
     try:
-        data = LatentDataset(place, text=saved.cfg.text.encoder if saved.cfg.model.takes_text else None)
+        text = saved.cfg.text.encoder if model.takes_text else None
+        data = LatentDataset(place, text=text, class_token=model.class_token)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error}; if the latents that {saved.found.folder} was trained on have moved: data=<folder>"

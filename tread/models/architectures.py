@@ -7,7 +7,7 @@ read. Fields without a default are required; attributes without a type annotatio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from dit import DiT
 from routing_module import Route, Table, check_routes
@@ -21,7 +21,7 @@ from tread.models.sprint import Sprint, check_sparse_part
 from tread.models.text_dit import TextDiT
 from tread.routing.ids import RULES
 from tread.runtime.schema import Chosen, Count, CountOrZero, Positive, PositiveOrZero
-from tread.runtime.tensor_files import EXPAND, MASKDIT
+from tread.runtime.tensor_files import CLASS_TOKEN, EXPAND, MASKDIT
 
 OUTSIDE = ("name", "architecture", "routes", "position_scale")  # options that are no constructor's argument
 Shapes = Mapping[str, tuple[int, ...]]  # name of a state dict's tensor → its shape
@@ -63,6 +63,7 @@ class NetworkOptions:
     network     the class that is built.
     takes_text  True: the network takes texts instead of labels.
     has_path    True: it has a sparse part, as SPRINT does, that training can drop in some samples (train.path_drop).
+    class_token channels of a class token, an option of some architectures; None: there is none.
     masks       True: after a route, mask tokens replace the skipped tokens, so sampling runs all tokens.
     along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
@@ -84,7 +85,7 @@ class NetworkOptions:
 
     network = Backbone
     takes_text = has_path = masks = along_grid = allow_token_routes = False
-    needs_mlp = True
+    needs_mlp, class_token = True, None
     constants = undecisive = marks = ()
 
     def __post_init__(self) -> None:
@@ -180,10 +181,19 @@ class NetworkOptions:
 class DiTOptions(NetworkOptions):
     num_heads: Count
     bottleneck: Count | None = None
+    class_token: Count | None = None
+    value_residual: bool = False
 
     network = DiT
     norm, mlp, positions, qk_norm = "layer", "gelu", "sincos", False
     constants = ("norm", "mlp", "positions", "qk_norm")
+
+    def check_routes(self) -> None:
+        super().check_routes()
+        if self.value_residual and any(route.start == 0 for route in self.resolved_routes):
+            raise ValueError(
+                "value_residual is true, but a route starts at block 0, whose values every token needs: start it later"
+            )
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
@@ -194,6 +204,8 @@ class DiTOptions(NetworkOptions):
         options["mlp"] = "swiglu" if swiglu else "gelu"
         options["qk_norm"] = f"{BLOCK}attn.q_norm.weight" in shapes
         options["bottleneck"] = shapes[EXPAND][1] if EXPAND in shapes else None
+        options["class_token"] = shapes[CLASS_TOKEN][1] if CLASS_TOKEN in shapes else None
+        options["value_residual"] = "blocks.1.attn.v1_lambda" in shapes
         for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
             options |= {"positions": "rope", "num_heads": hidden_size // max(1, rows[1])}
         return options
@@ -303,8 +315,11 @@ class MaskDiTOptions(DiTOptions):
     decoder_hidden_size: Count | None = 512
     decoder_depth: Count | None = 8
     decoder_heads: Count | None = 16
+    class_token: ClassVar[None] = None  # no option here: nobody has published one
+    value_residual: ClassVar[bool] = False  # no option here, as the route starts at block 0
 
     network, masks, marks = MaskDiT, True, (MASKDIT,)
+    constants = (*DiTOptions.constants, "value_residual")
 
     def __post_init__(self) -> None:
         sizes = (512, 8, 16) if self.hidden_size >= 384 else (self.hidden_size // 2, 2, self.num_heads)
@@ -334,6 +349,8 @@ class RWKVOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class SprintOptions(LightningOptions):
+    class_token: ClassVar[None] = None  # no option here: nobody has published one
+
     network, has_path, marks = Sprint, True, ("fusion_proj.weight",)
 
     def check_routes(self) -> None:

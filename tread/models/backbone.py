@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from routing_module import Record, Route, Routes, check_routes, readable, run_blocks
+from tread.models.class_token import ClassToken
 from tread.routing.ids import count_run
 from tread.runtime.schema import check
 
@@ -117,9 +118,12 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(dim, values)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning, 2 * dim))
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+    def modulated(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
-        return self.linear(modulate(self.norm_final(x), shift, scale))
+        return modulate(self.norm_final(x), shift, scale)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return self.linear(self.modulated(x, c))
 
 
 def count_parameters(network: nn.Module) -> int:
@@ -156,6 +160,7 @@ class Backbone(nn.Module):
                  0. "xavier": Xavier-uniform linear layers overwrite the zeros, as in the released TREAD code.
     embedder     function of hidden_size that creates the embedder of texts or other conditions; None: LabelEmbedder.
     bottleneck   channels between a patch and its token, see PatchEmbed; None: no bottleneck.
+    class_token  channels of a class token, see class_token.py; None: the network has none.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -177,6 +182,7 @@ class Backbone(nn.Module):
         init: Init = "adaln_zero",
         embedder: Callable[[int], nn.Module] | None = None,
         bottleneck: int | None = None,
+        class_token: int | None = None,
     ) -> None:
         super().__init__()
         if input_size % patch_size:
@@ -196,6 +202,8 @@ class Backbone(nn.Module):
         self.register_buffer("pos_embed", sincos_positions(hidden_size, side)[None])
         self.blocks = nn.ModuleList(make_block() for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels, hidden_size)
+        self.z_embedder = ClassToken(class_token, hidden_size) if class_token else None
+        self.leading = int(self.z_embedder is not None)  # tokens before the patches
         self.initialize(init)
 
     def initialize(self, init: str) -> None:
@@ -215,6 +223,8 @@ class Backbone(nn.Module):
                 if hasattr(module, "adaLN_modulation"):
                     nn.init.zeros_(module.adaLN_modulation[1].weight)
             nn.init.zeros_(self.final_layer.linear.weight)
+        if self.z_embedder is not None:
+            nn.init.zeros_(self.z_embedder.out.weight)
 
     def scale_positions(self, scale: float) -> None:
         """Multiply rows and columns in the fixed positions by `scale` (NetworkOptions.position_scale)."""
@@ -268,23 +278,40 @@ class Backbone(nn.Module):
         upto       index of the last block to count (see output_of); None: count all blocks and the last layer.
         """
         D, last = self.hidden_size, len(self.blocks) if upto is None else upto + 1
-        blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks[:last], self.tokens_run(routes)))
+        run = (K + self.leading for K in self.tokens_run(routes))
+        blocks = sum(block.multiply_adds(K, attention) for block, K in zip(self.blocks[:last], run))
         embedding = sum(weight.numel() for weight in self.x_embedder.parameters() if weight.ndim > 1)
         values = D * self.patch_size**2 * self.out_channels if upto is None else 0
         time, final = (WAVES + D) * D, 2 * D * D if upto is None else 0
+        if self.z_embedder is not None:  # its embedding; its velocity, with the last layer's modulation once more
+            blocks += self.z_embedder.width * D * (2 if upto is None else 1) + final
         return int(2 * (blocks + self.num_tokens * (embedding + values) + final + time))
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        routes: Routes = (),
+        record: Record | None = None,
+        class_token: Tensor | None = None,
+    ) -> Tensor:
         """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S).
 
-        routes  pairs (Route, ids_keep (B, K)), see run_blocks in routing_module.py; () runs all tokens.
-        record  receives each route's ids_keep and the outputs of the blocks in record.blocks.
+        routes       pairs (Route, ids_keep (B, K)), see run_blocks in routing_module.py; () runs all tokens.
+        record       receives each route's ids_keep, the outputs of the blocks in record.blocks, and the class token's
+                     velocity.
+        class_token  (B, z) noised class token, of a network that has one.
         """
         x, c, *shared = self.embed(x, t, y)
+        if self.z_embedder is not None:
+            x = self.z_embedder.before(x, class_token)
         grid, along = self.grid if self.needs_grid else None, self.along(len(x))
-        blocks = self.called(self.blocks)
-        x = run_blocks(blocks, x, c, *shared, routes=routes, along=along, grid=grid, record=record)
-        return self.unpatchify(self.final_layer(x, c))
+        blocks, more = self.called(self.blocks), {"record": record, "leading": self.leading}
+        x = run_blocks(blocks, x, c, *shared, routes=routes, along=along, grid=grid, **more)
+        if self.z_embedder is not None and record is not None:
+            record.class_token = self.z_embedder.velocity(self.final_layer.modulated(x[:, :1], c))
+        return self.unpatchify(self.final_layer(x[:, self.leading :], c))
 
     def called(self, blocks: Iterable[nn.Module]) -> list[Callable[..., Tensor]]:
         """Return the blocks, wrapped in activation checkpointing if activation_checkpointing is on."""
@@ -293,11 +320,13 @@ class Backbone(nn.Module):
         # nothing in the blocks is random, so no generator state is kept
         return [partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
 
-    def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor, class_token: Tensor | None = None) -> Tensor:
         """Return the output (B, N, D) of the block with index `block` on all tokens; later blocks do not run."""
         x, *shared = self.embed(x, t, y)
         grid = self.grid if self.needs_grid else None
-        return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)
+        if self.z_embedder is not None:
+            x = self.z_embedder.before(x, class_token)
+        return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)[:, self.leading :]
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         """Return tokens (B, N, D), conditioning (B, D) and any further inputs of the blocks. Routes gather the tokens

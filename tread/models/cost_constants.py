@@ -58,16 +58,18 @@ BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py compares the
     "rwkv": BlockBytes(80.5, 539, 53, 499),
     "mamba": BlockBytes(146.6, 1177, 88.7, 1135),
 }
+VALUE_BYTES = BlockBytes(2, 16, 0, 14)  # further ones of a block that mixes in the first block's values
 TOKEN_BYTES = {"mamba": BlockBytes(1306, 23900, 1560, 23900)}  # further bytes for each token: the scan's B and C
 END_BYTES = BlockBytes(30, 41, 30, 41)  # of embedding and last layer together, for each token and channel
 UPDATE_BYTES = 44  # for each parameter, read or written by gradient clipping, AdamW and one EMA
 SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # widths of DiTs
 
 
-def block_bytes(architecture: str, width: int) -> BlockBytes:
+def block_bytes(architecture: str, width: int, value_residual: bool = False) -> BlockBytes:
     """Return the bytes that a block keeps and moves per token and channel; unknown architectures count as DiT."""
     known, fixed = BLOCK_BYTES.get(architecture, BLOCK_BYTES["dit"]), TOKEN_BYTES.get(architecture, (0, 0, 0, 0))
-    return BlockBytes(*(each + more / width for each, more in zip(known, fixed)))
+    mixing = VALUE_BYTES if value_residual else (0, 0, 0, 0)
+    return BlockBytes(*(each + further + more / width for each, further, more in zip(known, mixing, fixed)))
 
 
 def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Module, int, int]]:

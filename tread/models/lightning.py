@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dit import DiTBlock, Mlp
+from dit import DiTBlock, Mlp, add_value_residual, mixed
 from tread.models.backbone import Backbone, modulate
 from tread.models.rotary import TABLES, check_tables, rotary_angles, rotate
 from tread.runtime.schema import check
@@ -25,7 +25,8 @@ Positions = Literal["sincos", "rope"]
 
 
 class RotaryAttention(nn.Module):
-    """Multi-head self-attention with rotary positions and optional norms of queries and keys: (B, N, D) → (B, N, D)."""
+    """Multi-head self-attention with rotary positions and optional norms of queries and keys: (B, N, D) → (B, N, D),
+    and the values (B, N, H, d) that it used."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -33,11 +34,13 @@ class RotaryAttention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.q_norm, self.k_norm = (nn.RMSNorm(dim // num_heads, eps=1e-6) if qk_norm else None for _ in range(2))
         self.proj = nn.Linear(dim, dim)
+        self.v1_lambda = None  # see add_value_residual
 
-    def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
-        """Map x (B, N, D) to (B, N, D); table (B, N, d) holds rotary positions, see `rotate` (None: no rotation)."""
+    def forward(self, x: Tensor, *along: Tensor) -> tuple[Tensor, Tensor]:
+        """Map x (B, N, D). `along`: rotary positions (B, N, d), see `rotate`, if any; then what `mixed` takes."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
-        return attend(self, q, k, v, table)
+        v, table = mixed(self, v, along)
+        return attend(self, q, k, v, *table), v
 
 
 def attend(
@@ -71,6 +74,8 @@ class SwiGLU(nn.Module):
 class LightningBlock(nn.Module):
     """DiT's block (adaLN-Zero) with a choice of norms, MLP and positions."""
 
+    returns_values = False  # see add_value_residual
+
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool) -> None:
         super().__init__()
         self.norm1 = make_norm(norm, dim)
@@ -80,13 +85,14 @@ class LightningBlock(nn.Module):
         self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # as many weights in both
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
-    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """Map tokens x (B, N, D) to (B, N, D). `given`: rotary table (B, N, d), if any, and conditioning c (B, D)."""
-        *table, c = given
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Map tokens x (B, N, D) as DiTBlock does. `given`: what its attention takes along, conditioning c (B, D)."""
+        *along, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
+        change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
+        x = x + gate1.unsqueeze(1) * change
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return x
+        return (x, values.contiguous()) if self.returns_values else x
 
     multiply_adds = DiTBlock.multiply_adds
 
@@ -105,6 +111,7 @@ class LightningDiT(Backbone):
                their token's position, as in public checkpoints.
     qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
     block      class or function that creates a block from LightningBlock's arguments.
+    value_residual  True: the first block's values are mixed into those of the later ones, see add_value_residual.
     """
 
     def __init__(
@@ -127,22 +134,28 @@ class LightningDiT(Backbone):
         block: Callable[..., nn.Module] = LightningBlock,
         embedder: Callable[[int], nn.Module] | None = None,
         bottleneck: int | None = None,
+        class_token: int | None = None,
+        value_residual: bool = False,
     ) -> None:
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         for name, value, kind in (("norm", norm, Norm), ("mlp", mlp, MlpKind), ("positions", positions, Positions)):
             check(name, value, kind)
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init, embedder)
-        super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes, bottleneck)
+        more = {"bottleneck": bottleneck, "class_token": class_token}
+        super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes, **more)
         self.final_layer.norm_final = make_norm(norm, hidden_size)
+        if value_residual:
+            add_value_residual(self.blocks)
         self.head_dim = hidden_size // num_heads if positions == "rope" else None  # None: heads do not rotate
         self.register_load_state_dict_pre_hook(_take_tables)
         if self.head_dim:
             self.register_buffer("rotary", self._rotary(1.0), persistent=False)
 
     def _rotary(self, scale: float) -> Tensor:
-        """Return the rotary table, cosines, then sines: (1, N, d)."""
-        angles = rotary_angles(self.head_dim, self.grid[0], scale)
+        """Return the rotary table, cosines, then sines: (1, N, d); before them, (1, 1, d) that does not rotate a class
+        token, if there is one."""
+        angles = F.pad(rotary_angles(self.head_dim, self.grid[0], scale), (0, 0, self.leading, 0))
         return torch.cat([angles.cos(), angles.sin()], dim=1).float()[None]
 
     def scale_positions(self, scale: float) -> None:

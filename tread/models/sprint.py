@@ -44,10 +44,12 @@ class Sprint(LightningDiT):
         positions: Positions = "sincos",
         qk_norm: bool = False,
         bottleneck: int | None = None,
+        value_residual: bool = False,
     ) -> None:
         sizes = (input_size, patch_size, in_channels, hidden_size, depth)
         choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
-        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, **choices, bottleneck=bottleneck)
+        choices |= {"bottleneck": bottleneck, "value_residual": value_residual}
+        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, **choices)
         check_sparse_part((), depth)
         self.fusion_proj = nn.Linear(2 * hidden_size, hidden_size)
         nn.init.xavier_uniform_(self.fusion_proj.weight)

@@ -48,15 +48,16 @@ class TextBlock(LightningBlock):
         self.cross_norm = make_norm(norm, dim)
         self.cross_attn = CrossAttention(dim, num_heads, qk_norm)
 
-    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
-        """Map tokens x (B, N, D) to (B, N, D). `given`: rotary table (B, N, d), if any, conditioning c (B, D), text
-        (B, T, D) and its mask (B, T) bool."""
-        *table, c, text, mask = given
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Map tokens x (B, N, D) as DiTBlock does. `given`: what self-attention takes along, conditioning c (B, D),
+        text (B, T, D) and its mask (B, T) bool."""
+        *along, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), *table)
+        change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
+        x = x + gate1.unsqueeze(1) * change
         x = x + self.cross_attn(self.cross_norm(x), text, mask)
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return x
+        return (x, values.contiguous()) if self.returns_values else x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         kv, T = self.cross_attn.kv, self.text_tokens  # kv runs on the text instead of the tokens
@@ -152,6 +153,8 @@ class TextDiT(LightningDiT):
         positions: Positions = "sincos",
         qk_norm: bool = False,
         bottleneck: int | None = None,
+        class_token: int | None = None,
+        value_residual: bool = False,
     ) -> None:
         sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_heads, mlp_ratio, None, learn_sigma, init)
         super().__init__(
@@ -163,6 +166,8 @@ class TextDiT(LightningDiT):
             block=partial(TextBlock, text_tokens=text_tokens),
             embedder=lambda dim: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, dim, norm),
             bottleneck=bottleneck,
+            class_token=class_token,
+            value_residual=value_residual,
         )
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()
         mask[:, 0] = True

@@ -1,5 +1,6 @@
-"""Writes an encoder's patch features of a dataset's pictures beside its latents (`prepare_features`). All checks run
-before the long work. Processes share the shards; the same command, run again, makes the missing ones."""
+"""Writes an encoder's features of a dataset's pictures, of patches and of the whole, beside its latents
+(`prepare_features`). All checks run before the long work. Processes share the shards; the same command, run again,
+makes the missing ones."""
 
 import json
 import math
@@ -54,25 +55,28 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
     with processes.main_first():  # one process downloads the weights
         encoder = open_encoder(options.encoder, processes.device, grid=options.grid, inception=options.inception)
     cost = encoder.cost(size)
-    spec = FeatureSpec(encoder.name, encoder.fingerprint, math.isqrt(cost.tokens), cost.width, latents_hash(index))
+    whole = encoder.encode_both(torch.zeros(1, 3, size, size, dtype=torch.uint8))[1].shape[1]
+    grid = math.isqrt(cost.tokens)
+    spec = FeatureSpec(encoder.name, encoder.fingerprint, grid, cost.width, latents_hash(index), whole)
     writer = FeatureWriter(folder, spec)
     lines = [
         f"  dataset   {folder}: {len(data):,} samples, {'both views' if data.latents.views == 2 else 'one view'}",
         f"  pictures  {size}×{size}, {where}",
-        f"  encoder   {encoder.name}: {spec.grid}×{spec.grid} tokens of {spec.width}, "
+        f"  encoder   {encoder.name}: {spec.grid}×{spec.grid} tokens of {spec.width} and one of {whole}, "
         f"{cost.flops / 1e9:.3g} GFLOP a picture",
         f"  stores    float16, {size_text(writer.nbytes)}",
     ]
 
-    def encode(batches: Sequence[range]) -> Iterator[np.ndarray]:
+    def encode(batches: Sequence[range]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for views in pictures(batches):
-            features = torch.stack([encoder.encode(view) for view in views], dim=1).half()
-            if not features.isfinite().all():
+            both = zip(*(encoder.encode_both(view) for view in views))
+            features, pooled = (torch.stack(parts, dim=1).half() for parts in both)
+            if not (features.isfinite().all() and pooled.isfinite().all()):
                 raise ValueError(
                     f"{encoder.name} makes features of some picture that are not finite in float16: they are too large "
                     "for it, or its weights are broken"
                 )
-            yield features.cpu().numpy()
+            yield features.cpu().numpy(), pooled.cpu().numpy()
 
     batch_size = options.batch_size or (8 if processes.device.type == "cpu" else 64)
     if writer.make(processes, options.again, lines, "image", batch_size, encode):

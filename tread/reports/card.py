@@ -7,6 +7,7 @@ import torch
 
 from tread.checkpoints.for_sampling import SavedNetwork
 from tread.checkpoints.network import build_network
+from tread.data.latents import LatentSpec
 from tread.evaluation.score_files import sampler_told, table
 from tread.models.backbone import count_parameters
 
@@ -54,7 +55,7 @@ def card(
         asked = asked.replace("prompt=", "prompts=").replace("class_labels=", "labels=")
     with torch.device("meta"):
         parameters = count_parameters(build_network(cfg))
-    model, latents, train = cfg.model, saved.latents, config["train"]
+    model, latents, train = cfg.model, LatentSpec.from_json(info["latents"]), config["train"]
     routes = "; ".join(f"{route}, {route.selection_ratio:.0%} of the tokens" for route in model.resolved_routes)
     images = info["step"] * train["batch_size"]
     rows = {

@@ -27,6 +27,7 @@ KEYS = {  # where training code keeps averaged and raw weights
 }
 FLAT = {"ema": "ema_model.", "model": "online_model."}  # ema_pytorch keeps both in one state dict
 EXPAND = "x_embedder.expand.weight"  # of model.bottleneck alone
+CLASS_TOKEN = "z_embedder.proj.weight"  # of model.class_token alone
 FIRST = "x_embedder.proj.weight"  # what precedes this name in a file is a wrapper's prefix
 WRAPPERS = re.compile(r"((module|model|net|ema_model)\.)*")
 LABELS = "y_embedder.embedding_table.weight"

@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from routing_module import Record, Route, gather_tokens
+from routing_module import Record, Route, Routes, gather_tokens
 from tread.data.dataset import Batch
 from tread.diffusion.process import Process
+from tread.diffusion.token_beside import noised_token
 from tread.encoders.vision import Encoder
 from tread.models.backbone import Backbone
 from tread.models.conditions import Condition
@@ -105,19 +106,15 @@ class Aligned(nn.Module):
         self.network, self.projector, self.block = network, projector, block
 
     def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        y: Tensor,
-        routes: Sequence[tuple[Route, Tensor]] = (),
-        record: Record | None = None,
-        path_drop: Tensor | None = None,
-    ) -> Tensor:
+        self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None,
+        path_drop: Tensor | None = None, class_token: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the network's output; record.outputs[block] is then (projected tokens (B, K, z), ids_keep)."""
         record = record or Record()
         record.blocks = (self.block,)
-        dropped = {} if path_drop is None else {"path_drop": path_drop}  # SPRINT alone takes it
-        output = self.network(x, t, y, routes, record=record, **dropped)
+        some = {"path_drop": path_drop, "class_token": class_token}  # not every network takes them
+        given = {name: value for name, value in some.items() if value is not None}
+        output = self.network(x, t, y, routes, record=record, **given)
         tokens, ids_keep = record.outputs[self.block]
         record.outputs[self.block] = self.projector(tokens), ids_keep
         return output
@@ -136,19 +133,22 @@ class Aligner:
 
     @torch.no_grad()
     def targets(
-        self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor, back: Tensor
-    ) -> Tensor:
+        self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor, back: Tensor,
+        token_noise: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the targets (B, N, z): in mode "repa" the pictures' features, in mode "self" the teacher's output.
 
         x, y, noise  clean latents, conditions and noise of the network's input, which the teacher gets as well.
         normal       (B,) standard normal numbers, which process.noise_level maps to the network's noise levels.
         back         (B,) in [0, 1): process.cleaner makes the teacher's noise levels lower by alignment.gap · back.
+        token_noise  (B, z) noise of class tokens, if there are any.
         """
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features
         level = process.cleaner(normal, self.settings.gap * back)
         _, block = self.settings.blocks(len(self.teacher.blocks))
-        return self.teacher.output_of(block, *process.precondition(process.noised(x, level, noise), level), y)
+        noisy = process.precondition(process.noised(x, level, noise), level)
+        return self.teacher.output_of(block, *noisy, y, **noised_token(batch.class_token, token_noise, level))
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:
         """Return the alignment loss (B,) fp32 between `targets` and the tokens that Aligned.forward recorded."""

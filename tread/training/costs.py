@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from routing_module import Route
 from tread.checkpoints.network import build_network, process_of
+from tread.diffusion.token_beside import noised_token
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost, open_encoder
 from tread.models.backbone import Backbone, count_parameters
 from tread.models.cost_constants import END_BYTES, PREDICTED, UPDATE_BYTES, Constants, Device, block_bytes, blocks_run
@@ -71,8 +73,10 @@ def blank_loss(
     x = torch.zeros(images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=device)
     level = torch.full((images,), 0.5, device=device)
     chosen = [pair(route, torch.zeros(images, network.num_tokens, device=device), network.grid) for route in routes]
+    token = cfg.model.class_token and x.new_zeros(images, cfg.model.class_token)
     with autocast(device, precision):
-        return process_of(cfg).loss(network, x, network.null(images), level, torch.zeros_like(x), chosen).mean()
+        called = partial(network, **noised_token(token, token, level))
+        return process_of(cfg).loss(called, x, network.null(images), level, torch.zeros_like(x), chosen).mean()
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
@@ -107,11 +111,12 @@ def step_seconds(
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
     products = aligner.flops(routes) / np.interp(network.hidden_size, *constants.reached) if aligner else 0
     moved = network.hidden_size * END_BYTES.moved * network.num_tokens
+    values = getattr(cfg.model, "value_residual", False)
     for block, count, width in blocks:
         linear = block.multiply_adds(count, attention=False)
         mixing = block.multiply_adds(count) - linear
         products += 6 * (linear / np.interp(width, *constants.reached) + mixing / attention)
-        known = block_bytes(cfg.model.architecture, width)
+        known = block_bytes(cfg.model.architecture, width, values)
         moved += count * width * (known.moved_in_bf16 if cfg.train.residual == "bf16" else known.moved)
     moved = images * moved + UPDATE_BYTES * count_parameters(network)
     seconds = images * products / device.products + moved / (constants.bandwidth * device.bandwidth)
@@ -145,7 +150,8 @@ def memory(
     weights, how = 4 * count_parameters(network), cfg.train.memory
     averages, optimizer = weights * (1 + len(cfg.ema.power)), 4 * cfg.optim.state_size(network)
     blocks, kind = blocks_run(network, routes), cfg.model.architecture
-    sizes = [(count * width, block_bytes(kind, width)) for _, count, width in blocks]
+    values = getattr(cfg.model, "value_residual", False)
+    sizes = [(count * width, block_bytes(kind, width, values)) for _, count, width in blocks]
     kept = sum(size * (block.budget if how == "budget" else block.saved) for size, block in sizes)
     if how == "checkpointing":  # each block's fp32 input, and the activations of one block
         kept = sum(4 * size for size, _ in sizes) + max(size * block.saved for size, block in sizes)

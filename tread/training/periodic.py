@@ -177,7 +177,7 @@ def name_spoilt(data: LatentDataset, batches: Iterable[Batch]) -> str:
     """Return a text that names samples with NaN or infinity: index, file and row of the first three; "" if none."""
     spoilt = set()
     for batch in batches:
-        for read in (batch.stored, batch.features, *(batch.text or ())):
+        for read in (batch.stored, batch.features, batch.class_token, *(batch.text or ())):
             if read is not None:
                 broken = ~read.flatten(1).isfinite().all(dim=1)
                 spoilt.update(batch.indices[broken.cpu().numpy()].tolist())
@@ -375,6 +375,7 @@ def save(run: Run) -> bool:
         "latents": asdict(run.data.latents),
         "attribution": run.data.attribution,
         "encoder": run.aligner and run.aligner.fingerprint,
+        "class_token": run.data.class_fingerprint,
         "config": run.config,
         "plugins": plugin_hashes(run.cfg.plugins) | (run.earlier.info.get("plugins", {}) if run.earlier else {}),
         "versions": run.log.versions if run.main else None,

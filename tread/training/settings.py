@@ -47,6 +47,7 @@ class Train:
     memory: Literal["auto", "plain", "budget", "checkpointing"] = "auto"
     activation_checkpointing: bool | None = None  # older spelling: true means memory=checkpointing
     residual: Residual = "fp32"
+    class_token_weight: PositiveOrZero = 0.03
 
     def __post_init__(self) -> None:
         again, memory = self.activation_checkpointing, self.memory
@@ -179,6 +180,10 @@ class Settings:
                 raise ValueError(f"train.{key} is for routes, but {named} has none")
         if self.train.path_drop and not model.has_path:
             raise ValueError(f"train.path_drop is {self.train.path_drop:g}, but {named} has no sparse path")
+        if model.class_token and self.objective != "rf":
+            raise ValueError(
+                f"model.class_token is {model.class_token}, but has no form for objective={self.objective}: rf"
+            )
         if model.takes_text and self.text.encoder is None:
             raise ValueError(f"text.encoder is null, but {named} takes texts: scripts/prepare_text.py encodes captions")
         if model.takes_text and self.eval.fid_every:

@@ -168,8 +168,9 @@ def prepare_blocks(
 
 def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDataset) -> None:
     """Raise ValueError unless `data` has the kind and number of latents that a checkpoint was trained on."""
-    before = vars(LatentSpec.from_json(earlier.info["latents"])) | {"samples": earlier.info["samples"]}
-    if changed := differences(before, vars(data.latents) | {"samples": len(data)}):
+    made = {"samples": earlier.info["samples"], "class_token": earlier.info.get("class_token")}
+    now = vars(data.latents) | {"samples": len(data), "class_token": data.class_fingerprint}
+    if changed := differences(vars(LatentSpec.from_json(earlier.info["latents"])) | made, now):
         said = f"{cfg.dataset.path} is not the data that {Path(cfg.results) / cfg.name} was trained on"
         listed = [f"\n  {key}: {str(was)[:99]} there, {str(now)[:99]} here" for key, (was, now) in changed.items()]
         raise ValueError(f"{said}; name=… starts another run{''.join(listed)}")
@@ -406,8 +407,8 @@ def open_dataset(
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None
     pictures = repa and cfg.alignment.source == "live"
     text = cfg.text.encoder if cfg.model.takes_text else None
-    flip = part == "train" and cfg.dataset.flip
-    data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text, flip)
+    flip, token = part == "train" and cfg.dataset.flip, cfg.model.class_token
+    data = LatentDataset(path, cfg.dataset.verify, placement, device, features, pictures, text, flip, token)
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, cfg.dataset.num_classes)
     measures = (*data.latents.shape, len(data.latents.classes))
     if measures != expected:

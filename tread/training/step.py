@@ -14,6 +14,7 @@ from routing_module import Record, Route
 from tread.checkpoints.network import process_of
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec, to_network
+from tread.diffusion.token_beside import noised_token, token_loss
 from tread.diffusion.token_losses import kept_terms
 from tread.models.conditions import Condition, drop
 from tread.routing.ids import pair
@@ -36,6 +37,7 @@ class Draws:
     posterior: Tensor | None  # (B, C, S, S) standard normal, to sample latents from moments; None if they are plain
     back: Tensor | None = None  # (B,) uniform, lowers the noise of alignment=self's teacher
     path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
+    class_token: Tensor | None = None  # (B, z) standard normal, to be added to class tokens; None without them
 
     def rows(self, rows: slice, beyond: int = 0) -> "Draws":
         """Return the random numbers of the samples in the slice `rows` of the batch. Noise and posterior also cover the
@@ -81,6 +83,7 @@ def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.devi
         posterior=normal("posterior", batch_size, *latents.shape) if latents.content == "moments" else None,
         back=uniform("back", batch_size) if cfg.alignment.kind == "self" else None,
         path=uniform("path", batch_size) if cfg.train.path_drop else None,
+        class_token=normal("class token", batch_size, cfg.model.class_token) if cfg.model.class_token else None,
     )
 
 
@@ -93,7 +96,8 @@ def loss(
     null: Condition,
     aligner: Aligner | None = None,
 ) -> list[Tensor]:
-    """Compute a list of losses, each (B,) fp32: denoising and, with an aligner, alignment, not yet weighted.
+    """Compute a list of losses, each (B,) fp32: denoising, which includes that of class tokens, and, with an aligner,
+    alignment, not yet weighted.
 
     network  the run's network, or aligner.module if there is an aligner; wrapped in DDP if there are several processes.
     latents  the meaning of the batch's stored numbers.
@@ -103,15 +107,20 @@ def loss(
     x, batch = to_network(batch.stored, latents, draws.posterior), batch.rows(own)  # x may go on (process.beyond)
     y = drop(batch.condition, draws.drop, cfg.train.label_drop, null)
     level = process.noise_level(draws.level)
-    sparse = {} if draws.path is None else {"path_drop": draws.path < cfg.train.path_drop}  # SPRINT's path
-    network = partial(network, record=record, **sparse)
+    more = {} if draws.path is None else {"path_drop": draws.path < cfg.train.path_drop}  # SPRINT's path
+    more |= noised_token(batch.class_token, draws.class_token, level)
+    network = partial(network, record=record, **more)
     if cfg.train.loss_tokens == "all" or not draws.routes:
         terms = [process.loss(network, x, y, level, draws.noise, draws.routes)]
     else:
         errors, weight = process.errors(network, x, y, level, draws.noise, draws.routes), process.weight(level)
         terms = [kept_terms(*errors, weight, record.ids, cfg.model.patch_size, cfg.train.reconstruction)]
+    if draws.class_token is not None:
+        beside = token_loss(record.class_token, batch.class_token, draws.class_token)
+        terms[0] = terms[0] + cfg.train.class_token_weight * beside
     if aligner is not None:
-        targets = aligner.targets(process, batch, x[own], y, draws.level, draws.noise[own], draws.back)
+        given = (x[own], y, draws.level, draws.noise[own], draws.back, draws.class_token)
+        targets = aligner.targets(process, batch, *given)
         terms.append(aligner.distance(record, targets))
     return terms
 

@@ -1,0 +1,31 @@
+"""The class token of REG (Wu et al. 2025, arXiv 2507.01467): a token before the patches that carries a noised feature
+of the whole picture. It has no position, every route keeps it, and its velocity is predicted beside the latents'.
+
+Shapes: B samples, N patches, z channels of the feature, D hidden size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class ClassToken(nn.Module):
+    """Embeds a class token of `width` channels z, and predicts its velocity, which is 0 before training."""
+
+    def __init__(self, width: int, hidden_size: int) -> None:
+        super().__init__()
+        self.width = width
+        self.proj = nn.Linear(width, hidden_size)
+        self.norm = nn.LayerNorm(hidden_size, eps=1e-6)
+        self.out = nn.Linear(hidden_size, width)
+
+    def before(self, tokens: Tensor, given: Tensor | None) -> Tensor:
+        """Embed a noised feature (B, z) and put it before the patches: (B, N, D) → (B, 1 + N, D). Raises ValueError
+        unless the feature is given, with this shape."""
+        if given is None or given.shape != (len(tokens), self.width):
+            said = "none" if given is None else tuple(given.shape)
+            raise ValueError(f"class_token is {said}, but this network takes ({len(tokens)}, {self.width})")
+        return torch.cat([self.norm(self.proj(given)).to(tokens.dtype)[:, None], tokens], dim=1)
+
+    def velocity(self, token: Tensor) -> Tensor:
+        """Map the class token (B, 1, D), modulated as the patches are for the last layer, to its velocity (B, z)."""
+        return self.out(token[:, 0])
