@@ -109,15 +109,18 @@ def column(
     aligner = blank_aligner(cfg, network)
     encoder = aligner.encoder if aligner else None
     live = live_bytes(cfg, images, encoder)
-    how = plan_memory(cfg, network, [routes], images, room - live, precision, compiled, aligner).how
+    how = plan_memory(cfg, network, [(routes, True)], images, room - live, precision, compiled, aligner).how
     saving = replace(cfg, train=replace(cfg.train, memory=how))
     few, more = (memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
     micro = largest_micro_batch(few, more, images, room - live)
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
-    flops = sample_flops(network, routes, aligner)
+    both = (aligner, None) if aligner else (None,)  # until alignment ends, and from there on
+    flops, *later = (sample_flops(network, routes, each) for each in both)
+    aligned = min(steps, cfg.alignment.until or steps)
+    in_all = flops * aligned + sum(later) * (steps - aligned)
     lines = {
         "FLOPs an image": f"{flops:.3e}",
-        "FLOPs of the run": f"{flops * cfg.train.batch_size * steps:.3e}",
+        "FLOPs of the run": f"{cfg.train.batch_size * in_all:.3e}",
         "memory: weights and gradients": size_text(2 * few.weights),
         "  optimizer and averages": size_text(few.optimizer + few.averages),
         "  activations of a micro-batch": size_text(saved),
@@ -130,9 +133,11 @@ def column(
     if this:
         least = min(micro, 8)
         seconds = measured_seconds(cfg, routes, least, here, precision) * images / least
+        later = [seconds]
     else:
-        seconds = step_seconds(cfg, network, routes, images, DEVICES[options.device], aligner, constants)
-    hours = steps * seconds / 3600
+        given = (cfg, network, routes, images, DEVICES[options.device])
+        seconds, *later = (step_seconds(*given, each, constants) for each in both)
+    hours = (seconds * aligned + sum(later) * (steps - aligned)) / 3600
     lines |= {"images/s": f"{cfg.train.batch_size / seconds:,.0f}", "hours": f"{hours:,.1f}"}
     lines |= {"device-hours": f"{hours * options.devices:,.1f}", "on": device_name(here) if this else options.device}
     return lines | ({"price": f"{hours * options.devices * options.price:,.0f}"} if options.price else {})

@@ -193,12 +193,15 @@ class Settings:
                 raise ValueError(f"{key} is given, but init_from=… is not, whose weights it changes")
         if self.init_classes is not None and model.takes_text:
             raise ValueError(f"init_classes is given, but {named} takes texts, not classes")
-        self.alignment.blocks(model.depth)  # raises ValueError for blocks that the network does not have
-        for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
+        self.alignment.resolve(model.depth)  # raises ValueError for blocks that the network does not have
+        both = ("repa", "self")
+        owners = {"block": both, "blocks": both, "until": both, "encoder": ("repa",), "teacher": ("self",)}
+        for key, kinds in owners.items():
             value, kind = getattr(self.alignment, key), self.alignment.kind
             if value is not None and kind not in kinds:
+                given = f"alignment.{key} is {schema.written(value)}"
                 asked = " or ".join(f"alignment={choice}" for choice in kinds)
-                raise ValueError(f"alignment.{key} is {value}, which belongs to {asked}, not to alignment={kind}")
+                raise ValueError(f"{given}, which belongs to {asked}, not to alignment={kind}")
         if self.alignment.kind == "repa" and self.alignment.encoder is None:
             raise ValueError(
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "

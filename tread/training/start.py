@@ -146,7 +146,7 @@ def prepare_blocks(
         return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
 
     def attempt() -> None:
-        for routes in kinds:
+        for routes in dict.fromkeys(routes for routes, _ in kinds):
             blank_loss(cfg, network, routes, images, device, precision).backward()
 
     compiled, uncompiled = settle_compile(cfg.train.compile, device)
@@ -289,15 +289,15 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "projector").initial_seed())
         projector = build_projector(alignment, network.hidden_size, width)
-    module = Aligned(network, projector.to(device), alignment.blocks(cfg.model.depth)[0])
+    module = Aligned(network, projector.to(device), alignment.resolve(cfg.model.depth)[0])
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
 
 
 def settings_warnings(cfg: Settings) -> list[str]:
     """Return warnings about settings that have no effect in this run, or are likely mistakes."""
-    warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
-    if cfg.alignment.kind == "self" and block >= teacher:
-        said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
+    warnings, (blocks, teacher) = [], cfg.alignment.resolve(cfg.model.depth)
+    if cfg.alignment.kind == "self" and blocks[-1] >= teacher:
+        said = f"the teacher's block {teacher} is not deeper than the aligned one, {blocks[-1]}"
         warnings.append(f"{said}: see alignment.teacher and .block")
     if cfg.alignment.precision == "bf16" and (cfg.alignment.kind, cfg.alignment.source) != ("repa", "live"):
         warnings.append("alignment.precision is bf16, but only a live encoder of alignment=repa computes in it")
