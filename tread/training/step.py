@@ -88,14 +88,9 @@ def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.devi
 
 
 def loss(
-    cfg: Settings,
-    network: Callable[..., Tensor],
-    latents: LatentSpec,
-    batch: Batch,
-    draws: Draws,
-    null: Condition,
+    cfg: Settings, network: Callable[..., Tensor], latents: LatentSpec, batch: Batch, draws: Draws, null: Condition,
     aligner: Aligner | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Compute a list of losses, each (B,) fp32: denoising, class tokens included, and, with an aligner, alignment.
 
     network  the run's network, or aligner.module if there is an aligner; wrapped in DDP if there are several processes.
