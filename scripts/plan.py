@@ -72,15 +72,20 @@ def show(cfg: Settings, options: Options) -> None:
         raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
     with torch.device("meta"):
         network = build_network(cfg)
+        if cfg.lora.rank:
+            cfg.lora.adapt(network)
+    cfg.optim.freeze(network)
     images, routes = cfg.train.batch_size // options.devices, cfg.model.resolved_routes
     constants, measured = constants_of(options.device)
     columns = [column(cfg, network, kind, images, options, constants) for kind in ((), routes)[: 2 if routes else 1]]
-    parameters = count_parameters(network)
-    print(f"{cfg.name}: {parameters:,} parameters, {network.num_tokens} tokens, batch {cfg.train.batch_size}")
+    parameters, trained = count_parameters(network), count_parameters(network, trained=True)
+    some = "" if trained == parameters else f", {trained:,} of them trained"
+    print(f"{cfg.name}: {parameters:,} parameters{some}, {network.num_tokens} tokens, batch {cfg.train.batch_size}")
     print("\n" + " " * 34 + "".join(f"{head:>14}" for head in ("all tokens", "routed")[: len(columns)]))
     for name in columns[0]:
         print(f"{name:<34}" + "".join(f"{each[name]:>14}" for each in columns))
-    checkpoint = size_text(4 * (parameters * (2 + len(cfg.ema.power)) + cfg.optim.state_size(network)))
+    kept = trained if cfg.lora.rank else parameters
+    checkpoint = size_text(4 * (kept * (2 + len(cfg.ema.power)) + cfg.optim.state_size(network)))
     stored, each = ("uint8", 1) if cfg.dataset.embedded == "cifar10" else ("fp16", 2)  # bytes of a number
     view = size_text(cfg.dataset.channels * cfg.dataset.size**2 * each)
     print(f"\ndisk: {checkpoint} a checkpoint, every {cfg.every.save:,} steps; latents {view} a view in {stored}")
@@ -109,16 +114,20 @@ def column(
     aligner = blank_aligner(cfg, network)
     encoder = aligner.encoder if aligner else None
     live = live_bytes(cfg, images, encoder)
-    how = plan_memory(cfg, network, [routes], images, room - live, precision, compiled, aligner).how
+    how = plan_memory(cfg, network, [(routes, True)], images, room - live, precision, compiled, aligner).how
     saving = replace(cfg, train=replace(cfg.train, memory=how))
     few, more = (memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
     micro = largest_micro_batch(few, more, images, room - live)
+    frozen = 4 * (count_parameters(network) - count_parameters(network, trained=True))
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
-    flops = sample_flops(network, routes, aligner)
+    both = (aligner, None) if aligner else (None,)  # until alignment ends, and from there on
+    flops, *later = (sample_flops(network, routes, each) for each in both)
+    aligned = min(steps, cfg.alignment.until or steps)
+    in_all = flops * aligned + sum(later) * (steps - aligned)
     lines = {
         "FLOPs an image": f"{flops:.3e}",
-        "FLOPs of the run": f"{flops * cfg.train.batch_size * steps:.3e}",
-        "memory: weights and gradients": size_text(2 * few.weights),
+        "FLOPs of the run": f"{cfg.train.batch_size * in_all:.3e}",
+        "memory: weights and gradients": size_text(2 * few.weights - frozen),
         "  optimizer and averages": size_text(few.optimizer + few.averages),
         "  activations of a micro-batch": size_text(saved),
         **({"  live encoder": size_text(live)} if live else {}),
@@ -130,9 +139,11 @@ def column(
     if this:
         least = min(micro, 8)
         seconds = measured_seconds(cfg, routes, least, here, precision) * images / least
+        later = [seconds]
     else:
-        seconds = step_seconds(cfg, network, routes, images, DEVICES[options.device], aligner, constants)
-    hours = steps * seconds / 3600
+        given = (cfg, network, routes, images, DEVICES[options.device])
+        seconds, *later = (step_seconds(*given, each, constants) for each in both)
+    hours = (seconds * aligned + sum(later) * (steps - aligned)) / 3600
     lines |= {"images/s": f"{cfg.train.batch_size / seconds:,.0f}", "hours": f"{hours:,.1f}"}
     lines |= {"device-hours": f"{hours * options.devices:,.1f}", "on": device_name(here) if this else options.device}
     return lines | ({"price": f"{hours * options.devices * options.price:,.0f}"} if options.price else {})

@@ -412,7 +412,9 @@ def ladder_columns(study: Study, results: Results) -> Columns:
         if results.get(arm) and arm in networks_of(study, results):
             ratio = training_memory(trainings[arm]) / training_memory(trainings[other])
             cells["memory by plan, ratio"][arm] = f"{ratio:.2f}"
-    return cells | ({"published": study.published} if study.published else {})
+    rungs = {arm: re.sub(r"^(\+ |\w+, )", "", arm) for arm in results}
+    known = {arm: study.published[rung] for arm, rung in rungs.items() if rung in study.published}
+    return cells | ({"published": known} if known else {})
 
 
 def sampling_flops(results: Results) -> dict[str, float]:

@@ -79,7 +79,7 @@ class Study:
     trials     {arm: {an override: name of the arm that tries it}}. The arm is trained with the override whose trial has
                the best last value of the first metric, and with other seeds than the trials.
     rule       what decides the study, fixed before it runs: `arm` against `rivals` in `metrics` (see `outcome`).
-    published  {arm: what it gained where it was published}.
+    published  {rung: what it gained where it was published}; "dense, Muon" and "+ Muon" are of the rung "Muon".
     ways       names of further ways of scoring; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
     rehearsal  {field of Arm: value} for a trial of the same commands with a tiny network; {}: none. See `rehearsed`.
     """
@@ -185,10 +185,12 @@ def read_study(name: str, scale: ScaleName) -> Study:
     arms.<arm>              the study's values for the arm
     scales.<scale>.arms     the arm's values at this scale, overrides joined; null leaves it out
 
-    `ways` and scales.<scale>.ways name further ways of scoring; null leaves a way out. For each way there is one more
-    arm per arm, or per arm in the way's `only`. `choose: {key: [values]}` adds an unscored arm of one seed for
-    each arm and value (see Study.trials); it stands at the top, in a scale or in an arm. Raises ValueError for an
-    unknown name or key, or a scale that the study does not have.
+    An arm with `over: <earlier arm>` adds its overrides and scoring to that arm's, and is compared with it. A scale's
+    `instead: {override: override}` replaces overrides of all arms. `ways` and scales.<scale>.ways name further ways of
+    scoring; null leaves a way out. For each way there is one more arm per arm, or per arm in the way's `only`.
+    `choose: {key: [values]}` adds an unscored arm of one seed for each arm and value (see Study.trials); it stands at
+    the top, in a scale or in an arm. Raises ValueError for an unknown name or key, or a scale that the study does not
+    have.
     """
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
@@ -199,20 +201,25 @@ def read_study(name: str, scale: ScaleName) -> Study:
     below = None if own_scale.pop("alone", False) else shared.get(own_scale.pop("like", scale))
     changed, ways = own_scale.pop("arms", {}), tree.pop("ways", {}) | own_scale.pop("ways", {})
     ways = {way: scored for way, scored in ways.items() if scored is not None}
-    choose = own_scale.pop("choose", tree.pop("choose", None)) or {}
+    choose, instead = own_scale.pop("choose", tree.pop("choose", None)) or {}, own_scale.pop("instead", {})
     base = (below or {"overrides": [], "scoring": []}) | {"scored_by": tree.pop("scored_by", "fid.py")}
     base = _over(base | ({"scoring": []} if "scoring" in own_scale else {}), own_scale)
     only = {way: scored.pop("only", None) for way, scored in ways.items()}
     arms, trials, said_arms = {}, {}, tree.pop("arms")
-    chosen = bool(choose) or any("choose" in said for said in said_arms.values() if isinstance(said, dict))
     against, besides, figure = tree.pop("against", {}), tree.pop("besides", {}), tree.pop("figure")
+    for arm, said in said_arms.items():
+        said = said_arms[arm] = dict(said) if isinstance(said, dict) else {"overrides": said}
+        if below := said.pop("over", None):
+            against.setdefault(arm, below)
+            said |= _over({key: said_arms[below].get(key, []) for key in ("overrides", "scoring")}, said)
+    chosen = bool(choose) or any("choose" in said for said in said_arms.values())
     if unknown := {*against, *against.values(), *besides, *besides.values(), *changed} - _named(said_arms, ways):
         raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are not among its arms")
     for arm, said in said_arms.items():
         if arm in changed and changed[arm] is None:
             continue
-        said = said if isinstance(said, dict) else {"overrides": said}
         whole = _over(_over(base, said), changed.get(arm, {}))
+        whole["overrides"] = [instead.get(word, word) for word in whole["overrides"]]
         tries = whole.pop("choose", choose)
         for word in (f"{key}={value}" for key, values in tries.items() for value in values):
             tried = trials.setdefault(arm, {})[word] = f"{arm}, {word}"

@@ -56,12 +56,14 @@ def test_every_study_can_be_planned_at_the_papers_scale():
         read = study.read_study(name, "paper")
         runs = study.plan(read, seeds=1)
         assert {one.arm for one in runs} == {*read.arms} and read.figure in figures.FIGURES
-        shared = {"guidance": 14, "text": 9, "cifar10": 20, "mechanism": 18, "ladder": 5}.get(
+        shared = {"guidance": 14, "text": 9, "cifar10": 20, "mechanism": 18, "ladder": 6}.get(
             name, 0
         )  # arms that differ in what they are scored with alone
         assert len({one.training.key for one in runs}) + shared == len(runs)
         for one in runs:
-            assert one.scores[-1].step == one.training.steps == one.training.cfg.train.steps
+            assert one.training.steps == one.training.cfg.train.steps
+            assert bool(one.scores) != (one.arm in study._trials(read))  # which are not scored
+            assert all(score.step == one.training.steps for score in one.scores[-1:])
             assert one.training.cfg.model.routes or not any(word == "model=tread" for word in one.training.overrides)
             for score in one.scores:
                 schema.check_overrides(score.words, schema.known_keys(known[score.script]))
@@ -80,6 +82,17 @@ def test_an_arm_alone_can_choose():
         record["points"][-1]["eval_velocity"] = record["points"][-1]["loss"]
     chosen = {run.arm: run for run in study.plan(read, made=made)}["TREAD, Muon"]
     assert word in chosen.training.overrides and best == f"TREAD, Muon, {word}"
+
+
+def test_an_arm_over_another_says_what_it_adds():
+    """The ladder's arms, by hand: a rung left out of the whole, in overrides or in scoring; an encoder by scale."""
+    read = study.read_study("ladder", "small")
+    whole, norm, labels = (read.arms[name] for name in ("+ two aligned blocks", "− RMSNorm", "− balanced labels"))
+    assert {*whole.overrides} ^ {*norm.overrides} == {"model.norm=rms", "model.norm=layer"}
+    assert whole.overrides == labels.overrides and {*whole.scoring} - {*labels.scoring} == {"labels=balanced"}
+    assert read.against["− RMSNorm"] == "+ two aligned blocks" and (whole.seeds, norm.seeds) == (3, 1)
+    paper = [word for arm in study.read_study("ladder", "paper").arms.values() for word in arm.overrides]
+    assert {word for word in paper if "encoder" in word} == {"alignment.encoder=dinov2-b", "alignment.encoder=null"}
 
 
 def test_costs_are_divided_by_those_of_the_arm_compared_with():

@@ -35,7 +35,8 @@ from rf import RF
 from routing_module import RULES, Record, Route, draw_ids
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
-from tread.data.dataset import Batch
+from tread.data.dataset import Batch, LatentDataset
+from tread.data.loader import Loader
 from tread.diffusion.edm import EDM
 from tread.routing.ids import Token
 from tread.runtime import compiling
@@ -90,11 +91,12 @@ def test_projectors_have_the_published_sizes():
 @pytest.mark.parametrize("depth, expected", [(12, (3, 7)), (24, (7, 15)), (28, (7, 17)), (2, (0, 0)), (1, (0, 0))])
 def test_which_blocks(depth, expected):
     """Number min(8, depth // 3), and 2·depth // 3, counted from 1."""
-    assert Alignment().blocks(depth) == expected
-    assert Alignment(block=-1, teacher=0).blocks(depth) == (depth - 1, 0)
-    for name, value in (("block", depth), ("teacher", -depth - 1)):
+    assert Alignment().resolve(depth) == ((expected[0],), expected[1])
+    assert Alignment(block=-1, teacher=0).resolve(depth) == ((depth - 1,), 0)
+    assert Alignment(blocks=(-1, 0, depth - 1)).resolve(depth)[0] == tuple(sorted({0, depth - 1}))
+    for name, value in (("block", depth), ("teacher", -depth - 1), ("blocks", depth)):
         with pytest.raises(ValueError, match=f"alignment.{name} is {value}, but the network has {depth} blocks"):
-            Alignment(**{name: value}).blocks(depth)
+            Alignment(**{name: (0, value) if name == "blocks" else value}).resolve(depth)
 
 
 def naive(kind, projected, targets, ids):
@@ -133,7 +135,7 @@ def test_losses_equal_loops_and_the_order_of_ids_does_not_matter(kind, loss):
 def aligned(block=1, width=7, **more):
     network = random_network(0, **SIZES)
     settings = Alignment(kind="repa", block=block, width=12, **more)
-    return network, Aligned(network, build_projector(settings, 32, width), block)
+    return network, Aligned(network, build_projector(settings, 32, width), (block,))
 
 
 @pytest.mark.parametrize("block", [0, 1, 3, 4])
@@ -157,6 +159,27 @@ def test_the_blocks_output_is_taken_as_it_leaves_it(block):
     assert_close(projected, module.projector(actual))
     assert (ids is routes[0][1]) == (1 <= block <= 3)
     assert projected.shape[1] == (8 if 1 <= block <= 3 else 16)
+
+
+def test_several_blocks_share_projector_and_targets():
+    """One inside r(1→3), one behind it: the loops' mean of both, and of one block twice its own; so with gradients."""
+    network, module = aligned()
+    x, t, y, targets = torch.randn(3, 4, 8, 8), torch.rand(3), torch.arange(3), torch.randn(3, 16, 7)
+    routes = [(Route(1, 3), draw_ids(torch.rand(3, 16), 0.5))]
+
+    def of(*blocks):
+        module.blocks = blocks
+        module(x, t, y, routes, record := Record())
+        loss = Aligner(Alignment(kind="repa"), module).distance(record, targets)
+        return loss, *torch.autograd.grad(loss.mean(), [*module.projector.parameters()])
+
+    network(x, t, y, routes, record=(plain := Record(blocks=(2, 4))))
+    loops = [naive("repa", module.projector(tokens).detach(), targets, ids) for tokens, ids in plain.outputs.values()]
+    assert_close(of(2, 4)[0], (loops[0] + loops[1]) / 2)
+    assert_close(of(2, 4), tuple((one + other) / 2 for one, other in zip(of(2), of(4))))
+    assert_close(of(*Alignment(blocks=(2, -4)).resolve(6)[0]), of(2))
+    module.blocks, layers = (2, 4), 32 * 12 + 12 * 12 + 12 * 7
+    assert Aligner(Alignment(kind="repa"), module).flops([route for route, _ in routes]) == 6 * (8 + 16) * layers
 
 
 def test_bf16_recomputation_and_compiled_blocks_hand_out_the_same():
@@ -199,7 +222,7 @@ def given(read_config):
 def self_aligner(cfg):
     """A network with random weights, and its aligner with another copy as the teacher."""
     network = randomized(partial(build_network, cfg), 0, 0.1)
-    module = Aligned(network, build_projector(cfg.alignment, network.hidden_size, network.hidden_size), 1)
+    module = Aligned(network, build_projector(cfg.alignment, network.hidden_size, network.hidden_size), (1,))
     return network, Aligner(cfg.alignment, module, copy.deepcopy(network))
 
 
@@ -218,7 +241,7 @@ def test_denoising_is_the_loss_without_alignment_and_the_teacher_sees_less_noise
     given = (spec, Batch(stored, labels, None), draws, network.null(1))
     denoising, alignment = step.loss(cfg, aligner.module, *given, aligner)
     [(block, x, time, y, targets)] = seen
-    assert block == cfg.alignment.blocks(6)[1] == 3
+    assert block == cfg.alignment.resolve(6)[1] == 3
     level = process_of(cfg).cleaner(draws.level, 0.2 * draws.back)
     wide = level.view(-1, 1, 1, 1)
     if objective == "edm":
@@ -410,6 +433,10 @@ def test_stored_and_live_features_give_equal_losses(repa):
     warning = "warning: own_encoder:patches is another encoder than the run was aligned with up to here"
     assert warning in launch(folder, *REPA, "train.steps=7") and warning not in text
     path.write_text(before)
+    data = LatentDataset(path.parent, features="own_encoder:patches")
+    read = [Loader(data, 0, 8, [slice(0, 8)], CPU, bare_from=end).batches(2)[0] for end in (3, 2)]  # from which step on
+    assert read[0].features is not None and read[1].features is None
+    assert torch.equal(read[0].stored, read[1].stored)
 
 
 @pytest.mark.parametrize(
@@ -459,6 +486,10 @@ def test_what_does_not_fit_is_named_before_training(repa):
         (*REPA[:3], "alignment.source=live", "model.patch_size=1", "4×4.*8×8"),
         ("alignment=self", "alignment.teacher=-7", "alignment.teacher is -7"),
         ("alignment=self", "alignment.precision=fp16", "alignment.precision is 'fp16'"),
+        ("alignment=self", "alignment.block=1", "alignment.blocks=[1,3]", r"\[1,3\] and alignment.block 1: name one"),
+        ("alignment=self", "alignment.blocks=[]", "alignment.blocks is .* name one block or more"),
+        ("alignment=self", "alignment.until=4", "alignment.fade=5", "alignment.fade is 5, but alignment.until 4"),
+        ("alignment=none", "alignment.until=4", "alignment.until is 4, which belongs to alignment=repa or .*=self"),
         (*REPA[:3], "alignment.teacher=3", "alignment.teacher is 3, which belongs to alignment=self, not to .*=repa"),
         ("alignment.encoder=dinov2-b", "alignment.encoder is dinov2-b, which belongs to alignment=repa, not .*=none"),
     )

@@ -8,7 +8,7 @@ from functools import partial
 import plan
 import pytest
 import torch
-from conftest import launch_door
+from conftest import ROOT, launch_door
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,6 +24,7 @@ from tread.models.cost_constants import (
     measured_constants,
 )
 from tread.training import settings
+from tread.training.alignment import Alignment
 from tread.training.costs import (
     StepMemory,
     kinds_to_come,
@@ -34,6 +35,7 @@ from tread.training.costs import (
     step_seconds,
 )
 
+DENSE = ((), False)  # a kind of steps: without routes, without alignment
 BANDWIDTH, LAUNCH = PREDICTED.bandwidth, PREDICTED.launch
 
 
@@ -200,14 +202,14 @@ GB = 10**9
 def test_memory_is_saved_as_far_as_a_device_needs_it(xl, room, compiled, how, micro):
     """XL/2 at 256 images: 91 GB, 65 by a budget; where nothing fits, a warning names the micro-batch that would."""
     cfg, network = xl
-    plan = plan_memory(cfg, network, [cfg.model.resolved_routes, ()], 256, room * GB, "bf16", compiled)
+    plan = plan_memory(cfg, network, [(cfg.model.resolved_routes, False), DENSE], 256, room * GB, "bf16", compiled)
     assert plan.how == how and plan.said.startswith(f"{how}, predicted ")
     assert (plan.warning is None) == (micro == 256) and (micro == 256 or f"micro_batch_size={micro} " in plan.warning)
-    routed = plan_memory(cfg, network, [cfg.model.resolved_routes], 256, room * GB, "bf16", compiled)
+    routed = plan_memory(cfg, network, [(cfg.model.resolved_routes, False)], 256, room * GB, "bf16", compiled)
     assert routed.how != "budget"  # which it needs for steps without its route alone
     asked = replace(cfg, train=replace(cfg.train, memory="plain"))
-    assert plan_memory(asked, network, [()], 256, room * GB, "bf16", compiled).how == "plain"
-    assert "nor would a single one" in plan_memory(cfg, network, [()], 256, 8 * GB, "bf16", compiled).warning
+    assert plan_memory(asked, network, [DENSE], 256, room * GB, "bf16", compiled).how == "plain"
+    assert "nor would a single one" in plan_memory(cfg, network, [DENSE], 256, 8 * GB, "bf16", compiled).warning
 
 
 @pytest.mark.slow
@@ -217,23 +219,42 @@ def test_an_eager_network_has_no_budget(xl):
     small = replace(cfg, model=replace(cfg.model, depth=6, routes=()))
     with torch.device("meta"):
         network = build_network(small)
-    plain = plan_memory(small, network, [()], 32, 100 * GB, "bf16", False)
+    plain = plan_memory(small, network, [DENSE], 32, 100 * GB, "bf16", False)
     assert plain.how == "plain"
-    assert plan_memory(small, network, [()], 32, 4 * GB, "bf16", False).how == "checkpointing"
+    assert plan_memory(small, network, [DENSE], 32, 4 * GB, "bf16", False).how == "checkpointing"
 
 
 def test_kinds_of_steps_to_come(composed):
     """The present one, a schedule's ends, and the dense one after the routes; none is counted twice or looked back."""
     words = ["experiment=imagenet256_s2", "model=tread", "train.steps=100", "train.routes_until=80"]
     cfg = settings.read(composed(*words))
-    assert kinds_to_come(cfg, range(0, 100)) == [cfg.model.resolved_routes, ()]
-    assert kinds_to_come(cfg, range(80, 100)) == [()] and kinds_to_come(cfg, range(100, 100)) == []
+    routes = cfg.model.resolved_routes
+    assert kinds_to_come(cfg, range(0, 100)) == [(routes, False), DENSE]
+    aligned = replace(cfg, alignment=Alignment(kind="self", until=60, fade=9))
+    assert kinds_to_come(aligned, range(0, 100)) == [(routes, True), DENSE, (routes, False)]
+    assert kinds_to_come(cfg, range(80, 100)) == [DENSE] and kinds_to_come(cfg, range(100, 100)) == []
     endless = settings.read(composed(*words[:2], "train.steps=1e12"))
-    assert kinds_to_come(endless, range(10**12)) == [endless.model.resolved_routes]  # without a walk over the steps
+    assert kinds_to_come(endless, range(10**12)) == [
+        (endless.model.resolved_routes, False)
+    ]  # without a walk over the steps
     cfg = settings.read(composed(*words, "train.ratio_schedule={start: 0.75, end: 0.25, first: 10, last: 60}"))
     for begun, ratios in ((0, {0.75, 0.25}), (70, {0.25})):
         kinds = kinds_to_come(cfg, range(begun, 100))
-        assert {route.selection_ratio for kind in kinds for route in kind} == ratios and len(kinds) == len(ratios) + 1
+        assert {route.selection_ratio for kind, _ in kinds for route in kind} == ratios and len(kinds) == len(
+            ratios
+        ) + 1
+
+
+def test_a_plan_counts_alignment_up_to_its_end(tmp_path):
+    """Half of the steps with, half without: the mean of both plans."""
+    words, planned = ("experiment=imagenet256_xl2", "model=dit", "train.steps=1_000_000", "devices=1"), []
+    for more in ((), ("alignment=self",), ("alignment=self", "alignment.until=500_000")):
+        text = launch_door(plan.main, "plan", tmp_path, *words, *more)
+        planned.append(
+            [float(re.search(rf"{name} +([\d.e+,]+)", text)[1].replace(",", "")) for name in ("run", "\nhours")]
+        )
+    for plain, aligned, ended in zip(*planned):
+        assert 1.02 * plain < aligned and ended == pytest.approx((plain + aligned) / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +266,32 @@ def test_kinds_of_steps_to_come(composed):
 )
 def test_a_plan_counts_the_bytes_that_are_stored(tmp_path, experiment, said):
     assert said in launch_door(plan.main, "plan", tmp_path, f"experiment={experiment}", "model=dit")
+
+
+@pytest.mark.slow
+def test_finetune_own_and_its_page_state_what_they_take(tmp_path):
+    """As scripts/plan.py predicts it, on the two GPUs that have room for it."""
+    head = (ROOT / "configs/experiment/finetune_own.yaml").read_text()
+    page = " ".join((ROOT / "docs/finetuning.md").read_text().split())
+    words = ["experiment=finetune_own", "dataset.path=x", "dataset.channels=4", "dataset.size=32"]
+    words += ["dataset.num_classes=10", "train.memory=plain"]
+
+    def planned(*more: str) -> tuple[str, list[float]]:
+        text = launch_door(plan.main, "plan", tmp_path, *words, *more)
+        parts = re.findall(r"^(?:memory: w|  optimizer|  activations).* ([\d.]+) (.B) +([\d.]+) (.B)$", text, re.M)
+        gigabytes = {"MB": 1e-3, "GB": 1.0}
+        assert len(parts) == 3
+        return text, [sum(float(part[i]) * gigabytes[part[i + 1]] for part in parts) for i in (0, 2)]
+
+    text, (dense, routed) = planned("device=h200")
+    assert f"{dense:.0f} GB of a GPU's memory with all tokens, {routed:.0f} GB" in head.replace("\n# ", " ")
+    assert "10.8 GB a checkpoint" in text and "10.8 GB a checkpoint" in head
+    pytest.importorskip("peft")
+    text, (dense, _) = planned("lora.rank=16", "device=4090")
+    count, trained = (float(number.replace(",", "")) / 1e6 for number in re.findall(r"[\d,]{6,}", text)[:2])
+    assert f"{trained:.0f} of XL/2's {count:.0f} million parameters" in page
+    assert f"{dense:.0f} GB of a GPU's memory with all tokens, and 190 MB a checkpoint" in page
+    assert "190 MB a checkpoint" in text and "32 of 32" in text
 
 
 @pytest.mark.slow

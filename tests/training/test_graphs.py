@@ -21,6 +21,7 @@ OPTIONS += [
     "train.routes_until=8",
     "dataset.heldout=null",
 ]
+ENDING = ["alignment.until=8", "alignment.fade=6"]  # with the routes
 
 
 def itself(run, do):
@@ -84,7 +85,7 @@ def spoilt(monkeypatch):
     [
         ["train.ratio_schedule={start: 0.5, end: 0.25, last: 1, levels: 2}"],
         pytest.param(
-            ["model.routes.0.select=norm", "train.loss_tokens=kept", "objective=rf", "alignment=self"],
+            ["model.routes.0.select=norm", "train.loss_tokens=kept", "objective=rf", "alignment=self", *ENDING],
             marks=pytest.mark.slow,
         ),
         pytest.param(["optim.name=muon", "optim.muon_lr=0.01", "train.loss_tokens=kept"], marks=pytest.mark.slow),
@@ -176,7 +177,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize(
     "options",
     [
-        ["alignment=self"],
+        ["alignment=self", "alignment.until=6", "alignment.fade=4"],
         pytest.param(["model=tread_rwkv", "objective=rf"], marks=pytest.mark.slow),
         pytest.param(["model=tread_mamba", "model.head_dim=8", "model.state=8"], marks=pytest.mark.slow),
         pytest.param(["model=maskdit", "train.loss_tokens=kept"], marks=pytest.mark.slow),

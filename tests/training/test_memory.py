@@ -57,10 +57,17 @@ def test_a_real_step_allocates_what_was_traced(plan, benchmark, tmp_path, words)
         assert plan(64, "fp32", *words, routed=name != "dense").peak == pytest.approx(real, rel=close), name
 
 
-def test_a_projector_allocates_what_was_planned(benchmark, composed):
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_projector_allocates_what_was_planned(benchmark, composed, blocks):
     """REPA's of S/2 on DINOv2-B's features, against the profiler's peak of its own passes; weights by hand."""
     cfg = settings.read(
-        composed("experiment=imagenet256_s2", "model=dit", "alignment=repa", "alignment.encoder=dinov2-b")
+        composed(
+            "experiment=imagenet256_s2",
+            "model=dit",
+            "alignment=repa",
+            "alignment.encoder=dinov2-b",
+            f"alignment.blocks={[1, 3][:blocks]}",
+        )  # fmt: skip
     )
     with torch.device("meta"):
         network = build_network(cfg)
@@ -71,7 +78,8 @@ def test_a_projector_allocates_what_was_planned(benchmark, composed):
     projector, tokens = build_projector(cfg.alignment, 384, 768), torch.randn(4, 256, 384, requires_grad=True)
 
     def passes():
-        alignment_loss(projector(tokens), torch.randn(4, 256, 768), None).sum().backward()
+        targets = torch.randn(4, 256, 768)
+        sum(alignment_loss(projector(tokens + block), targets, None).sum() for block in range(blocks)).backward()
 
     real = benchmark("timing").most_allocated(passes)
     assert found.peak - plain.peak == pytest.approx(3 * weights + real, rel=0.1)

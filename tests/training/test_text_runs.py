@@ -130,7 +130,7 @@ def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
     network.take_null(data.null_text())
     batch, draws = data.batch(0, 3, 16), step_draws(cfg, data.latents, 3, "cpu")
     monkeypatch.setattr(TextDiT, "check_condition", lambda _, y, size: seen.append(y))
-    module = Aligned(network, build_projector(Alignment(kind="self"), network.hidden_size, network.hidden_size), 1)
+    module = Aligned(network, build_projector(Alignment(kind="self"), network.hidden_size, network.hidden_size), (1,))
     aligner = Aligner(Alignment(kind="self"), module, teacher=network)
     drawn = replace(draws, back=torch.zeros(16))
     sum(loss(cfg, module, data.latents, batch, drawn, network.null(1), aligner)).mean().backward()

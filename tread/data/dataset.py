@@ -150,6 +150,12 @@ class LatentDataset:
         how = (self.folder, "open", self.placement, self.device, self.features, self.pictures, self.text, self.flip)
         return LatentDataset, (*how, self.class_token), {"latents": self.latents}
 
+    def bare(self) -> "LatentDataset":
+        """Return the dataset over the same open files, without features (but class tokens) and pictures."""
+        bare = object.__new__(LatentDataset)
+        vars(bare).update(vars(self), features=None, pictures=False, _features=None, _pictures=None)
+        return bare
+
     def __len__(self) -> int:
         return len(self.labels)
 

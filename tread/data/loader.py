@@ -26,6 +26,7 @@ class Loader:
     beyond         number of samples to read after each micro-batch; the batch's first sample follows its last.
     steps          the number of training steps, beyond which nothing is read ahead; None: no limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
+    bare_from      the step from which on neither features nor pictures are read; None: they always are.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Loader:
         steps: int | None = None,
         ahead: int | None = None,
         beyond: int = 0,
+        bare_from: int | None = None,
     ) -> None:
         self.data, self.seed, self.batch_size = data, seed, batch_size
+        self.bare, self.bare_from = data.bare(), sys.maxsize if bare_from is None else bare_from
         self.steps = sys.maxsize if steps is None else steps
         first, last = micro_batches[0].start, micro_batches[-1].stop
         self.rows = np.arange(first, last + beyond) % batch_size if beyond else slice(first, last)
@@ -73,8 +76,9 @@ class Loader:
         return [batch.rows(piece) for piece in self.pieces]
 
     def _read(self, step: int) -> tuple[Batch, torch.cuda.Event | None]:
+        data = self.data if step < self.bare_from else self.bare
         if self.ahead:
-            self.data.expect(self.seed, step, self.batch_size, self.rows)
+            data.expect(self.seed, step, self.batch_size, self.rows)
         to_gpu = self._stream is not None
 
         def move(part: Tensor) -> Tensor:
@@ -83,7 +87,7 @@ class Loader:
             return part.to(self.device, non_blocking=to_gpu)
 
         with torch.cuda.stream(self._stream) if to_gpu else nullcontext():  # `batch` may gather on the GPU, too
-            batch = self.data.batch(self.seed, step, self.batch_size, self.rows, to_gpu)
+            batch = data.batch(self.seed, step, self.batch_size, self.rows, to_gpu)
             moved = Batch(*(each(move, part) if isinstance(part, (Tensor, Text)) else part for part in batch))
             return moved, self._stream and self._stream.record_event()
 

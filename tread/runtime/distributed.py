@@ -86,7 +86,10 @@ class Processes:
             raise ValueError(f"{started} processes were launched, but accelerate runs {self.count}")
 
     def distribute(self, network: nn.Module) -> nn.Module:
-        """Return the network, wrapped in DDP if there are several processes; DDP does not broadcast its buffers."""
+        """Return the network, wrapped in DDP if there are several processes; DDP does not broadcast its buffers. Lets
+        go what was distributed before."""
+        if self.count > 1:
+            self._launched.free_memory()
         buffers = [name for name, _ in network.named_buffers()]
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, buffers)
         return self._launched.prepare(network)

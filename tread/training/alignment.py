@@ -7,7 +7,8 @@ mode "self"  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the p
              labels at a lower noise level.
 
 The aligned block may lie inside a route: it then outputs the kept tokens alone, which are compared with the targets at
-the same positions. No norm stands before the projector. Sampling needs neither projector nor targets.
+the same positions. No norm stands before the projector. Several aligned blocks share one projector and the targets, and
+the loss is the mean over them. Sampling needs neither projector nor targets.
 
 Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
 """
@@ -28,7 +29,7 @@ from tread.encoders.vision import Encoder
 from tread.models.backbone import Backbone
 from tread.models.conditions import Condition
 from tread.runtime.device import Precision, has_bf16
-from tread.runtime.schema import Count, Positive, Share
+from tread.runtime.schema import Count, CountOrZero, Positive, Share, written
 
 BETA = 0.05  # where smooth L1 turns from a parabola into a line (SRA)
 
@@ -46,6 +47,23 @@ class Alignment:
     teacher: int | None = None
     gap: Share = 0.2
     precision: Precision = "fp32"
+    blocks: tuple[int, ...] | None = None
+    until: Count | None = None
+    fade: CountOrZero = 0
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None and (self.block is not None or not self.blocks):
+            given = f"alignment.blocks is {written(self.blocks)} and alignment.block {written(self.block)}"
+            raise ValueError(f"{given}: name one block or more, by one of the two keys")
+        if self.fade > (self.until or 0):
+            raise ValueError(f"alignment.fade is {self.fade}, but alignment.until {written(self.until)}: fade ≤ until")
+
+    def weight_at(self, step: int) -> float:
+        """Return the weight of alignment in the loss of step `step` (0, 1, …): `weight`; over the `fade` steps before
+        step `until` it falls linearly to 0, which it is from there on. It is 0 without alignment, too."""
+        if self.kind == "none" or (self.until is not None and step >= self.until):
+            return 0.0
+        return self.weight if not self.fade else self.weight * min(1.0, (self.until - step) / self.fade)
 
     def encoder_precision(self, training: str, device: torch.device) -> str:
         """Return "fp32" or "bf16" for an encoder that runs during training (source="live"). precision="auto" means the
@@ -53,15 +71,17 @@ class Alignment:
         auto = training if has_bf16(device) else "fp32"
         return auto if self.precision == "auto" else self.precision
 
-    def blocks(self, depth: int) -> tuple[int, int]:
-        """Return the indices (from 0) of the aligned block and of the teacher's block in a network of `depth` blocks.
-        Negative settings count from the end. Raises ValueError for a block that the network does not have."""
-        blocks = {"block": max(1, min(8, depth // 3)) - 1, "teacher": max(1, 2 * depth // 3) - 1}
-        for name, value in (("block", self.block), ("teacher", self.teacher)):
+    def resolve(self, depth: int) -> tuple[tuple[int, ...], int]:
+        """Return the indices (from 0) of the aligned blocks, each once and in order, and of the teacher's block in a
+        network of `depth` blocks. Negative settings count from the end. Raises ValueError for a block that the network
+        does not have."""
+        named = {"block": (self.block,), "blocks": self.blocks or (), "teacher": (self.teacher,)}
+        for name, value in ((name, value) for name, values in named.items() for value in values):
             if value is not None and not -depth <= value < depth:
                 raise ValueError(f"alignment.{name} is {value}, but the network has {depth} blocks")
-            blocks[name] = blocks[name] if value is None else value % depth
-        return blocks["block"], blocks["teacher"]
+        block = max(1, min(8, depth // 3)) - 1 if self.block is None else self.block
+        teacher = max(1, 2 * depth // 3) - 1 if self.teacher is None else self.teacher
+        return tuple(sorted({each % depth for each in self.blocks or (block,)})), teacher % depth
 
 
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
@@ -99,24 +119,26 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
 
 
 class Aligned(nn.Module):
-    """A network and the projector of one block's output as one module, so that DDP wraps both."""
+    """A network and the projector of some blocks' outputs as one module, so that DDP wraps both."""
 
-    def __init__(self, network: Backbone, projector: nn.Module, block: int) -> None:
+    def __init__(self, network: Backbone, projector: nn.Module, blocks: Sequence[int]) -> None:
         super().__init__()
-        self.network, self.projector, self.block = network, projector, block
+        self.network, self.projector, self.blocks = network, projector, tuple(blocks)
 
     def forward(
         self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None,
         path_drop: Tensor | None = None, class_token: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the network's output; record.outputs[block] is then (projected tokens (B, K, z), ids_keep)."""
+        """Return the network's output; record.outputs[block] is then (projected tokens (B, K, z), ids_keep) for each of
+        `blocks`."""
         record = record or Record()
-        record.blocks = (self.block,)
+        record.blocks = self.blocks
         some = {"path_drop": path_drop, "class_token": class_token}  # not every network takes them
         given = {name: value for name, value in some.items() if value is not None}
         output = self.network(x, t, y, routes, record=record, **given)
-        tokens, ids_keep = record.outputs[self.block]
-        record.outputs[self.block] = self.projector(tokens), ids_keep
+        for block in self.blocks:
+            tokens, ids_keep = record.outputs[block]
+            record.outputs[block] = self.projector(tokens), ids_keep
         return output
 
 
@@ -146,20 +168,27 @@ class Aligner:
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features
         level = process.cleaner(normal, self.settings.gap * back)
-        _, block = self.settings.blocks(len(self.teacher.blocks))
+        _, block = self.settings.resolve(len(self.teacher.blocks))
         noisy = process.precondition(process.noised(x, level, noise), level)
         return self.teacher.output_of(block, *noisy, y, **noised_token(batch.class_token, token_noise, level))
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:
-        """Return the alignment loss (B,) fp32 between `targets` and the tokens that Aligned.forward recorded."""
-        projected, ids_keep = record.outputs[self.module.block]
-        return (alignment_loss if self.teacher is None else self_distance)(projected, targets, ids_keep)
+        """Return the alignment loss (B,) fp32 between `targets` and the tokens that Aligned.forward recorded: the mean
+        over the aligned blocks."""
+        distance = alignment_loss if self.teacher is None else self_distance
+        recorded = [record.outputs[block] for block in self.module.blocks]
+        return sum(distance(projected, targets, ids_keep) for projected, ids_keep in recorded) / len(recorded)
+
+    def tokens(self, routes: Sequence[Route]) -> list[int]:
+        """Return the number of tokens that each aligned block runs under `routes`."""
+        run = self.module.network.tokens_run(routes)
+        return [run[block] for block in self.module.blocks]
 
     def flops(self, routes: Sequence[Route]) -> int:
         """Return the FLOPs that alignment adds per sample: projector (forward and backward), teacher, encoder."""
         network = self.module.network
         layers = [layer.weight.numel() for layer in self.module.projector if isinstance(layer, nn.Linear)]
-        flops = self.encoder_flops + 3 * 2 * sum(layers) * network.tokens_run(routes)[self.module.block]
+        flops = self.encoder_flops + 3 * 2 * sum(layers) * sum(self.tokens(routes))
         if self.teacher is not None:
-            flops += self.teacher.forward_flops(upto=self.settings.blocks(len(network.blocks))[1])
+            flops += self.teacher.forward_flops(upto=self.settings.resolve(len(network.blocks))[1])
         return flops

@@ -8,8 +8,8 @@ A step's memory is traced: its passes run on torch's fake tensors, which have sh
 numbers, and after each operation the bytes of all storages in use are counted.
 """
 
-import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -33,14 +33,18 @@ from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.settings import Settings
 from tread.training.step import active_routes
 
+Kind = tuple[tuple[Route, ...], bool]  # of steps: their routes, and whether they align
 USABLE = 0.94  # share of a device's memory for tensors; CUDA and fragmentation take the rest
 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
     """Return the FLOPs of the training steps numbered `steps`, on whole batches under each step's own routes."""
-    alike = itertools.groupby(active_routes(cfg, step) for step in steps)
-    each = sum(sample_flops(network, routes, aligner) * sum(1 for _ in group) for routes, group in alike)
-    return each * cfg.train.batch_size
+    kinds, changes = Counter(), {steps.start, cfg.train.routes_until, cfg.alignment.until}
+    firsts = [*steps] if cfg.train.ratio_schedule else sorted(step for step in changes if step in steps)
+    for first, end in zip(firsts, [*firsts[1:], steps.stop]):
+        kinds[active_routes(cfg, first), bool(cfg.alignment.weight_at(first))] += end - first
+    each = ((routes, aligner if aligned else None, count) for (routes, aligned), count in kinds.items())
+    return cfg.train.batch_size * sum(sample_flops(network, routes, aligner) * count for routes, aligner, count in each)
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
@@ -121,7 +125,7 @@ def projector_bytes(aligner: Aligner, routes: Sequence[Route], precision: str) -
     layers' and activations' outputs, and the targets. An encoder's own memory is in `live_bytes`."""
     layers = [layer for layer in aligner.module.projector if isinstance(layer, nn.Linear)]
     network, width = aligner.module.network, layers[-1].out_features
-    tokens = network.tokens_run(routes)[aligner.module.block]
+    tokens = sum(aligner.tokens(routes))
     kept = layers[0].in_features + 2 * sum(layer.out_features for layer in layers)
     return tokens * kept * (2 if precision == "bf16" else 4) + 4 * (network.num_tokens + tokens) * width
 
@@ -140,8 +144,9 @@ def memory(
         return StepMemory(*parts, step.peak + weights + optimizer + max(saved, weights))
     if not compiled:
         return step_memory(cfg, routes, images, precision)
-    weights, how = 4 * count_parameters(network), cfg.train.memory
-    averages, optimizer = weights * (1 + len(cfg.ema.power)), 4 * cfg.optim.state_size(network)
+    weights, gradients = 4 * count_parameters(network), 4 * count_parameters(network, trained=True)
+    averaged, how = gradients if cfg.lora.rank else weights, cfg.train.memory
+    averages, optimizer = averaged * (1 + len(cfg.ema.power)), 4 * cfg.optim.state_size(network)
     blocks, kind = blocks_run(network, routes), cfg.model.architecture
     values = getattr(cfg.model, "value_residual", False)
     sizes = [(count * width, block_bytes(kind, width, values)) for _, count, width in blocks]
@@ -151,7 +156,7 @@ def memory(
     ends = network.hidden_size * END_BYTES.saved * network.num_tokens
     each = (kept + ends) * (1 if precision == "bf16" else 2)
     saved = int(weights / 2 + images * each)  # autocast keeps weights in bf16
-    return StepMemory(weights, averages, optimizer, saved, weights + averages + optimizer + max(saved, weights))
+    return StepMemory(weights, averages, optimizer, saved, weights + averages + optimizer + max(saved, gradients))
 
 
 class MemoryPlan(NamedTuple):
@@ -165,23 +170,25 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(
-    cfg: Settings, network: Backbone, kinds: Sequence[Sequence[Route]], images: int, room: int, precision: str,
+    cfg: Settings, network: Backbone, kinds: Sequence[Kind], images: int, room: int, precision: str,
     compiled: bool, aligner: Aligner | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """Choose how steps on micro-batches of `images` samples save memory: as train.memory says. With "auto", plain,
     budget (compiled blocks only) and checkpointing are tried in this order, and the first is taken whose steps fit into
-    the share USABLE of `room` bytes under each set of routes in `kinds`. If the chosen way does not fit, the plan
-    has a warning."""
+    the share USABLE of `room` bytes in each of `kinds`. If the chosen way does not fit, the plan has a warning."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
-    kinds, peaks, micro = kinds or [()], {}, images
+    kinds, peaks, micro = kinds or [((), False)], {}, images
+
+    def needed(routes: tuple[Route, ...], aligned: bool, images: int = images) -> StepMemory:
+        return memory(saving, network, routes, images, precision, compiled, aligner if aligned else None)
+
     for how in ways if cfg.train.memory == "auto" else (cfg.train.memory,):
         saving = replace(cfg, train=replace(cfg.train, memory=how))
-        peaks[how] = max(memory(saving, network, kind, images, precision, compiled, aligner).peak for kind in kinds)
+        peaks[how] = max(needed(*kind).peak for kind in kinds)
         if peaks[how] <= USABLE * room:
             break
     else:
-        how_run = (precision, compiled, aligner)
-        pairs = ([memory(saving, network, kind, count, *how_run) for count in (1, 2)] for kind in kinds)
+        pairs = ([needed(*kind, count) for count in (1, 2)] for kind in kinds)
         micro = min(largest_micro_batch(few, more, images, room) for few, more in pairs)
     others = "".join(f", {way} {size_text(peak)}" for way, peak in peaks.items() if way != how)
     said = f"{how}, predicted {size_text(peaks[how])} of {size_text(room)}{others}"
@@ -191,12 +198,13 @@ def plan_memory(
     return MemoryPlan(how, said, f"{images} images at once may not fit the device's memory; {advice}")
 
 
-def kinds_to_come(cfg: Settings, steps: range) -> list[tuple[Route, ...]]:
-    """Return the different sets of routes in the training steps `steps`. If train.ratio_schedule changes the ratio,
-    only the sets at the first of these steps and at the schedule's first and last step are returned."""
-    schedule = cfg.train.ratio_schedule
-    places = (steps.start, cfg.train.routes_until, *((schedule.first, schedule.last) if schedule else ()))
-    return list(dict.fromkeys(active_routes(cfg, place) for place in places if place is not None and place in steps))
+def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
+    """Return the different kinds of the training steps `steps`. If train.ratio_schedule changes the ratio, only the
+    kinds at the first of these steps and at the schedule's first and last step are returned."""
+    schedule, ends = cfg.train.ratio_schedule, (cfg.train.routes_until, cfg.alignment.until)
+    places = (steps.start, *ends, *((schedule.first, schedule.last) if schedule else ()))
+    there = (place for place in places if place is not None and place in steps)
+    return list(dict.fromkeys((active_routes(cfg, place), bool(cfg.alignment.weight_at(place))) for place in there))
 
 
 def picture_side(cfg: Settings) -> int:
@@ -235,7 +243,7 @@ def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
         width = WIDTHS[alignment.encoder]
     with torch.device("meta"):
         projector = build_projector(alignment, network.hidden_size, width)
-    module, teacher = Aligned(network, projector, alignment.blocks(cfg.model.depth)[0]), alignment.kind == "self"
+    module, teacher = Aligned(network, projector, alignment.resolve(cfg.model.depth)[0]), alignment.kind == "self"
     return Aligner(alignment, module, network if teacher else None, encoder if live else None, live * flops)
 
 

@@ -93,11 +93,12 @@ def log(run: Run, clock: Clock) -> str:
     values = {"lr": learning_rate(run.cfg, run.step - 1), "bad_steps": int(sums["bad"])}
     if sums["good"]:
         values |= {"loss": mean(sums["loss"]) / sums["good"], "grad_norm": sums["grad_norm"] / sums["good"]}
-        if run.aligner:
+        if weight := run.cfg.alignment.weight_at(run.step - 1):
             values["alignment"] = mean(sums["alignment"]) / sums["good"]
-            values["total"] = values["loss"] + run.cfg.alignment.weight * values["alignment"]
+            values["total"] = values["loss"] + weight * values["alignment"]
     speed = (run.step - clock.first) * run.cfg.train.batch_size / clock.seconds
-    flops = sample_flops(run.network, active_routes(run.cfg, run.step - 1), run.aligner) * speed
+    last = run.step - 1
+    flops = sample_flops(run.network, active_routes(run.cfg, last), run.aligner_at(last)) * speed
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
     if (peak := peak_flops(run.device, run.precision)) is not None:
         values["mfu"] = round(flops / (peak * run.processes.count), 4)
@@ -379,6 +380,7 @@ def save(run: Run) -> bool:
         "config": run.config,
         "plugins": plugin_hashes(run.cfg.plugins) | (run.earlier.info.get("plugins", {}) if run.earlier else {}),
         "versions": run.log.versions if run.main else None,
+        **({"adapter": run.adapter} if run.adapter else {}),
     }
 
     def write(step: int, parts: dict[str, dict[str, Tensor]]) -> None:

@@ -108,6 +108,7 @@ class Run:
     prompts: Text | None = None  # the grids' texts, for a network that takes texts
     captions: Sequence[str] = ()  # the grids' captions
     tracker: Tracker | None = None
+    adapter: dict | None = None  # LoRA's, for info.json: how often it counts, and the hash of the base
     spent: dict[str, float] = field(default_factory=dict)  # seconds of other work since the last record
 
     def __post_init__(self) -> None:
@@ -117,13 +118,10 @@ class Run:
         self.log = RunLog(self.folder)
         self.device, self.main, self.say = self.processes.device, self.processes.main, self.processes.say
         device, batch_size = self.device, cfg.train.batch_size
-        more = {"steps": cfg.train.steps, "beyond": process_of(cfg).beyond}
+        more = {"steps": cfg.train.steps, "beyond": process_of(cfg).beyond, "bare_from": cfg.alignment.until}
         self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, **more)
-        # in DDP if there are several processes; a graph can't record hooks that were made on the default stream
-        apart = torch.cuda.Stream(device) if cfg.train.cuda_graphs is True and device.type == "cuda" else None
-        with beside(apart):
-            self.wrapped = self.processes.distribute(self.aligner.module if self.aligner else self.network)
         self.graphs = None  # start() may set it to a Graphs, which runs the steps
+        self.adapter = info.get("adapter")
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
         self.statistics = StepStatistics(device, tally)
         self.saved: int | None = self.earlier and self.earlier.step  # the step of the newest checkpoint
@@ -133,6 +131,20 @@ class Run:
         self.step: int = self.saved or 0  # steps done
         self.flops: int = info.get("flops", 0)  # of training so far, as counted by Clock
         self.seconds: float | None = info.get("seconds", None if self.step else 0.0)  # likewise; None: unknown
+        self.wrap()
+
+    def wrap(self) -> None:
+        """Set `wrapped` to what step number `step` calls, and `aligns` to whether it aligns: the network, with its
+        projector then, in DDP if there are several processes. DDP needs a gradient of all that it wraps."""
+        # a graph can't record hooks that were made on the default stream
+        graphed = self.cfg.train.cuda_graphs is True and self.device.type == "cuda"
+        self.aligns, self.wrapped = self.aligner_at(self.step) is not None, None  # frees DDP's buckets
+        with beside(torch.cuda.Stream(self.device) if graphed else None):
+            self.wrapped = self.processes.distribute(self.aligner.module if self.aligns else self.network)
+
+    def aligner_at(self, step: int) -> Aligner | None:
+        """Return the aligner if step number `step` aligns, else None."""
+        return self.aligner if self.cfg.alignment.weight_at(step) else None
 
     @property
     def model(self) -> Model:
@@ -154,7 +166,8 @@ class Run:
 
     def checkpoint_bytes(self) -> int:
         """Return the bytes of a checkpoint: weights, averages and the optimizer's state."""
-        size = (1 + len(self.averages)) * count_parameters(self.network) + self.cfg.optim.state_size(self.network)
+        kept = sum(p.numel() for name, p in self.network.named_parameters() if name not in self.trained.base)
+        size = (1 + len(self.averages)) * kept + self.cfg.optim.state_size(self.network)
         if self.aligner:
             size += (1 + self.cfg.optim.copies) * count_parameters(self.aligner.module.projector)
         return round(4 * size)

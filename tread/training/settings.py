@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from rf import RF
 from tread.checkpoints.adapting import Positions
+from tread.checkpoints.lora import Lora
 from tread.checkpoints.network import Dataset, Objective, process_of, settle_shifts
 from tread.checkpoints.posthoc_ema import Width
 from tread.data.dataset import LatentDataset
@@ -24,7 +25,7 @@ from tread.runtime.plugins import absolute
 from tread.runtime.schema import BelowOne, Count, CountOrZero, PositiveOrZero, Range, Share, TwoOrMore, written
 from tread.runtime.tensor_files import Weights
 from tread.training.alignment import Alignment
-from tread.training.optimizers import Optim
+from tread.training.optimizers import OPTIMIZERS, Optim
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ class Settings:
     plugins: tuple[str, ...] = ()
     init_classes: Literal["new"] | dict | None = None
     init_positions: Positions | None = None
+    lora: Lora = Lora()
 
     def __post_init__(self) -> None:
         model, schedule, named = self.model, self.train.ratio_schedule, f"model={self.model.name}"
@@ -191,12 +193,21 @@ class Settings:
                 raise ValueError(f"{key} is given, but init_from=… is not, whose weights it changes")
         if self.init_classes is not None and model.takes_text:
             raise ValueError(f"init_classes is given, but {named} takes texts, not classes")
-        self.alignment.blocks(model.depth)  # raises ValueError for blocks that the network does not have
-        for key, kinds in (("block", ("repa", "self")), ("encoder", ("repa",)), ("teacher", ("self",))):
+        if self.lora.rank and self.init_from is None:
+            raise ValueError("lora.rank is given, but init_from=… is not, whose weights it adapts")
+        if self.lora.rank and OPTIMIZERS[self.optim.name].splits:
+            raise ValueError(f"optim.name={self.optim.name} updates whole matrices, which lora.rank freezes: try adamw")
+        if self.lora.rank and self.ema.power:
+            raise ValueError("ema.power averages whole weights, but with lora.rank only adapters change: leave it []")
+        self.alignment.resolve(model.depth)  # raises ValueError for blocks that the network does not have
+        both = ("repa", "self")
+        owners = {"block": both, "blocks": both, "until": both, "encoder": ("repa",), "teacher": ("self",)}
+        for key, kinds in owners.items():
             value, kind = getattr(self.alignment, key), self.alignment.kind
             if value is not None and kind not in kinds:
+                given = f"alignment.{key} is {schema.written(value)}"
                 asked = " or ".join(f"alignment={choice}" for choice in kinds)
-                raise ValueError(f"alignment.{key} is {value}, which belongs to {asked}, not to alignment={kind}")
+                raise ValueError(f"{given}, which belongs to {asked}, not to alignment={kind}")
         if self.alignment.kind == "repa" and self.alignment.encoder is None:
             raise ValueError(
                 "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.adapting import new_classes, new_positions, position_scale
 from tread.checkpoints.ema import EMA, exponential, power
+from tread.checkpoints.lora import BASE, Lora, base_of
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.run_log import differences
 from tread.checkpoints.weights import StoredWeights, load_weights
@@ -30,12 +31,12 @@ from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
 from tread.runtime.device import avoid_faults, device_name, memory_of
 from tread.runtime.distributed import Processes, open_training, split_batch
-from tread.runtime.files import check_place, explain_failure, point_to, size_text, write_whole
+from tread.runtime.files import check_place, explain_failure, point_to, sha256, size_text, whole_file, write_whole
 from tread.runtime.plugins import plugin_changes
 from tread.runtime.randomness import generator
 from tread.runtime.schema import written
 from tread.runtime.signals import Stop
-from tread.runtime.tensor_files import LABELS
+from tread.runtime.tensor_files import LABELS, save_tensors
 from tread.runtime.tracking import check_tracker, open_tracker
 from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
 from tread.training.costs import (
@@ -78,16 +79,18 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         network = build_network(cfg)
     network.residual = cfg.train.residual  # copied to the averaged networks, too
     weights, notes = bring_weights(cfg, network, claimed, data)
+    base = adapt(cfg, network, earlier)
     cfg.optim.freeze(network)
     network.to(processes.device)
     faulty = avoid_faults(processes.device, cfg.text.tokens if cfg.model.takes_text else None)
-    ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
+    ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup), base)
     powers = {width: EMA(network, power(width)) for width in cfg.ema.power}
     with processes.main_first():  # the main process may fetch an encoder
         aligner = open_aligner(cfg, network, ema, data, precision)
     projector = aligner and aligner.module.projector
     optimizer = cfg.optim.build(checkpoint.optimized_parameters(network, projector), network)
-    trained = checkpoint.Trained(network, ema.network, optimizer, {w: p.network for w, p in powers.items()}, projector)
+    averaged = {width: power.network for width, power in powers.items()}
+    trained = checkpoint.Trained(network, ema.network, optimizer, averaged, projector, base)
     if earlier:
         trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))
     rest = range(earlier.step if earlier else 0, cfg.train.steps)
@@ -118,6 +121,18 @@ def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
     return replace(cfg, model=replace(cfg.model, position_scale=scale)), config
 
 
+def adapt(cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | None) -> frozenset[str]:
+    """Add LoRA's adapters to the network, after loading the weights that the run started from if it goes on. Returns
+    the names of the parameters that are frozen. Without lora.rank: does nothing."""
+    if cfg.lora.rank is None:
+        return frozenset()
+    if earlier:
+        network.load_state_dict(earlier.base())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(cfg.seed, "lora").initial_seed())
+        return cfg.lora.adapt(network)
+
+
 def prepare_blocks(
     cfg: Settings, network: Backbone, ema: EMA, aligner: Aligner | None, rows: slice, precision: str, steps: range,
     lasting: bool,
@@ -139,7 +154,7 @@ def prepare_blocks(
         return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
 
     def attempt() -> None:
-        for routes in kinds:
+        for routes in dict.fromkeys(routes for routes, _ in kinds):
             blank_loss(cfg, network, routes, images, device, precision).backward()
 
     compiled, uncompiled = settle_compile(cfg.train.compile, device)
@@ -210,6 +225,10 @@ def take_folder(run: Run, claimed: Claim) -> None:
         with explain_failure(run.folder):
             write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
             posthoc_ema.forget_after(run.folder, run.step)
+            if run.trained.base and not claimed.checkpoint:
+                with whole_file(run.folder / BASE) as partial:
+                    save_tensors(partial, base_of(run.network))
+                run.adapter = {"scale": run.cfg.lora.scale, "base": sha256(run.folder / BASE)}
             if claimed.checkpoint:
                 point_to(run.folder / "latest", claimed.checkpoint.folder.name)
         run.stop.ending = lambda signal: run.log.status(
@@ -282,15 +301,15 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(cfg.seed, "projector").initial_seed())
         projector = build_projector(alignment, network.hidden_size, width)
-    module = Aligned(network, projector.to(device), alignment.blocks(cfg.model.depth)[0])
+    module = Aligned(network, projector.to(device), alignment.resolve(cfg.model.depth)[0])
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
 
 
 def settings_warnings(cfg: Settings) -> list[str]:
     """Return warnings about settings that have no effect in this run, or are likely mistakes."""
-    warnings, (block, teacher) = [], cfg.alignment.blocks(cfg.model.depth)
-    if cfg.alignment.kind == "self" and block >= teacher:
-        said = f"the teacher's block {teacher} is not deeper than the aligned one, {block}"
+    warnings, (blocks, teacher) = [], cfg.alignment.resolve(cfg.model.depth)
+    if cfg.alignment.kind == "self" and blocks[-1] >= teacher:
+        said = f"the teacher's block {teacher} is not deeper than the aligned one, {blocks[-1]}"
         warnings.append(f"{said}: see alignment.teacher and .block")
     if cfg.alignment.precision == "bf16" and (cfg.alignment.kind, cfg.alignment.source) != ("repa", "live"):
         warnings.append("alignment.precision is bf16, but only a live encoder of alignment=repa computes in it")
@@ -307,6 +326,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
         (no_betas, f"optim.betas has no effect with optim.name={optim.name}"),
         (optim.schedule == "constant" and optim.final_lr, "optim.final_lr has no effect with optim.schedule=constant"),
         (cfg.train.routes_until and not cfg.model.routes, "train.routes_until has no effect without routes"),
+        (cfg.lora.rank is None and cfg.lora != Lora(), "section lora has no effect without lora.rank"),
         (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
         (cfg.eval.fid_reference and not cfg.eval.fid_every, "eval.fid_reference has no effect without eval.fid_every"),
     ]

@@ -81,7 +81,7 @@ def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.devi
             for number, route in enumerate(active_routes(cfg, step))
         ),
         posterior=normal("posterior", batch_size, *latents.shape) if latents.content == "moments" else None,
-        back=uniform("back", batch_size) if cfg.alignment.kind == "self" else None,
+        back=uniform("back", batch_size) if cfg.alignment.kind == "self" and cfg.alignment.weight_at(step) else None,
         path=uniform("path", batch_size) if cfg.train.path_drop else None,
         token=normal("class token", batch_size, cfg.model.class_token) if cfg.model.class_token else None,
     )
@@ -126,11 +126,14 @@ class Inputs(NamedTuple):
     rate: Tensor | float  # the learning rate, 0-d; a number for an optimizer that may take no tensor
     shares: list[Tensor]  # EMA.share of each average at this step, 0-d
     hold: Tensor  # 0-d; 1: the step changes nothing but the statistics
+    alignment: Tensor | None  # the weight of alignment, 0-d; None: the step has none
 
 
 def training_step(run: Run) -> None:
     """Run one optimizer step on the global batch of step run.step, without waiting for the device."""
     inputs = step_inputs(run)
+    if run.aligns and inputs.alignment is None:
+        run.wrap()
     if run.graphs is None:
         step_on(run, inputs)
     else:
@@ -139,7 +142,7 @@ def training_step(run: Run) -> None:
 
 def step_inputs(run: Run) -> Inputs:
     """Return the inputs of step run.step: draws its random numbers and reads its samples."""
-    device, rate = run.device, learning_rate(run.cfg, run.step)
+    device, rate, weight = run.device, learning_rate(run.cfg, run.step), run.cfg.alignment.weight_at(run.step)
     if is_fused(run.optimizer):  # a CPU's kernel reads fp64, a GPU's fp32
         rate = torch.full((), rate, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     return Inputs(
@@ -148,6 +151,7 @@ def step_inputs(run: Run) -> Inputs:
         rate,
         [torch.full((), average.share(run.step), device=device) for average in run.averages],
         torch.zeros((), device=device),
+        torch.full((), weight, device=device) if weight else None,
     )
 
 
@@ -155,13 +159,15 @@ def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
     """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. What it reads and
     what changes between steps must be a tensor in `inputs`, as a CUDA graph of one call is replayed for later steps."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
-    weights = (1.0, cfg.alignment.weight) if run.aligner else (1.0,)
+    weights, aligner = (1.0,), None
+    if inputs.alignment is not None:
+        weights, aligner = (1.0, inputs.alignment), run.aligner
     totals, beyond = [0.0] * len(weights), process_of(cfg).beyond
     for rows, batch in zip(run.micro_batches, inputs.batches):
         last = rows is run.micro_batches[-1]
         with contextlib.nullcontext() if last else run.processes.no_sync(run.wrapped):
             with autocast(run.device, run.precision):
-                terms = loss(cfg, run.wrapped, latents, batch, inputs.draws.rows(rows, beyond), null, run.aligner)
+                terms = loss(cfg, run.wrapped, latents, batch, inputs.draws.rows(rows, beyond), null, aligner)
             means = [term.mean() / len(run.micro_batches) for term in terms]
             backward(sum(weight * mean for weight, mean in zip(weights, means)))
         totals = [total + mean.detach() for total, mean in zip(totals, means)]

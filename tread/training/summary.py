@@ -26,11 +26,13 @@ def describe(run: Run) -> str:
         f"{describe_route(route, tokens, network.grid)}{RULES[route.select].description}, fp32: {route.fp32}"
         for route in check_routes(active, cfg.model.depth)
     ]
+    trained = count_parameters(network, trained=True)
+    some = "" if trained == parameters else f", {trained:,} of them trained"
     lines = {
         "run": f"{cfg.name}, {train.steps:,} steps, {train.steps / data.steps_per_epoch(train.batch_size):.1f} epochs",
         "data": f"{cfg.dataset.name}, {len(data):,} samples of {data.latents.shape}",
         "objective": cfg.objective,
-        "network": f"{cfg.model.architecture}, {parameters:,} parameters, {cfg.model.blocks}, {tokens} tokens",
+        "network": f"{cfg.model.architecture}, {parameters:,} parameters{some}, {cfg.model.blocks}, {tokens} tokens",
         "weights": run.weights,
         "routes": "; ".join(routes) or "none",
         "FLOPs": f"{3 * routed:.3e} a training image, {fewer}{dense:.3e} a forward pass of all tokens",
@@ -75,14 +77,18 @@ def describe(run: Run) -> str:
 def describe_alignment(run: Run) -> str:
     """Return a line on the aligned block, its targets, and the size of the projector."""
     settings, network = run.cfg.alignment, run.network
-    block, teacher = settings.blocks(len(network.blocks))
-    kept = network.tokens_run(active_routes(run.cfg, 0))[block]
+    blocks, teacher = settings.resolve(len(network.blocks))
+    kept = [f"{tokens}" for tokens in run.aligner.tokens(active_routes(run.cfg, 0))]
     targets = f"block {teacher} of the averaged network"
     if settings.kind == "repa":
         encoder = run.aligner.encoder
         targets = f"{'live' if encoder else 'stored'} features of {settings.encoder}"
         targets += f" in {encoder.precision}" if encoder else ""
-    aligned = f"{settings.kind}, block {block} ({kept} tokens) with {targets}, weight {settings.weight:g}"
+    aligned = f"{settings.kind}, block{'s' * (len(blocks) > 1)} {' and '.join(map(str, blocks))} "
+    aligned += f"({' and '.join(kept)} tokens) with {targets}, weight {settings.weight:g}"
+    if settings.until is not None:
+        falling = f", falling to 0 over {settings.fade:,} steps" * bool(settings.fade)
+        aligned += f"{falling} up to step {settings.until:,}"
     return f"{aligned}; the projector has {count_parameters(run.aligner.module.projector):,} parameters"
 
 
@@ -90,7 +96,10 @@ def forecast(run: Run, seconds: float) -> str:
     """Return a line that estimates the time left; `seconds` is the time of a training step."""
     cfg, model, sampling, count = run.cfg, run.model, run.cfg.sampling, run.processes.count
     each = Sampler.of(model.process, sampling.steps, sampling.solver, 1, run.precision).flops(model)
-    flops = sample_flops(run.network, active_routes(cfg, run.step - 1), run.aligner) * cfg.train.batch_size
+    routes, aligner = active_routes(cfg, run.step - 1), run.aligner_at(run.step - 1)
+    flops = sample_flops(run.network, routes, aligner) * cfg.train.batch_size
+    plain = max(0, cfg.train.steps - max(run.step, cfg.alignment.until or cfg.train.steps))  # steps behind alignment
+    saved = plain * aligner.flops(routes) / sample_flops(run.network, routes, aligner) if aligner else 0.0
     speed = flops / count / seconds  # FLOP/s of one process
 
     def times(interval: int | None) -> int:
@@ -102,7 +111,7 @@ def forecast(run: Run, seconds: float) -> str:
 
     evaluation = cfg.eval.points * run.network.forward_flops() / count / speed if run.heldout else 0.0
     parts = {
-        "training": (cfg.train.steps - run.step) * seconds,
+        "training": (cfg.train.steps - run.step - saved) * seconds,
         "evaluation": times(cfg.every.evaluate) * evaluation,
         "FID": times(cfg.eval.fid_every) * drawn(cfg.eval.fid_samples // count),
         "grids": times(cfg.every.sample) * drawn(min(sampling.classes, model.num_labels) * sampling.per_class),
