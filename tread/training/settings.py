@@ -195,8 +195,7 @@ class Settings:
             raise ValueError(f"init_classes is given, but {named} takes texts, not classes")
         self.alignment.resolve(model.depth)  # raises ValueError for blocks that the network does not have
         both = ("repa", "self")
-        owners = {"block": both, "blocks": both, "until": both, "encoder": ("repa",), "teacher": ("self",)}
-        for key, kinds in owners.items():
+        for key, kinds in dict(block=both, blocks=both, until=both, encoder=("repa",), teacher=("self",)).items():
             value, kind = getattr(self.alignment, key), self.alignment.kind
             if value is not None and kind not in kinds:
                 given = f"alignment.{key} is {schema.written(value)}"
