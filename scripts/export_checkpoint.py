@@ -95,7 +95,7 @@ def export(options: Options) -> checkpoint.Checkpoint:
     source.verify(options.weights)
     name = f"{options.weights}.safetensors"
     info, stated = record(source.info, options.paths, options.autoencoder), source.info["files"][name]
-    copied = options.dtype == stored_dtype(info)
+    copied = options.dtype == stored_dtype(info) and "adapter" not in source.info  # LoRA's are merged
     tensors = {} if copied and not options.public else as_dtype(source.tensors(options.weights), options.dtype)
     theirs = public_names(tensors) if options.public else {}
     size = stated["bytes"] if copied else sum(value.nbytes for value in tensors.values())

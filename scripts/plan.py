@@ -72,15 +72,20 @@ def show(cfg: Settings, options: Options) -> None:
         raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
     with torch.device("meta"):
         network = build_network(cfg)
+        if cfg.lora.rank:
+            cfg.lora.adapt(network)
+    cfg.optim.freeze(network)
     images, routes = cfg.train.batch_size // options.devices, cfg.model.resolved_routes
     constants, measured = constants_of(options.device)
     columns = [column(cfg, network, kind, images, options, constants) for kind in ((), routes)[: 2 if routes else 1]]
-    parameters = count_parameters(network)
-    print(f"{cfg.name}: {parameters:,} parameters, {network.num_tokens} tokens, batch {cfg.train.batch_size}")
+    parameters, trained = count_parameters(network), count_parameters(network, trained=True)
+    some = "" if trained == parameters else f", {trained:,} of them trained"
+    print(f"{cfg.name}: {parameters:,} parameters{some}, {network.num_tokens} tokens, batch {cfg.train.batch_size}")
     print("\n" + " " * 34 + "".join(f"{head:>14}" for head in ("all tokens", "routed")[: len(columns)]))
     for name in columns[0]:
         print(f"{name:<34}" + "".join(f"{each[name]:>14}" for each in columns))
-    checkpoint = size_text(4 * (parameters * (2 + len(cfg.ema.power)) + cfg.optim.state_size(network)))
+    kept = trained if cfg.lora.rank else parameters
+    checkpoint = size_text(4 * (kept * (2 + len(cfg.ema.power)) + cfg.optim.state_size(network)))
     stored, each = ("uint8", 1) if cfg.dataset.embedded == "cifar10" else ("fp16", 2)  # bytes of a number
     view = size_text(cfg.dataset.channels * cfg.dataset.size**2 * each)
     print(f"\ndisk: {checkpoint} a checkpoint, every {cfg.every.save:,} steps; latents {view} a view in {stored}")
@@ -113,6 +118,7 @@ def column(
     saving = replace(cfg, train=replace(cfg.train, memory=how))
     few, more = (memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
     micro = largest_micro_batch(few, more, images, room - live)
+    frozen = 4 * (count_parameters(network) - count_parameters(network, trained=True))
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
     both = (aligner, None) if aligner else (None,)  # until alignment ends, and from there on
     flops, *later = (sample_flops(network, routes, each) for each in both)
@@ -121,7 +127,7 @@ def column(
     lines = {
         "FLOPs an image": f"{flops:.3e}",
         "FLOPs of the run": f"{cfg.train.batch_size * in_all:.3e}",
-        "memory: weights and gradients": size_text(2 * few.weights),
+        "memory: weights and gradients": size_text(2 * few.weights - frozen),
         "  optimizer and averages": size_text(few.optimizer + few.averages),
         "  activations of a micro-batch": size_text(saved),
         **({"  live encoder": size_text(live)} if live else {}),

@@ -16,7 +16,7 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
   export VIRTUAL_ENV=$PWD/.venv PATH="$PWD/.venv/bin:$PATH"
 else
   python -m pip install --quiet -r requirements.txt -r requirements-import.txt -r requirements-tensorboard.txt \
-    -r requirements-alignment.txt -r requirements-emoji.txt -r requirements-test.txt
+    -r requirements-alignment.txt -r requirements-emoji.txt -r requirements-lora.txt -r requirements-test.txt
 fi
 
 select=(-m "not slow and not gpu" -n auto --dist loadfile)

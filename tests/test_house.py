@@ -30,6 +30,7 @@ KNOWS = {  # library → who may import it; a package means all of its files
         "tread/checkpoints/diffusers_pipeline.py",
     },
     "transformers": {"tread/encoders/pretrained.py"},
+    "peft": {"tread/checkpoints/lora.py"},
     "mamba_ssm": {"tread/models/ssd.py"},
 }
 
@@ -130,7 +131,7 @@ def test_one_file_knows_the_architectures():
 def test_packages_are_declared():
     files = [
         ROOT / f"requirements{kind}.txt"
-        for kind in ("", "-import", "-tensorboard", "-alignment", "-mamba", "-emoji", "-text")
+        for kind in ("", "-import", "-tensorboard", "-alignment", "-mamba", "-emoji", "-text", "-lora")
     ]
     declared = {line.split(">")[0] for file in files for line in file.read_text().splitlines()}
     names = {"hydra": "hydra-core", "mamba_ssm": "mamba-ssm", "sklearn": "scikit-learn", "PIL": "pillow"}

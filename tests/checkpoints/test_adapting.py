@@ -1,12 +1,14 @@
 """Weights for other classes and sizes: against the rows that they had, and positions by their formula."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import RGB, assert_refused, launch, opened, read_json, save_checkpoint, take_samples
+from conftest import RGB, assert_refused, launch, opened, randomized, read_json, save_checkpoint, take_samples
 
+from dit import DiT
 from tread.checkpoints.adapting import new_classes
 from tread.checkpoints.weights import read_weights
 from tread.data.writer import write_dataset
@@ -50,7 +52,11 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
     small, large = write(tmp_path / "small", 16, RGB.classes), write(tmp_path / "large", 32, NEW)
     launch(tmp_path, *small, *kind, "name=old")
     start = ("init_from=results/old", "init_classes={a:a,3:0}")
-    assert_refused(lambda *more: launch(tmp_path, *large, *kind, *start, "name=no", *more), ("of other shapes",))
+    assert_refused(
+        lambda *more: launch(tmp_path, *large, *kind, "name=no", *more),
+        (*start, "of other shapes.*\n.*\n.*\n  or train.py takes init_positions for another size"),
+        (start[0], "takes init_classes for other classes, init_positions for another size"),
+    )
     for how, scale in (("recomputed", 1.0), ("scaled", 0.5)):
         told = launch(tmp_path, *large, *kind, *start, f"init_positions={how}", f"name={how}", "train.steps=3")
         assert "4×4 tokens where these weights were trained, 8×8 now" in told and "begin as old ones" in told
@@ -68,6 +74,21 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
         take_samples(tmp_path, f"checkpoint=results/{how}", "seeds=0", "steps=2", "classes=[0]", "decode=false")
     launch(tmp_path, *large, *kind, "init_from=results/scaled", "init_positions=scaled", "name=again", "train.steps=1")
     assert read_json(tmp_path / "results/again/latest/info.json")["config"]["model"]["position_scale"] == 0.5
+
+
+def test_a_file_in_public_dit_s_layout_starts_other_classes_at_another_size(tmp_path):
+    large = write(tmp_path / "large", 32, NEW)
+    sizes = {"input_size": 16, "patch_size": 4, "in_channels": 3, "hidden_size": 32, "depth": 6, "num_heads": 2}
+    public = randomized(partial(DiT, **sizes, num_classes=20, learn_sigma=True), 0, 0.05).state_dict()
+    torch.save(public, tmp_path / "DiT.pt")
+    how = ("model.learn_sigma=true", "edm.predicts=ddpm_noise", "init_classes={7:x}", "init_positions=scaled")
+    frozen = "optim.groups=[{match: y_embedder, lr: 0}]"
+    told = launch(tmp_path, *large, *how, "init_from=DiT.pt", frozen, "name=own", "train.steps=1")
+    assert "(7 → x), the others anew" in told and "they span the old range" in told and "position_scale" not in told
+    state = opened(tmp_path / "results/own").load("cpu").network.state_dict()
+    table, old = state[LABELS], public[LABELS]
+    assert torch.equal(table[[1, 4]], old[[7, 20]]) and not torch.isclose(table[[0, 2, 3]], old[:3]).all(1).any()
+    assert torch.equal(state["pos_embed"][0], sincos_positions(32, 8, 0.5))
 
 
 def test_what_needs_weights_is_refused_without(tmp_path):

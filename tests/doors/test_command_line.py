@@ -165,6 +165,15 @@ def test_each_script_refuses_a_word_that_it_does_not_know(ask):
         assert "error: unknown setting 'sourcs'" in text and "Traceback" not in text and code == 1, script
 
 
+def test_a_mapping_names_each_key_once():
+    """Hydra takes the last of two, silently."""
+    for words in ("{3: gold, 4: gold}", "[{match: a, lr: 1}, {match: b, lr: 0}]", "{a: {b: 1}, c: {b: 1}}"):
+        schema.check_overrides([f"init_classes={words}"], ["init_classes"])
+    for words in ("{3:gold,3:silver}", "{gold: 1, silver: 2, gold: 3}"):
+        with pytest.raises(ValueError, match=f"^init_classes={words} names (3|gold) twice$"):
+            schema.check_overrides([f"init_classes={words}"], ["init_classes"])
+
+
 def test_hydras_own_options_are_left_to_it(ask):
     for words, shown in (
         (("--cfg", "job", "seed=7", "train.steps=-1"), "seed: 7"),

@@ -8,7 +8,7 @@ from functools import partial
 import plan
 import pytest
 import torch
-from conftest import launch_door
+from conftest import ROOT, launch_door
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -266,6 +266,32 @@ def test_a_plan_counts_alignment_up_to_its_end(tmp_path):
 )
 def test_a_plan_counts_the_bytes_that_are_stored(tmp_path, experiment, said):
     assert said in launch_door(plan.main, "plan", tmp_path, f"experiment={experiment}", "model=dit")
+
+
+@pytest.mark.slow
+def test_finetune_own_and_its_page_state_what_they_take(tmp_path):
+    """As scripts/plan.py predicts it, on the two GPUs that have room for it."""
+    head = (ROOT / "configs/experiment/finetune_own.yaml").read_text()
+    page = " ".join((ROOT / "docs/finetuning.md").read_text().split())
+    words = ["experiment=finetune_own", "dataset.path=x", "dataset.channels=4", "dataset.size=32"]
+    words += ["dataset.num_classes=10", "train.memory=plain"]
+
+    def planned(*more: str) -> tuple[str, list[float]]:
+        text = launch_door(plan.main, "plan", tmp_path, *words, *more)
+        parts = re.findall(r"^(?:memory: w|  optimizer|  activations).* ([\d.]+) (.B) +([\d.]+) (.B)$", text, re.M)
+        gigabytes = {"MB": 1e-3, "GB": 1.0}
+        assert len(parts) == 3
+        return text, [sum(float(part[i]) * gigabytes[part[i + 1]] for part in parts) for i in (0, 2)]
+
+    text, (dense, routed) = planned("device=h200")
+    assert f"{dense:.0f} GB of a GPU's memory with all tokens, {routed:.0f} GB" in head.replace("\n# ", " ")
+    assert "10.8 GB a checkpoint" in text and "10.8 GB a checkpoint" in head
+    pytest.importorskip("peft")
+    text, (dense, _) = planned("lora.rank=16", "device=4090")
+    count, trained = (float(number.replace(",", "")) / 1e6 for number in re.findall(r"[\d,]{6,}", text)[:2])
+    assert f"{trained:.0f} of XL/2's {count:.0f} million parameters" in page
+    assert f"{dense:.0f} GB of a GPU's memory with all tokens, and 190 MB a checkpoint" in page
+    assert "190 MB a checkpoint" in text and "32 of 32" in text
 
 
 @pytest.mark.slow

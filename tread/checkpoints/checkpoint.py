@@ -7,6 +7,7 @@ results/<run>/step_0001000/
     powers.safetensors     power-function EMAs, keyed "<width>/<parameter>"; only with ema.power
     info.json              step, config, versions, and size and sha256 of each file
 results/<run>/latest       link to the newest one
+results/<run>/base.safetensors  with lora.rank only: the network that the run started from; model and ema hold adapters
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tread.checkpoints.lora import BASE, merge
 from tread.runtime.device import wait_for
 from tread.runtime.files import plain_name, point_to, sha256, whole_folder
 from tread.runtime.hub import local
@@ -138,9 +140,23 @@ class Checkpoint:
             raise Damaged(f"{path} is damaged: its content is not what was written, by info.json's hash", self.folder)
         return path
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """Load a part's tensors by name on the CPU. Raises ValueError if it is damaged."""
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """Load a part's tensors as they are stored, by name on the CPU. Raises ValueError if it is damaged."""
         return load_file(self.verify(name))
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Like `stored`, but with LoRA's adapters merged into the weights that they were trained for."""
+        stored, adapter = self.stored(name), self.info.get("adapter")
+        return merge(self.base(), stored, adapter["scale"]) if adapter and name in ("model", "ema") else stored
+
+    def base(self) -> dict[str, Tensor]:
+        """Load the weights that a LoRA run started from. Raises ValueError if they are missing or not the same ones."""
+        path, alone = self.folder.parent / BASE, f"{self.folder} holds adapters (LoRA) alone, and"
+        if not path.is_file():
+            raise ValueError(f"{alone} {path}, their network, is missing: scripts/export_checkpoint.py merges the two")
+        if sha256(path) != self.info["adapter"]["base"]:
+            raise ValueError(f"{alone} {path} is not their network: it is another one, or damaged, by its hash")
+        return load_file(path)
 
 
 def find(path: Path | str) -> Checkpoint:
@@ -363,6 +379,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
     powers: Mapping[float, nn.Module]  # width → power-function EMA; {}: no part `powers`
     projector: nn.Module | None = None  # alignment's; None: no part `projector`
+    base: frozenset[str] = frozenset()  # parameters that LoRA froze: in base.safetensors, and in no part
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -377,14 +394,16 @@ class Trained:
 
     def parts(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors to save, {part: {name: tensor}}."""
-        parts = {name: module.state_dict() for name, module in self.modules.items()}
+        states = {name: module.state_dict() for name, module in self.modules.items()}
+        parts = {name: {key: v for key, v in state.items() if key not in self.base} for name, state in states.items()}
         parts["optimizer"] = optimizer_tensors(self.optimizer, self.network, self.projector)
         return parts | ({"powers": self.power_tensors} if self.powers else {})
 
     def restore(self, checkpoint: Checkpoint, with_optimizer: bool) -> None:
         """Load a checkpoint's parts into the modules, and its optimizer state if `with_optimizer`."""
         for name, module in self.modules.items():
-            module.load_state_dict(checkpoint.tensors(name))
+            kept = {key: value for key, value in module.state_dict().items() if key in self.base}
+            module.load_state_dict(kept | checkpoint.stored(name))
         if with_optimizer:
             load_optimizer(self.optimizer, self.network, checkpoint.tensors("optimizer"), self.projector)
         kept = checkpoint.tensors("powers") if self.powers else {}

@@ -6,7 +6,7 @@ tread/checkpoints/posthoc_ema.py computes averages of other widths.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,20 @@ class EMA:
 
     profile  d as a function of the number of earlier steps, from `exponential` or `power`.
     network  the network to copy; the attribute of this name is the averaged copy, in eval mode.
+    shared   names of parameters that never change; the copy shares them with `network`.
     """
 
-    def __init__(self, network: nn.Module, profile: Callable[[int], float]) -> None:
+    def __init__(
+        self, network: nn.Module, profile: Callable[[int], float], shared: Collection[str] = frozenset()
+    ) -> None:
         self.profile = profile
-        self.network = copy.deepcopy(network).eval().requires_grad_(False)
-        self._averaged, self._of = list(self.network.parameters()), (None, [])  # kept, as walks over modules take long
+        self._shared = {id(p): p for name, p in network.named_parameters() if name in shared}
+        self.network = copy.deepcopy(network, self._shared.copy()).eval().requires_grad_(False)
+        self._averaged, self._of = self._own(self.network), (None, [])  # kept, as walks over modules take long
         self._fp32 = all(parameter.dtype == torch.float32 for parameter in self._averaged)
+
+    def _own(self, network: nn.Module) -> list[Tensor]:
+        return [parameter for parameter in network.parameters() if id(parameter) not in self._shared]
 
     def share(self, step: int) -> float:
         """Return 1 − d for training step `step` (0, 1, …): the share of that step's weights in the new average."""
@@ -51,7 +58,7 @@ class EMA:
         """Move the average towards the weights of `network` by `share` of the distance, a number or 0-d fp32, unless
         `skip`, 0-d fp32 on the parameters' device, is 1. The host does not wait for the device."""
         if network is not self._of[0]:
-            self._of = network, list(network.parameters())
+            self._of = network, self._own(network)
         if skip.is_cuda and self._fp32:
             fused_average(self._averaged, self._of[1], share, skip)
         else:

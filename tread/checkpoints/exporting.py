@@ -53,7 +53,7 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
     paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train".
     autoencoder  hub id to record in place of the present one; the recorded fingerprint stays. None: no change.
     """
-    content, latents = dict(info), dict(info.get("latents", {}))
+    content, latents = {key: value for key, value in info.items() if key != "adapter"}, dict(info.get("latents", {}))
     if autoencoder is not None:
         if latents.get("autoencoder", "pixels") == "pixels":
             raise ValueError(f"autoencoder={autoencoder}, but this network draws pixels and has none")

@@ -45,6 +45,8 @@ def fit(
     ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
     tables = {name: state[name] for name in TABLES if name in state}
     refusal = f"the weights of {where} do not fit this network:"
+    if any(".lora_" in name for name in state):
+        raise ValueError(f"{refusal} they are adapters (LoRA) alone; the checkpoint in their run's folder is whole")
     if FIRST not in state:
         raise ValueError(f"{refusal} there is no {FIRST}, as in public DiT's parameter names, but {listed(state)}")
     whole = {name: expected[name] for name in POSITIONS if name in expected}
@@ -82,6 +84,9 @@ def fit(
             fitting = {"model": fitting.pop("model.architecture"), **fitting}
         settings = " ".join(f"{key}={written(value)}" for key, value in fitting.items())
         problems.append(f"settings that fit it: {settings}")
+    ways = {"dataset.num_classes": "init_classes for other classes", "dataset.size": "init_positions for another size"}
+    if others := [way for key, way in ways.items() if key in fitting]:
+        problems.append(f"or train.py takes {', '.join(others)}")
     raise ValueError("\n  ".join([refusal, *problems]))
 
 
@@ -210,6 +215,7 @@ class StoredWeights:
                 lines.append(f"{self.where} records no class names: its class 0 is taken for {latents.classes[0]!r}, …")
             return lines
         shown = sizes(self.state)
+        shown["model.position_scale"] = 1.0  # `fit` and new_positions have compared the positions themselves
         hidden = {key: value for key, value in cfg.model.decisive.items() if key not in shown}
         hidden |= {"objective": cfg.objective, **_conventions(cfg)}
         taken = ", ".join(f"{key}={written(value)}" for key, value in hidden.items())

@@ -126,24 +126,32 @@ class FinalLayer(nn.Module):
         return self.linear(self.modulated(x, c))
 
 
-def count_parameters(network: nn.Module) -> int:
-    """Return the total number of values in a network's parameters; buffers are not counted."""
-    return sum(parameter.numel() for parameter in network.parameters())
+def count_parameters(network: nn.Module, trained: bool = False) -> int:
+    """Return the total number of values in a network's parameters, or in those that are trained; buffers are not
+    counted."""
+    return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad or not trained)
 
 
 def linear_products(block: nn.Module, tokens: int) -> int:
     """Return the multiply-adds of a block's linear layers for one sample; adaLN runs once, the others per token."""
-    modulation = block.adaLN_modulation[1].weight.numel()
-    layers = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
+    layers, modulation = (
+        sum(layer.weight.numel() for layer in part.modules() if isinstance(layer, nn.Linear))
+        for part in (block, block.adaLN_modulation)
+    )
     return tokens * (layers - modulation) + modulation
+
+
+def block_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Return the linear layers in the network's blocks (its ModuleLists), by their names in the network."""
+    lists = [(name, child) for name, child in network.named_children() if isinstance(child, nn.ModuleList)]
+    named = [pair for name, blocks in lists for pair in blocks.named_modules(prefix=name)]
+    return [(name, layer) for name, layer in named if isinstance(layer, nn.Linear)]
 
 
 def block_matrices(network: nn.Module) -> list[nn.Parameter]:
     """Return the matrices of attention, MLP and other mixers: the weights of the linear layers in the network's blocks
-    (its ModuleLists) except those of their adaLN modulations."""
-    lists = [child for child in network.children() if isinstance(child, nn.ModuleList)]
-    named = [pair for blocks in lists for pair in blocks.named_modules() if isinstance(pair[1], nn.Linear)]
-    weights = [layer.weight for name, layer in named if "adaLN_modulation" not in name]
+    except those of their adaLN modulations."""
+    weights = [layer.weight for name, layer in block_layers(network) if "adaLN_modulation" not in name]
     return [weight for weight in weights if min(weight.shape) > 1]
 
 

@@ -118,7 +118,8 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
 
 
 def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first word that is not a Hydra override (key=value), or whose key is not in `known`."""
+    """Raise ValueError for the first word that is not a Hydra override (key=value), whose key is not in `known`, or
+    whose value {a:…,a:…} names a key twice, of which Hydra would take the last."""
     overrides = list(overrides)
     for before, override in zip(["", *overrides], overrides):
         if not re.search("^[-~]|=", override) and not before.startswith("-"):  # after an option: its value
@@ -128,6 +129,10 @@ def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
         match = re.match(r"[+~]*([^-+~=\s][^=\s]*)=", override)
         if match and _with_stars(match[1]) not in known and not match[1].startswith("hydra"):
             raise _unknown(match[1], known)
+        flat = re.search(r"=\s*\{([^{}\[\]]*)\}$", override)
+        named = re.findall(r"(?:^|,)\s*([^:,]+?)\s*:", flat[1]) if flat else []
+        if twice := [name for name in named if named.count(name) > 1]:
+            raise ValueError(f"{override} names {twice[0]} twice")
 
 
 def fill(tree: dict, kind: type) -> dict:
@@ -211,6 +216,8 @@ def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
             return tuple(_convert(get_args(kind)[0], item, f"{key}.{i}", known) for i, item in enumerate(value))
         if is_dataclass(kind) and isinstance(value, dict):
             return _build(kind, value, key + ".", known)
+        if type(value) is int and get_origin(kind) is Literal and str(value) in get_args(kind):
+            return str(value)  # device=4090 is typed as a number
         choices = [(type(choice), choice) for choice in get_args(kind)] if get_origin(kind) is Literal else ()
         if type(value) is kind or (kind is float and type(value) is int) or (type(value), value) in choices:
             for limit in [limit for limit in said if isinstance(limit, Range)] or [_FINITE] * (kind is float):

@@ -151,8 +151,9 @@ def memory(
         return StepMemory(*parts, step.peak + weights + optimizer + max(saved, weights))
     if not compiled:
         return step_memory(cfg, routes, images, precision)
-    weights, how = 4 * count_parameters(network), cfg.train.memory
-    averages, optimizer = weights * (1 + len(cfg.ema.power)), 4 * cfg.optim.state_size(network)
+    weights, gradients = 4 * count_parameters(network), 4 * count_parameters(network, trained=True)
+    averaged, how = gradients if cfg.lora.rank else weights, cfg.train.memory
+    averages, optimizer = averaged * (1 + len(cfg.ema.power)), 4 * cfg.optim.state_size(network)
     blocks, kind = blocks_run(network, routes), cfg.model.architecture
     values = getattr(cfg.model, "value_residual", False)
     sizes = [(count * width, block_bytes(kind, width, values)) for _, count, width in blocks]
@@ -162,7 +163,7 @@ def memory(
     ends = network.hidden_size * END_BYTES.saved * network.num_tokens
     each = (kept + ends) * (1 if precision == "bf16" else 2)
     saved = int(weights / 2 + images * each)  # autocast keeps weights in bf16
-    return StepMemory(weights, averages, optimizer, saved, weights + averages + optimizer + max(saved, weights))
+    return StepMemory(weights, averages, optimizer, saved, weights + averages + optimizer + max(saved, gradients))
 
 
 class MemoryPlan(NamedTuple):

@@ -379,6 +379,7 @@ def save(run: Run) -> bool:
         "config": run.config,
         "plugins": plugin_hashes(run.cfg.plugins) | (run.earlier.info.get("plugins", {}) if run.earlier else {}),
         "versions": run.log.versions if run.main else None,
+        **({"adapter": run.adapter} if run.adapter else {}),
     }
 
     def write(step: int, parts: dict[str, dict[str, Tensor]]) -> None:

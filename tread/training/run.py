@@ -108,6 +108,7 @@ class Run:
     prompts: Text | None = None  # the grids' texts, for a network that takes texts
     captions: Sequence[str] = ()  # the grids' captions
     tracker: Tracker | None = None
+    adapter: dict | None = None  # LoRA's, for info.json: how often it counts, and the hash of the base
     spent: dict[str, float] = field(default_factory=dict)  # seconds of other work since the last record
 
     def __post_init__(self) -> None:
@@ -120,6 +121,7 @@ class Run:
         more = {"steps": cfg.train.steps, "beyond": process_of(cfg).beyond, "bare_from": cfg.alignment.until}
         self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, **more)
         self.graphs = None  # start() may set it to a Graphs, which runs the steps
+        self.adapter = info.get("adapter")
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
         self.statistics = StepStatistics(device, tally)
         self.saved: int | None = self.earlier and self.earlier.step  # the step of the newest checkpoint
@@ -164,7 +166,8 @@ class Run:
 
     def checkpoint_bytes(self) -> int:
         """Return the bytes of a checkpoint: weights, averages and the optimizer's state."""
-        size = (1 + len(self.averages)) * count_parameters(self.network) + self.cfg.optim.state_size(self.network)
+        kept = sum(p.numel() for name, p in self.network.named_parameters() if name not in self.trained.base)
+        size = (1 + len(self.averages)) * kept + self.cfg.optim.state_size(self.network)
         if self.aligner:
             size += (1 + self.cfg.optim.copies) * count_parameters(self.aligner.module.projector)
         return round(4 * size)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from rf import RF
 from tread.checkpoints.adapting import Positions
+from tread.checkpoints.lora import Lora
 from tread.checkpoints.network import Dataset, Objective, process_of, settle_shifts
 from tread.checkpoints.posthoc_ema import Width
 from tread.data.dataset import LatentDataset
@@ -24,7 +25,7 @@ from tread.runtime.plugins import absolute
 from tread.runtime.schema import BelowOne, Count, CountOrZero, PositiveOrZero, Range, Share, TwoOrMore, written
 from tread.runtime.tensor_files import Weights
 from tread.training.alignment import Alignment
-from tread.training.optimizers import Optim
+from tread.training.optimizers import OPTIMIZERS, Optim
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ class Settings:
     plugins: tuple[str, ...] = ()
     init_classes: Literal["new"] | dict | None = None
     init_positions: Positions | None = None
+    lora: Lora = Lora()
 
     def __post_init__(self) -> None:
         model, schedule, named = self.model, self.train.ratio_schedule, f"model={self.model.name}"
@@ -193,6 +195,12 @@ class Settings:
                 raise ValueError(f"{key} is given, but init_from=… is not, whose weights it changes")
         if self.init_classes is not None and model.takes_text:
             raise ValueError(f"init_classes is given, but {named} takes texts, not classes")
+        if self.lora.rank and self.init_from is None:
+            raise ValueError("lora.rank is given, but init_from=… is not, whose weights it adapts")
+        if self.lora.rank and OPTIMIZERS[self.optim.name].splits:
+            raise ValueError(f"optim.name={self.optim.name} updates whole matrices, which lora.rank freezes: try adamw")
+        if self.lora.rank and self.ema.power:
+            raise ValueError("ema.power averages whole weights, but with lora.rank only adapters change: leave it []")
         self.alignment.resolve(model.depth)  # raises ValueError for blocks that the network does not have
         both = ("repa", "self")
         for key, kinds in dict(block=both, blocks=both, until=both, encoder=("repa",), teacher=("self",)).items():

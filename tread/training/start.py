@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.adapting import new_classes, new_positions, position_scale
 from tread.checkpoints.ema import EMA, exponential, power
+from tread.checkpoints.lora import BASE, Lora, base_of
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.run_log import differences
 from tread.checkpoints.weights import StoredWeights, load_weights
@@ -30,12 +31,12 @@ from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
 from tread.runtime.device import avoid_faults, device_name, memory_of
 from tread.runtime.distributed import Processes, open_training, split_batch
-from tread.runtime.files import check_place, explain_failure, point_to, size_text, write_whole
+from tread.runtime.files import check_place, explain_failure, point_to, sha256, size_text, whole_file, write_whole
 from tread.runtime.plugins import plugin_changes
 from tread.runtime.randomness import generator
 from tread.runtime.schema import written
 from tread.runtime.signals import Stop
-from tread.runtime.tensor_files import LABELS
+from tread.runtime.tensor_files import LABELS, save_tensors
 from tread.runtime.tracking import check_tracker, open_tracker
 from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
 from tread.training.costs import MemoryPlan, blank_loss, kinds_to_come, live_bytes, plan_memory, training_flops
@@ -71,16 +72,18 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         network = build_network(cfg)
     network.residual = cfg.train.residual  # copied to the averaged networks, too
     weights, notes = bring_weights(cfg, network, claimed, data)
+    base = adapt(cfg, network, earlier)
     cfg.optim.freeze(network)
     network.to(processes.device)
     faulty = avoid_faults(processes.device, cfg.text.tokens if cfg.model.takes_text else None)
-    ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup))
+    ema = EMA(network, exponential(cfg.ema.decay, cfg.ema.warmup), base)
     powers = {width: EMA(network, power(width)) for width in cfg.ema.power}
     with processes.main_first():  # the main process may fetch an encoder
         aligner = open_aligner(cfg, network, ema, data, precision)
     projector = aligner and aligner.module.projector
     optimizer = cfg.optim.build(checkpoint.optimized_parameters(network, projector), network)
-    trained = checkpoint.Trained(network, ema.network, optimizer, {w: p.network for w, p in powers.items()}, projector)
+    averaged = {width: power.network for width, power in powers.items()}
+    trained = checkpoint.Trained(network, ema.network, optimizer, averaged, projector, base)
     if earlier:
         trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))
     rest = range(earlier.step if earlier else 0, cfg.train.steps)
@@ -109,6 +112,18 @@ def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
     scale = position_scale(cfg.init_from, run, side)
     config = {**config, "model": {**config["model"], "position_scale": scale}}
     return replace(cfg, model=replace(cfg.model, position_scale=scale)), config
+
+
+def adapt(cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | None) -> frozenset[str]:
+    """Add LoRA's adapters to the network, after loading the weights that the run started from if it goes on. Returns
+    the names of the parameters that are frozen. Without lora.rank: does nothing."""
+    if cfg.lora.rank is None:
+        return frozenset()
+    if earlier:
+        network.load_state_dict(earlier.base())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(cfg.seed, "lora").initial_seed())
+        return cfg.lora.adapt(network)
 
 
 def prepare_blocks(
@@ -203,6 +218,10 @@ def take_folder(run: Run, claimed: Claim) -> None:
         with explain_failure(run.folder):
             write_whole(run.folder / "config.yaml", OmegaConf.to_yaml(run.config))
             posthoc_ema.forget_after(run.folder, run.step)
+            if run.trained.base and not claimed.checkpoint:
+                with whole_file(run.folder / BASE) as partial:
+                    save_tensors(partial, base_of(run.network))
+                run.adapter = {"scale": run.cfg.lora.scale, "base": sha256(run.folder / BASE)}
             if claimed.checkpoint:
                 point_to(run.folder / "latest", claimed.checkpoint.folder.name)
         run.stop.ending = lambda signal: run.log.status(
@@ -300,6 +319,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
         (no_betas, f"optim.betas has no effect with optim.name={optim.name}"),
         (optim.schedule == "constant" and optim.final_lr, "optim.final_lr has no effect with optim.schedule=constant"),
         (cfg.train.routes_until and not cfg.model.routes, "train.routes_until has no effect without routes"),
+        (cfg.lora.rank is None and cfg.lora != Lora(), "section lora has no effect without lora.rank"),
         (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
         (cfg.eval.fid_reference and not cfg.eval.fid_every, "eval.fid_reference has no effect without eval.fid_every"),
     ]

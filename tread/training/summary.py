@@ -26,11 +26,13 @@ def describe(run: Run) -> str:
         f"{describe_route(route, tokens, network.grid)}{RULES[route.select].description}, fp32: {route.fp32}"
         for route in check_routes(active, cfg.model.depth)
     ]
+    trained = count_parameters(network, trained=True)
+    some = "" if trained == parameters else f", {trained:,} of them trained"
     lines = {
         "run": f"{cfg.name}, {train.steps:,} steps, {train.steps / data.steps_per_epoch(train.batch_size):.1f} epochs",
         "data": f"{cfg.dataset.name}, {len(data):,} samples of {data.latents.shape}",
         "objective": cfg.objective,
-        "network": f"{cfg.model.architecture}, {parameters:,} parameters, {cfg.model.blocks}, {tokens} tokens",
+        "network": f"{cfg.model.architecture}, {parameters:,} parameters{some}, {cfg.model.blocks}, {tokens} tokens",
         "weights": run.weights,
         "routes": "; ".join(routes) or "none",
         "FLOPs": f"{3 * routed:.3e} a training image, {fewer}{dense:.3e} a forward pass of all tokens",
