@@ -43,8 +43,8 @@ def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Alig
     firsts = [*steps] if cfg.train.ratio_schedule else sorted(step for step in changes if step in steps)
     for first, end in zip(firsts, [*firsts[1:], steps.stop]):
         kinds[active_routes(cfg, first), bool(cfg.alignment.weight_at(first))] += end - first
-    each = ((routes, aligner if aligned else None, count) for (routes, aligned), count in kinds.items())
-    return cfg.train.batch_size * sum(sample_flops(network, routes, aligner) * count for routes, aligner, count in each)
+    each = (sample_flops(network, routes, aligner if aligned else None) for routes, aligned in kinds)
+    return cfg.train.batch_size * sum(flops * count for flops, count in zip(each, kinds.values()))
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:

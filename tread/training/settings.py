@@ -201,8 +201,7 @@ class Settings:
             raise ValueError("ema.power averages whole weights, but with lora.rank only adapters change: leave it []")
         self.alignment.resolve(model.depth)  # raises ValueError for blocks that the network does not have
         both = ("repa", "self")
-        owners = {"block": both, "blocks": both, "until": both, "encoder": ("repa",), "teacher": ("self",)}
-        for key, kinds in owners.items():
+        for key, kinds in dict(block=both, blocks=both, until=both, encoder=("repa",), teacher=("self",)).items():
             value, kind = getattr(self.alignment, key), self.alignment.kind
             if value is not None and kind not in kinds:
                 given = f"alignment.{key} is {schema.written(value)}"

@@ -41,14 +41,7 @@ from tread.runtime.signals import Stop
 from tread.runtime.tensor_files import LABELS, save_tensors
 from tread.runtime.tracking import check_tracker, open_tracker
 from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
-from tread.training.costs import (
-    MemoryPlan,
-    blank_loss,
-    kinds_to_come,
-    live_bytes,
-    plan_memory,
-    training_flops,
-)
+from tread.training.costs import MemoryPlan, blank_loss, kinds_to_come, live_bytes, plan_memory, training_flops
 from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
 from tread.training.optimizers import OPTIMIZERS

@@ -159,9 +159,7 @@ def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
     """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. What it reads and
     what changes between steps must be a tensor in `inputs`, as a CUDA graph of one call is replayed for later steps."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
-    weights, aligner = (1.0,), None
-    if inputs.alignment is not None:
-        weights, aligner = (1.0, inputs.alignment), run.aligner
+    weights, aligner = ((1.0,), None) if inputs.alignment is None else ((1.0, inputs.alignment), run.aligner)
     totals, beyond = [0.0] * len(weights), process_of(cfg).beyond
     for rows, batch in zip(run.micro_batches, inputs.batches):
         last = rows is run.micro_batches[-1]
