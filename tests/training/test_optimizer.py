@@ -431,3 +431,6 @@ def test_groups_have_their_own_rates_and_0_freezes(tmp_path):
     names = [name for name in first if name.startswith("model/")]
     frozen = {name for name in names if torch.equal(first[name], last[name])}
     assert frozen == {name for name in names if name.startswith("model/blocks")} | {"model/pos_embed"}
+    groups = "optim.groups=[{match: y_embedder, lr: 1e-3}, {match: blocks, lr: 0}, {match: x_embedder, lr: 1e-2}]"
+    told = launch(tmp_path, groups, "train.steps=7", "name=a")
+    assert "warning: optim.groups.2 was nothing, is {match:x_embedder,lr:0.01}" in told and "begins anew" in told
