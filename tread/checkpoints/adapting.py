@@ -79,8 +79,8 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
     state = {name: value for name, value in stored.state.items() if name not in (*POSITIONS, *TABLES)}
     how = "go on beyond the old ones" if side > before else "are those"
     if scale != stretched:
-        spans = math.isclose(scale * side, stretched * before)
-        how = "span the old range" if spans else f"are scaled by {scale:g}, there by {stretched:g}"
+        spanning = math.isclose(side * scale, before * stretched)
+        how = "span the old range" if spanning else f"are {scale:g} apart, where {stretched:g} was"
     lines = [f"positions: {before}×{before} tokens where these weights were trained, {side}×{side} now: they {how}"]
     if side > before:
         lines += [
