@@ -18,13 +18,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tread.reports.report import write_report
+from tread.reports.summary import describe, describe_outcome
 from tread.runtime.cli import door, open_door
 from tread.training import periodic, settings
 from tread.training.failures import Launch, guarded_step
 from tread.training.resume import settle
 from tread.training.run import Run, leave
 from tread.training.start import start
-from tread.training.summary import describe, describe_outcome
 
 
 @door()

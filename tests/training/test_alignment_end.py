@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from tread.training import failures, step
 from tread.training.alignment import Alignment
 from tread.training.costs import sample_flops
-from tread.training.summary import forecast
+from tread.training.periodic import forecast
 
 PLAIN = ("model=tread", "train.micro_batch_size=null", "every.sample=99")
 ENDING = (*PLAIN, "alignment=self", "alignment.blocks=[1,2]", "alignment.until=4", "alignment.fade=2", "name=run")

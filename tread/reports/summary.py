@@ -2,13 +2,11 @@
 
 from routing_module import RULES, check_routes
 from tread.checkpoints.network import process_of
-from tread.diffusion.sampling import Sampler
 from tread.evaluation.metric_table import METRICS, with_real
 from tread.models.backbone import count_parameters
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.runtime.schema import written
-from tread.training.costs import sample_flops
 from tread.training.run import Run
 from tread.training.step import active_routes
 
@@ -90,37 +88,6 @@ def describe_alignment(run: Run) -> str:
         falling = f", falling to 0 over {settings.fade:,} steps" * bool(settings.fade)
         aligned += f"{falling} up to step {settings.until:,}"
     return f"{aligned}; the projector has {count_parameters(run.aligner.module.projector):,} parameters"
-
-
-def forecast(run: Run, seconds: float) -> str:
-    """Return a line that estimates the time left; `seconds` is the time of a training step."""
-    cfg, model, sampling, count = run.cfg, run.model, run.cfg.sampling, run.processes.count
-    each = Sampler.of(model.process, sampling.steps, sampling.solver, 1, run.precision).flops(model)
-    routes, aligner = active_routes(cfg, run.step - 1), run.aligner_at(run.step - 1)
-    flops = sample_flops(run.network, routes, aligner) * cfg.train.batch_size
-    plain = max(0, cfg.train.steps - max(run.step, cfg.alignment.until or cfg.train.steps))  # steps behind alignment
-    saved = plain * aligner.flops(routes) / sample_flops(run.network, routes, aligner) if aligner else 0.0
-    speed = flops / count / seconds  # FLOP/s of one process
-
-    def times(interval: int | None) -> int:
-        return 0 if interval is None else -(-cfg.train.steps // interval) - (run.step - 1) // interval
-
-    def drawn(samples: int) -> float:
-        batch = min(64, max(1, samples))  # the last batch is padded
-        return -(-samples // batch) * batch * each / speed
-
-    evaluation = cfg.eval.points * run.network.forward_flops() / count / speed if run.heldout else 0.0
-    parts = {
-        "training": (cfg.train.steps - run.step - saved) * seconds,
-        "evaluation": times(cfg.every.evaluate) * evaluation,
-        "FID": times(cfg.eval.fid_every) * drawn(cfg.eval.fid_samples // count),
-        "grids": times(cfg.every.sample) * drawn(min(sampling.classes, model.num_labels) * sampling.per_class),
-        "judging": drawn(run.demo_samples),
-    }
-    unit, size = ("s", 1) if sum(parts.values()) < 120 else ("min", 60)
-    listed = ", ".join(f"{name} {part / size:,.1f}" for name, part in parts.items() if part)
-    total = sum(parts.values()) / size
-    return f"  time      about {total:,.1f} {unit} more, estimated by the first steps: {listed}"
 
 
 def describe_outcome(run: Run) -> str:
