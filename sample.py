@@ -62,9 +62,12 @@ class Options:
 
     def __post_init__(self) -> None:
         check_name(self.out, self.save_latents)
-        if self.save_latents and (self.autoencoder is not None or self.decode_precision != "fp32"):
+        if (self.save_latents or not self.decode) and (self.autoencoder is not None or self.decode_precision != "fp32"):
             decoding = "autoencoder=… and decode_precision=…"
-            raise ValueError(f"save_latents=true writes latents and decodes none: leave it out, or {decoding}")
+            latents = "save_latents=true writes" if self.save_latents else "decode=false draws"
+            raise ValueError(f"{latents} latents and decodes none: leave it out, or {decoding}")
+        if self.text_encoder is not None and self.prompt is self.prompts is None:
+            raise ValueError("text_encoder is given, but no prompt that it would read: prompt=… or prompts=…")
 
 
 @door(Options)

@@ -57,9 +57,13 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
         (*start, "of other shapes.*\n.*\n.*\n  or train.py takes init_positions for another size"),
         (start[0], "takes init_classes for other classes, init_positions for another size"),
     )
-    for how, scale in (("recomputed", 1.0), ("scaled", 0.5)):
+    asked = ("name=no", "model.position_scale=0.7")
+    refused = ("init_positions=scaled", "model.position_scale is 0.7, but init_positions=scaled makes it 0.5")
+    assert_refused(lambda *more: launch(tmp_path, *large, *kind, *start, *asked, *more), refused)
+    for how, scale, said in (("recomputed", 1.0, "go on beyond the old ones"), ("scaled", 0.5, "span the old range")):
         told = launch(tmp_path, *large, *kind, *start, f"init_positions={how}", f"name={how}", "train.steps=3")
-        assert "4×4 tokens where these weights were trained, 8×8 now" in told and "begin as old ones" in told
+        assert f"4×4 tokens where these weights were trained, 8×8 now: they {said}" in told
+        assert "begin as old ones" in told
         launch(tmp_path, *large, *kind, *start, f"init_positions={how}", f"name={how}", "train.steps=6")
         run = tmp_path / "results" / how
         assert read_json(run / "latest/info.json")["config"]["model"].get("position_scale", 1.0) == scale
@@ -74,6 +78,8 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
         take_samples(tmp_path, f"checkpoint=results/{how}", "seeds=0", "steps=2", "classes=[0]", "decode=false")
     launch(tmp_path, *large, *kind, "init_from=results/scaled", "init_positions=scaled", "name=again", "train.steps=1")
     assert read_json(tmp_path / "results/again/latest/info.json")["config"]["model"]["position_scale"] == 0.5
+    back = launch(tmp_path, *large, *kind, "init_from=results/scaled", "init_positions=recomputed", "name=back")
+    assert "8×8 now: they are 1 apart, where 0.5 was" in back
 
 
 def test_a_file_in_public_dit_s_layout_starts_other_classes_at_another_size(tmp_path):

@@ -114,6 +114,7 @@ def exports(tmp_path_factory, composed, autoencoder):
         drops = () if kind == "sprint" else ("train.path_drop=0",)
         config = composed("dataset=folder", "dataset.path=data", *SMALL, *heads, *drops, *overrides)
         latents = replace(LATENTS, autoencoder=autoencoder) if kind in ("dit", "rectified") else RGB
+        latents = replace(latents, classes=(*"abcd", "e\udce9"))  # a folder's name that is no UTF-8
         config["dataset"] |= {"channels": latents.shape[0], "size": 16, "num_classes": 5}
         if kind == "text":
             config["dataset"]["num_classes"], config["text"] = None, WORDS
@@ -159,8 +160,8 @@ def test_what_the_folder_holds(exports):
     index = json.loads((folder / "model_index.json").read_text())
     assert index["vae"] == ["diffusers", "AutoencoderKL"] and index["autoencoder"] is None
     assert index["process"]["sigma_data"] == 0.5 and index["latents"]["scale"] == 0.3
-    card = (folder / "README.md").read_text()
-    assert "license: mit" in card and "r(2→2)" in card and "a, b, c, d, e" in card
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "license: mit" in card and "r(2→2)" in card and "a, b, c, d, e\\udce9" in card
     commands = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9", str(exports / "exports")]
     assert subprocess.run(commands, capture_output=True).returncode == 0
 

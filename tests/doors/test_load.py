@@ -104,6 +104,13 @@ def test_what_does_not_fit_is_said_before_anything_is_drawn(model):
     for given, said in cases:
         with pytest.raises(ValueError, match=said):
             model.sample(**given)
+    for given, said in (
+        ({"precision": "fp16"}, "precision is 'fp16', but must be"),
+        ({"decode_precision": "fp16"}, "decode_precision is 'fp16', but must be"),
+        ({"text_encoder": "clip-l"}, "text_encoder is given, but .* was trained with classes"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            tread.load(ROOT / "models/digits", **given)
 
 
 ALONE = """

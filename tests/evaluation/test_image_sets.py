@@ -11,6 +11,7 @@ from conftest import names_in, open_pictures, open_reference
 from PIL import Image
 from test_reference_scorer import NARROW, parts_of
 
+from tread.evaluation import image_sets
 from tread.evaluation.image_sets import Pictures, save_npz
 from tread.evaluation.reference import check_size, save_statistics
 from tread.preparing.images import centre_crop
@@ -150,6 +151,17 @@ def test_all_damaged_files_are_named_at_once_whatever_bytes_their_names_have(tmp
             open_pictures(path)
         for name, why in list(zip((r"class0/\udce9.png", "004.png", "001.png"), ("it is empty", "", "")))[:count]:
             assert f"{name} can't be read as a picture ({why}" in str(refused.value)
+
+
+def test_pictures_of_other_formats_are_not_passed_over(tmp_path, pictures_of):
+    """They were left out without a word, and the scores were of the rest."""
+    folder = write_folder(tmp_path / "photos", pictures_of(4, 16, 0))
+    (folder / "class0/a.gif").write_bytes(b"GIF89a")
+    (folder / "class0/b.HEIC").write_bytes(b"heic")
+    with pytest.raises(ValueError, match="(?s)damaged pictures, 2 in all.*a.gif .*is a GIF.*b.HEIC .*is no JPEG"):
+        open_pictures(folder)
+    pictures = image_sets.open_pictures(folder, None, share_work("cpu"), skip=True)
+    assert pictures.count == 4 and [name for name, _ in pictures.damaged] == ["class0/a.gif", "class0/b.HEIC"]
 
 
 # ------------------------------------------------------------------------------------- references

@@ -184,6 +184,8 @@ def test_latents_are_those_of_the_pictures_and_have_their_address(tmp_path, draw
         (["save_latents=true", "out="], "save_latents=true writes a .safetensors file"),
         (["out=x.safetensors"], "save_latents=true writes a .safetensors file"),
         (["save_latents=true", "autoencoder=vae.pt"], "decodes none: leave it out, or autoencoder=…"),
+        (["decode=false", "autoencoder=vae.pt"], "decode=false draws latents and decodes none: leave it out, or"),
+        (["text_encoder=clip-l"], "text_encoder is given, but no prompt"),
         (["save_latents=true", "decode_precision=tf32"], "leave it out, or autoencoder=… and decode_precision=…"),
         (["decode_precision=fp16"], "decode_precision is 'fp16', but must be fp32, tf32 or bf16"),
         (["save_latents=true", "seeds=[9223372036854775808]"], "seed 9223372036854775808 does not fit into the 64"),

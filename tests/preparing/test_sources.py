@@ -199,7 +199,7 @@ WRONG = {
         nested("ant/1.png", "ant/old/1.png", "bee/1.png"),
         "ant/old/1.png lies .*; move it there$",
     ),
-    "flat without labels": (lambda tree: tree / "train/ant", "in no class folder.*labels="),
+    "flat without labels": (lambda tree: tree / "train/ant", "not in a class folder: 0.png, 1.png, 2.*labels="),
     "empty class": (empty_class, "classes without a picture: dog.*allow_empty"),
     "no picture": (only("a.txt"), "holds no picture.*x/a.txt: its name"),
     "compressed": (compressed, "unpacked first"),

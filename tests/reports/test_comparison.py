@@ -121,6 +121,13 @@ def test_what_is_not_alike_is_said_and_then_nobody_reaches_anybody(tmp_path, sho
     assert "objective differs: edm (" in text and "do not mean the same" in text and " reaches " not in text
 
 
+def test_runs_of_one_seed_are_no_seeds(tmp_path, shown):
+    one, again = (write_run(tmp_path / name, [2.0, 1.0]) for name in ("one", "again"))
+    assert "warning: tread: 2 runs of 1 seeds: ± is not that of seeds" in shown(one, again)
+    other = write_run(tmp_path / "other", [2.0, 1.0], seed=1)
+    assert "runs of" not in shown(one, other)
+
+
 def test_rectified_flows_compare_by_the_velocity_error_alone(tmp_path, shown):
     """Runs of other noise densities and weights compare; EDM's loss and older records share no column with them."""
     velocity = {"metric": "eval_velocity", "objective": "rf"}

@@ -320,7 +320,10 @@ def test_activation_checkpointing_needs_the_context_in_the_backward_pass_and_no_
 
 def test_ratio_is_overridden_at_inference():
     item = case("dit")
-    routing, seen = item.attach(), seen_inside(item.blocks)
+    routing = item.attach()
+    with routing.on(item.noise):
+        item.run()  # with the check of positions
+    seen = seen_inside(item.blocks)
     for ratio, kept in ((0.25, 12), (0.75, 4), (None, 8)):
         with torch.no_grad(), routing.on(item.noise, ratio=ratio):
             item.run()
@@ -732,3 +735,35 @@ def test_a_context_in_which_nothing_was_routed_says_so(how):
     with warnings.catch_warnings(record=True) as said, routing.on(torch.rand(2, 6)):
         assert not torch.equal(model(x), x) and not said
     assert not said
+
+
+def test_a_residual_added_outside_of_the_blocks_is_told_and_mended_by_a_join():
+    """x + block(x) doubles skipped tokens: a warning, once. With the join of docs/routing, it is a twin by hand."""
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    def among_zeros(output, saved, ids):
+        return scatter_tokens(torch.zeros_like(saved[0][0]), output, ids)
+
+    torch.manual_seed(0)
+    model, x, ids = Outside(), torch.randn(2, 6, 8), torch.tensor([[0, 2, 5], [1, 2, 3]])
+    blocks = [lambda x, block=block: x + block(x) for block in model.blocks]
+    expected = run_blocks(blocks, x, routes=[(Route(1, 2), ids)])
+    routing = attach_routes(model.blocks, Route(1, 2))
+    with pytest.warns(UserWarning, match="between blocks 1 and 2.*skipped.*x . block.x.*join=") as told:
+        for _ in range(2):
+            with routing.on_ids(ids):
+                assert not torch.allclose(model(x), expected)
+    assert len(told) == 1
+    routing.remove()
+    with warnings.catch_warnings(), attach_routes(model.blocks, Route(1, 2), join=among_zeros).on_ids(ids):
+        warnings.simplefilter("error")
+        torch.testing.assert_close(model(x), expected)

@@ -1,7 +1,9 @@
 """Blocks that make their own positions are refused: the hook families of test_hooks.py pass, blocks written here by
 rotary angles from arange, a learned table and a running sum do not."""
 
+from collections import deque
 from contextlib import nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.gate = nn.Parameter(torch.zeros(WIDTH))
-        self.drop, self.calls = nn.Dropout(0.5), []
+        self.drop, self.calls = nn.Dropout(0.5), deque()  # the check puts lists back as they were
         self.register_buffer("seen", torch.zeros(()))
 
     def turn(self, x: Tensor, angles: Tensor) -> Tensor:
@@ -125,11 +127,11 @@ class GatedHanded(Gated):
 @pytest.mark.parametrize("kind", [Gated, GatedHanded])
 def test_a_gate_of_zeros_from_outside_hides_nothing(kind):
     model, gate = Network(kind), torch.zeros(3, WIDTH)
-    refused = pytest.raises(ValueError, match="block 0 .Gated.") if kind is Gated else nullcontext()
+    refused = pytest.raises(ValueError, match="block 3 .Gated.") if kind is Gated else nullcontext()
     with refused:
         check_positions(model.blocks, tokens(), gate)
-    with refused, attach_routes(model.blocks, Route(0, 1), select_first).on(torch.rand(3, TOKENS)):
-        model.blocks[0](tokens(), gate)
+    with refused, attach_routes(model.blocks, Route(2, 3), select_first).on(torch.rand(3, TOKENS)):
+        model.blocks[3](tokens(), gate)
 
 
 def tokens() -> Tensor:
@@ -170,7 +172,7 @@ def test_the_families_of_diffusers_pass_and_are_left_as_they_were(name):
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 def test_blocks_whose_order_matters_are_refused_fresh_from_their_constructor(kind, half):
     model, noise = Network(kind), torch.rand(3, TOKENS)
-    routing, before = attach_routes(model.blocks, Route(0, 2)), snapshot(model)
+    routing, before = attach_routes(model.blocks, Route(0, 0)), snapshot(model)
     fails = pytest.raises(ValueError, match=rf"block 0 \({kind.__name__}\).*order.*select=.*verify=False")
     with torch.autocast("cpu", torch.bfloat16, enabled=half), fails, routing.on(noise):
         model(torch.ones(3, TOKENS, WIDTH))  # equal tokens hide nothing
@@ -187,7 +189,7 @@ def test_blocks_of_run_blocks_are_checked_by_a_function():
     before = snapshot(handed)
     check_positions(handed.blocks, tokens(), along=[places])
     assert equal(before, snapshot(handed)) and sum(len(block.calls) for block in handed.blocks) == 2
-    with pytest.raises(ValueError, match=r"block 0 \(Block\).*along="):
+    with pytest.raises(ValueError, match=r"block 3 \(Block\).*along="):
         check_positions(alone.blocks, tokens())
     with pytest.raises(ValueError, match="block 1"):
         check_positions([nn.Identity(), lambda x: x + x.cumsum(1)], tokens())
@@ -195,8 +197,8 @@ def test_blocks_of_run_blocks_are_checked_by_a_function():
     assert run_blocks(handed.blocks, tokens(), routes=[(Route(1, 2), ids)], along=[places]).shape == (3, TOKENS, WIDTH)
 
 
-@pytest.mark.parametrize("own", [2, 3, None])
-def test_the_block_whose_settings_differ_most_from_the_first_of_its_class_is_checked_too(own):
+@pytest.mark.parametrize("own", [1, 2, None])
+def test_the_block_whose_settings_differ_most_from_the_last_of_its_class_is_checked_too(own):
     """By a switch deep inside it, among blocks that all differ by their number, which alone is no reason."""
     model = Network(Block)
     model.blocks = nn.ModuleList(Switched(number, number == own) for number in range(5))
@@ -206,6 +208,56 @@ def test_the_block_whose_settings_differ_most_from_the_first_of_its_class_is_che
     assert sum(bool(block.calls) for block in model.blocks) == (2 if own else 1)
     with refused, attach_routes(model.blocks, Route(1, 4)).on(torch.rand(3, TOKENS)):
         model(tokens())
+
+
+def test_positions_made_from_some_layer_on_are_seen_in_the_last_block():
+    """By its number alone, which is no setting that differs."""
+
+    class Late(Switched):
+        def places(self, x: Tensor) -> Tensor:
+            return Block.places(self, x) if self.number > 2 else torch.zeros(x.shape[1])
+
+    model = nn.ModuleList(Late(number, False) for number in range(5))
+    with pytest.raises(ValueError, match=r"block 4 \(Late\)"):
+        check_positions(model, tokens())
+    with pytest.raises(ValueError, match=r"block 3 \(Late\)"), attach_routes(model, Route(1, 3)).on(torch.rand(3, 16)):
+        [block(tokens()) for block in model]
+
+
+class Cached(nn.Module):
+    """Keeps what it makes of a text at its first call: as an attribute, in a dict or in a list."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.make, self.where = nn.Linear(WIDTH, WIDTH), where
+        self.attribute, self.dict, self.list = None, {}, []
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        if self.where == "attribute":
+            kept = self.attribute = self.make(text) if self.attribute is None else self.attribute
+        elif self.where == "dict":
+            kept = self.dict.setdefault("text", self.make(text))
+        else:
+            self.list = self.list or self.list + [self.make(text)]
+            kept = self.list[0]
+        return x + F.scaled_dot_product_attention(x, kept, kept)
+
+
+@pytest.mark.parametrize("where", ["attribute", "dict", "list"])
+def test_what_a_block_keeps_from_its_first_call_is_not_of_the_check(where):
+    """Its parameters are random: outputs are those of a twin that is not checked, and the check keeps no cache."""
+    torch.manual_seed(0)
+    blocks, text = nn.ModuleList(Cached(where) for _ in range(3)), torch.randn(3, 5, WIDTH)
+    ids = torch.arange(8).expand(3, -1)
+    twin = run_blocks(deepcopy(blocks), tokens(), text, routes=[(Route(1, 2), ids)])
+    check_positions(blocks, tokens(), text)
+    checked = deepcopy(blocks)
+    with attach_routes(blocks, Route(1, 2)).on_ids(ids):
+        x = tokens()
+        for block in blocks:
+            x = block(x, text)
+    assert torch.equal(x, twin)
+    assert torch.equal(run_blocks(checked, tokens(), text, routes=[(Route(1, 2), ids)]), twin)
 
 
 def test_blocks_with_parameters_of_another_kind_are_left_unchecked_with_a_warning():

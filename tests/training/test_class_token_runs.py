@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused_in_a_line(trained, tmp_path):
     start = partial(launch, tmp_path, "name=refused", "model.class_token=12")
     assert_refused(
         start,
-        ("objective=edm", "model.class_token is 12, but .*objective=edm"),
+        ("objective=edm", "model.class_token is 12, but needs objective=rf, not edm"),
         ("model.class_token=16", "model.class_token is 16, but own_tokens:patches in .* has 12 channels"),
         ("dataset.flip=true", "dataset.flip mirrors pixels .* without stored features"),
     )

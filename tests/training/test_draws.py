@@ -25,7 +25,7 @@ def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8):
 
 def test_draws_repeat_and_differ_by_seed_and_step():
     assert torch.equal(draws().noise, draws().noise)
-    for name in ("level", "noise", "drop", "posterior", "class_token"):
+    for name in ("level", "noise", "drop", "posterior", "token"):
         for other in (draws(seed=1), draws(step=6)):
             assert not torch.isclose(getattr(draws(), name), getattr(other, name)).all()
     assert not torch.equal(draws().noise, draws().posterior)
@@ -36,7 +36,7 @@ def test_draws_repeat_and_differ_by_seed_and_step():
 
 def test_routes_and_posterior_leave_the_other_draws_as_they_are():
     bare = draws(num_routes=0, posterior=False)
-    assert bare.routes == () and bare.posterior is bare.class_token is None
+    assert bare.routes == () and bare.posterior is bare.token is None
     for name in ("level", "noise", "drop"):
         assert torch.equal(getattr(bare, name), getattr(draws(num_routes=2), name))
 
@@ -45,7 +45,7 @@ def test_routes_and_posterior_leave_the_other_draws_as_they_are():
 def test_ranks_and_micro_batches_together_draw_what_one_does(ranks, micro):
     whole = draws()
     parts = [whole.rows(rows) for rank in range(ranks) for rows in split_batch(8, ranks, rank, micro)]
-    for name in ("level", "noise", "drop", "posterior", "class_token"):
+    for name in ("level", "noise", "drop", "posterior", "token"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
     assert torch.equal(torch.cat([part.routes[0][1] for part in parts]), whole.routes[0][1])
 

@@ -420,6 +420,8 @@ def test_groups_have_their_own_rates_and_0_freezes(tmp_path):
         torch.testing.assert_close(value.detach(), before[name] - rate)
     with pytest.raises(ValueError, match="optim.groups.0.match=nothing is found in no parameter's name: "):
         settings(groups=({"match": "nothing", "lr": 0.1},)).freeze(network())
+    with pytest.raises(ValueError, match="optim.groups.1.match=blocks.0 is found .* name that no earlier group has: "):
+        settings(groups=({"match": "blocks", "lr": 0.1}, {"match": "blocks.0", "lr": 0.2})).freeze(network())
     with pytest.raises(ValueError, match="freezes all parameters"):
         settings(groups=({"match": "", "lr": 0.0},)).freeze(network())
     launch(tmp_path, "optim.groups=[{match: y_embedder, lr: 1e-3}, {match: blocks, lr: 0}]", "train.steps=3", "name=a")
@@ -429,3 +431,6 @@ def test_groups_have_their_own_rates_and_0_freezes(tmp_path):
     names = [name for name in first if name.startswith("model/")]
     frozen = {name for name in names if torch.equal(first[name], last[name])}
     assert frozen == {name for name in names if name.startswith("model/blocks")} | {"model/pos_embed"}
+    groups = "optim.groups=[{match: y_embedder, lr: 1e-3}, {match: blocks, lr: 0}, {match: x_embedder, lr: 1e-2}]"
+    told = launch(tmp_path, groups, "train.steps=7", "name=a")
+    assert "warning: optim.groups.2 was nothing, is {match:x_embedder,lr:0.01}" in told and "begins anew" in told

@@ -218,6 +218,19 @@ def test_a_changed_config_yaml_is_not_taken_by_an_old_run(composed, tmp_path, mo
     assert found["optim"]["betas"] == [0.9, 0.999] and found["model"]["routes"] == []
 
 
+def test_a_name_typed_as_if_it_chose_a_model_is_told(composed, tmp_path, monkeypatch):
+    """It is told unless that model is chosen too; a name that no file has is one's own."""
+    monkeypatch.chdir(tmp_path)
+    for typed, told in (
+        (["model.name=lightning"], ["warning: model.name=lightning only changes a name: model=lightning chooses"]),
+        (["model=dit", "dataset.name=emoji"], ["warning: dataset.name=emoji only changes a name: dataset=emoji"]),
+        (["model=dit", "model.name=dit"], []),
+        (["model.name=my-dit"], []),
+    ):
+        _, said = settle(composed(*typed), typed, CONFIGS)
+        assert len(said) == len(told) and all(map(str.startswith, said, told))
+
+
 def test_settings_that_a_kill_kept_from_a_checkpoint_are_kept_with_a_word(begun):
     """Typed at the last start, whose process died before it saved: run.json knows, the checkpoint does not."""
     path = begun / RUN / "run.json"

@@ -77,7 +77,10 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
             raise ValueError(f"{name} of {stored.where} are not fixed sines and cosines: they can't be recomputed")
     check_tables({name: stored.state[name] for name in TABLES if name in stored.state}, before**2, stored.where)
     state = {name: value for name, value in stored.state.items() if name not in (*POSITIONS, *TABLES)}
-    how = "span the old range" if scale != stretched else "go on beyond the old ones" if side > before else "are those"
+    how = "go on beyond the old ones" if side > before else "are those"
+    if scale != stretched:
+        spanning = math.isclose(side * scale, before * stretched)
+        how = "span the old range" if spanning else f"are {scale:g} apart, where {stretched:g} was"
     lines = [f"positions: {before}×{before} tokens where these weights were trained, {side}×{side} now: they {how}"]
     if side > before:
         lines += [

@@ -4,6 +4,7 @@ time t, with noise of its own, and always by its velocity, noise minus data, wha
 Shapes: B samples, latents (B, C, S, S), class tokens (B, z).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from routing_module import Record, Routes
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import AfterStep
+from tread.models.backbone import Backbone
 from tread.models.conditions import Condition
 
 
@@ -21,6 +23,13 @@ def noised_token(clean: Tensor | None, noise: Tensor | None, t: Tensor) -> dict[
     """Return a network's argument {"class_token": (1 − t)·clean + t·noise (B, z) fp32} at times t (B,); without clean
     tokens, {}."""
     return {} if clean is None else {"class_token": torch.lerp(clean.float(), noise, t.float()[:, None])}
+
+
+def with_blank_token(network: Backbone, count: int) -> Callable[..., Tensor]:
+    """Return the network, given class tokens of zeros for `count` samples if it takes any."""
+    token = network.z_embedder
+    zeros = {} if token is None else {"class_token": network.pos_embed.new_zeros(count, token.width)}
+    return partial(network, **zeros)
 
 
 def token_loss(velocity: Tensor, clean: Tensor, noise: Tensor) -> Tensor:

@@ -55,7 +55,11 @@ def load(
     Raises ValueError or FileNotFoundError if there is no such checkpoint, or it is damaged or can't be sampled.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check("precision", precision, Precision)
+    check("decode_precision", decode_precision, Decoding)
     saved = open_network(checkpoint.find(source), weights)
+    if text_encoder is not None and not saved.text:
+        raise ValueError(f"text_encoder is given, but {source} was trained with classes, and reads no prompt")
     for note in (*plugin_changes(saved.found.info), *filter(None, [avoid_faults(device)])):
         warnings.warn(note, stacklevel=2)
     return TrainedModel(saved, device, precision, (autoencoder, decode_precision), text_encoder)

@@ -28,7 +28,7 @@ from tread.data.store import ShardStore, pieces_of
 from tread.encoders.inception import Inception, extract
 from tread.preparing.archives import Folder, Tar
 from tread.preparing.images import Crop, centre_crop, opened, read_rgb
-from tread.preparing.photos import DAMAGED, Faults, is_picture, told
+from tread.preparing.photos import DAMAGED, OTHERS, Faults, is_picture, told
 from tread.runtime.distributed import Processes
 from tread.runtime.files import content_hash, sha256, size_text, whole_file
 
@@ -169,7 +169,8 @@ def hash_of(path: Path, processes: Processes) -> str:
 def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes, skip: bool) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
     shown = [name for name in store.names if "/." not in f"/{name}"]  # not hidden
-    names = [name for name in shown if is_picture(name) and name.startswith(inside)]
+    shown = [name for name in shown if name.startswith(inside)]
+    names = [name for name in shown if is_picture(name) or name.lower().endswith(OTHERS)]  # those are refused
     if not names:
         folders = sorted({name.rpartition("/")[0] for name in store.names})
         raise ValueError(f"{path} has no pictures in {inside or './'}, but folders like {', '.join(folders[:3])}")

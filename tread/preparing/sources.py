@@ -123,15 +123,15 @@ def _prefix(source: Path, names: list[str], folders: set[str], root: str | None,
 
 
 def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, int]:
-    """Return {picture: index of its class folder}. Raises ValueError for a picture that is not in <class>/<picture>."""
+    """Return {picture: index of its class folder}. Raises ValueError for pictures that are not in <class>/<picture>."""
     numbers, index = {}, {name: number for number, name in enumerate(classes)}
+    if strays := [name for name in names if "/" not in name and is_picture(name)]:
+        raise ValueError(
+            f"{where}: not in a class folder: {listed(strays)}. Use class folders (train/<class>/<picture>), or "
+            f"labels=… with a labels file: {LABEL_FORMATS} ({', '.join(LABEL_FILES)} are found by themselves)"
+        )
     for name in names:
         folder, _, file = name.rpartition("/")
-        if not folder and is_picture(name):
-            raise ValueError(
-                f"{where}: {name} lies in no class folder. Use class folders (train/<class>/<picture>), or labels=… "
-                f"with a labels file: {LABEL_FORMATS} ({', '.join(LABEL_FILES)} are found by themselves)"
-            )
         if "/" in folder:
             depths: dict[str, set[int]] = {}  # folder → depths of its pictures
             for picture in filter(is_picture, names):

@@ -88,7 +88,8 @@ def _process(saved: SavedNetwork) -> str:
 
 def _classes(names: tuple[str, ...]) -> str:
     more = f", … ({len(names):,} in all)" if len(names) > LISTED else ""
-    return f"Classes, from 0: {', '.join(names[:LISTED])}{more}."
+    listed = ", ".join(names[:LISTED]).encode(errors="backslashreplace").decode()  # a folder's name may be no UTF-8
+    return f"Classes, from 0: {listed}{more}."
 
 
 def _scores(saved: SavedNetwork) -> str:

@@ -163,6 +163,11 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
                 "was, it is neither a velocity error nor the loss of edm"
             )
 
+    for group in groups:
+        seeds = {run.config.get("seed") for run in group.runs}
+        if len(seeds) < len(group.runs):
+            warnings.append(f"{group.name}: {len(group.runs)} runs of {len(seeds)} seeds: ± is not that of seeds")
+
     def tell(groups: Sequence[SeedGroup], keys: Sequence[str], follows: str = "") -> None:
         apart = unlike([group.config for group in groups], keys)
         for key, values in apart.items():

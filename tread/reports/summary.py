@@ -1,4 +1,4 @@
-"""The text that a run prints at its start, after its first steps and after its last one."""
+"""The text that a run prints at its start and after its last step."""
 
 from routing_module import RULES, check_routes
 from tread.checkpoints.network import process_of
@@ -84,9 +84,8 @@ def describe_alignment(run: Run) -> str:
         targets += f" in {encoder.precision}" if encoder else ""
     aligned = f"{settings.kind}, block{'s' * (len(blocks) > 1)} {' and '.join(map(str, blocks))} "
     aligned += f"({' and '.join(kept)} tokens) with {targets}, weight {settings.weight:g}"
-    if settings.until is not None:
-        falling = f", falling to 0 over {settings.fade:,} steps" * bool(settings.fade)
-        aligned += f"{falling} up to step {settings.until:,}"
+    aligned += f", falling to 0 over {settings.fade:,} steps" * bool(settings.fade)
+    aligned += f" up to step {settings.until:,}" if settings.until else ""
     return f"{aligned}; the projector has {count_parameters(run.aligner.module.projector):,} parameters"
 
 

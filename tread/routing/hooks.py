@@ -123,6 +123,8 @@ class Routing:
         self._rejoins: dict[int, tuple[Inputs, list[int], bool]] = {}  # route → inputs, write counts, _in_forward()
         self._last, self._handles = -1, []  # _last: the block that was called last
         self._ran = False  # whether a block on a route was called in the context that is on
+        self._unwatched = {index for route in routes for index in range(route.start + 1, route.end + 1) if verify}
+        self._entered: tuple[int, Tensor] | None = None  # a block, and all tokens as it got them
         for index, block in enumerate(blocks) if any(route.rejoin < route.start for route in routes) else ():
             self._handles.append(block.register_forward_pre_hook(partial(self._call, index)))
         for number, route in enumerate(routes):  # before the hooks below, which take tokens out
@@ -206,6 +208,8 @@ class Routing:
         ids_keep, route = self._ids[number], self.routes[number]
         if index in self._unverified and not torch.compiler.is_compiling():
             self._verify(number, index, module, args, kwargs)
+        if self._unwatched and _in_forward():
+            self._watch(number, index, args)
         rejoins = index == route.end and route.rejoin < route.start
         saved = self._saved(number, index, args) if rejoins else (args, kwargs)
         picked = self._select(args, kwargs, ids_keep)
@@ -242,6 +246,26 @@ class Routing:
             raise ValueError(refusal(index, block, difference, "select=", "pass verify=False to attach_routes"))
         self._unverified.discard(index)
 
+    @torch.no_grad()
+    def _watch(self, number: int, index: int, args: tuple) -> None:
+        """Warn, the first time block `index` follows another on route `number`, if skipped tokens changed between."""
+        (last, before), ids = self._entered or (None, None), self._ids[number]
+        tokens = self._entered = (index, args[0]) if args and isinstance(args[0], Tensor) else None
+        if last != index - 1 or index not in self._unwatched or tokens is None:
+            return
+        self._unwatched.discard(index)
+        now = args[0]
+        if now.shape == before.shape and self._tokens[number] in (None, now.shape[1]):
+            skipped = torch.ones(now.shape[:2], dtype=torch.bool, device=now.device).scatter(1, ids, False)
+            if not torch.equal(now[skipped], before[skipped].to(now.dtype)):
+                self._unwatched.clear()
+                warnings.warn(
+                    f"the model changes tokens between blocks {last} and {index}, and so the skipped ones. Where it "
+                    "adds a block's input to its output, x + block(x), they double: give attach_routes a join= that "
+                    "puts the output among zeros (docs/routing.md), or verify=False if this is meant",
+                    stacklevel=2,
+                )
+
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None) -> Iterator[None]:
         """Return a context in which the model runs with the given ids_keep (B, K) int64, one tensor for each route.
@@ -274,6 +298,7 @@ class Routing:
         finally:
             _ON.remove(self)
             self._ids, self._tokens, self._last = None, (), -1
+            self._entered = None
             self._running.clear()  # a failed call would keep its tensors alive
             self._rejoins.clear()
 

@@ -48,22 +48,23 @@ def check_positions(
 
 
 def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
-    """Choose which of {index: block} to check, and return their indices. For each class these are the first block and,
-    if settings differ, the block whose settings differ most from the first's. An integer attribute with a different
-    value in every block is not compared, as it is likely the block's own index."""
+    """Choose which of {index: block} to check, and return their indices. For each class these are the last block and,
+    if settings differ, the block whose settings differ most from the last's. An integer attribute with a different
+    value in every block is not compared, as it is likely the block's own index; a block that makes positions from some
+    index on is most likely the last one."""
     alike: dict[type, dict[int, dict]] = {}
-    for index, block in blocks.items():
+    for index, block in sorted(blocks.items(), reverse=True):
         alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}
     chosen = []
     for settings in alike.values():
-        first = next(iter(settings))
-        values = {key: [found.get(key) for found in settings.values()] for key in settings[first]}
+        last = next(iter(settings))
+        values = {key: [found.get(key) for found in settings.values()] for key in settings[last]}
         numbers = {key for key, each in values.items() if type(each[0]) is int and len({*each}) == len(each)}
         changes = {
-            index: sum(key not in numbers for key, _ in settings[first].items() ^ found.items())
+            index: sum(key not in numbers for key, _ in settings[last].items() ^ found.items())
             for index, found in settings.items()
         }
-        chosen += dict.fromkeys([first, max(changes, key=changes.get)])
+        chosen += dict.fromkeys([last, max(changes, key=changes.get)])
     return chosen
 
 
@@ -145,7 +146,8 @@ def order_matters(
 @contextlib.contextmanager
 def _sandbox(block: Callable) -> Iterator[Callable]:
     """Yield a function that calls the block with random parameters, in eval mode, without gradient, on copies of its
-    buffers (noise for floating-point ones that are all zero) and with forked random generators."""
+    buffers (noise for floating-point ones that are all zero) and with forked random generators. Afterwards the modules'
+    attributes are as before, lists and dicts among them too: a block may keep what it computes first, a cache say."""
     if not isinstance(block, nn.Module):
         with torch.no_grad():
             yield block
@@ -158,15 +160,18 @@ def _sandbox(block: Callable) -> Iterator[Callable]:
     for name, given in block.named_buffers():
         if given.is_floating_point() and not given.float().any():  # not filled yet; positive, as it may be a variance
             state[name] = torch.randn(given.shape, generator=generator).abs().to(given)
-    training = [module for module in block.modules() if module.training]
+    places = [vars(module) for module in block.modules()]
+    places += [held for place in places for held in place.values() if type(held) in (dict, list)]
+    before = [(place, place.copy()) for place in places]
     devices = {tensor.device for tensor in state.values() if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices):
         block.eval()
         try:
             yield lambda *args, **kwargs: functional_call(block, state, args, kwargs)
         finally:
-            for module in training:
-                module.training = True
+            for place, held in before:
+                place.clear()
+                (place.extend if isinstance(place, list) else place.update)(held)
 
 
 def tensors_in(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

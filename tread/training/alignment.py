@@ -72,9 +72,8 @@ class Alignment:
         return auto if self.precision == "auto" else self.precision
 
     def resolve(self, depth: int) -> tuple[tuple[int, ...], int]:
-        """Return the indices (from 0) of the aligned blocks, each once and in order, and of the teacher's block in a
-        network of `depth` blocks. Negative settings count from the end. Raises ValueError for a block that the network
-        does not have."""
+        """Return the indices (from 0) of the aligned blocks, each once and in order, and of the teacher's block among
+        `depth` blocks. Negative settings count from the end. Raises ValueError for a block that is not there."""
         named = {"block": (self.block,), "blocks": self.blocks or (), "teacher": (self.teacher,)}
         for name, value in ((name, value) for name, values in named.items() for value in values):
             if value is not None and not -depth <= value < depth:

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from routing_module import Route
 from tread.checkpoints.network import build_network, process_of
-from tread.diffusion.token_beside import noised_token
+from tread.diffusion.token_beside import with_blank_token
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost, open_encoder
 from tread.models.backbone import Backbone, count_parameters
 from tread.models.cost_constants import END_BYTES, PREDICTED, UPDATE_BYTES, Constants, Device, block_bytes, blocks_run
@@ -44,8 +43,8 @@ def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Alig
     firsts = [*steps] if cfg.train.ratio_schedule else sorted(step for step in changes if step in steps)
     for first, end in zip(firsts, [*firsts[1:], steps.stop]):
         kinds[active_routes(cfg, first), bool(cfg.alignment.weight_at(first))] += end - first
-    each = ((routes, aligner if aligned else None, count) for (routes, aligned), count in kinds.items())
-    return cfg.train.batch_size * sum(sample_flops(network, routes, aligner) * count for routes, aligner, count in each)
+    each = (sample_flops(network, routes, aligner if aligned else None) for routes, aligned in kinds)
+    return cfg.train.batch_size * sum(flops * count for flops, count in zip(each, kinds.values()))
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
@@ -77,9 +76,8 @@ def blank_loss(
     x = torch.zeros(images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=device)
     level = torch.full((images,), 0.5, device=device)
     chosen = [pair(route, torch.zeros(images, network.num_tokens, device=device), network.grid) for route in routes]
-    token = cfg.model.class_token and x.new_zeros(images, cfg.model.class_token)
+    called = with_blank_token(network, images)
     with autocast(device, precision):
-        called = partial(network, **noised_token(token, token, level))
         return process_of(cfg).loss(called, x, network.null(images), level, torch.zeros_like(x), chosen).mean()
 
 
@@ -101,14 +99,9 @@ def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: 
 
 
 def step_seconds(
-    cfg: Settings,
-    network: Backbone,
-    routes: Sequence[Route],
-    images: int,
-    device: Device,
-    aligner: Aligner | None = None,
-    constants: Constants = PREDICTED,
-) -> float:
+    cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: Device,
+    aligner: Aligner | None = None, constants: Constants = PREDICTED,
+) -> float:  # fmt: skip
     """Predict the seconds of a compiled bf16 step of `images` samples on a GPU; `constants`: shares of peak speed."""
     blocks = blocks_run(network, routes)
     head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)

@@ -113,7 +113,8 @@ class Optim:
         for number, group in enumerate(self.groups):
             if group not in members:
                 names = listed(name for name, _ in network.named_parameters())
-                raise ValueError(f"optim.groups.{number}.match={group.match} is found in no parameter's name: {names}")
+                where = "in no parameter's name" + " that no earlier group has" * (number > 0)
+                raise ValueError(f"optim.groups.{number}.match={group.match} is found {where}: {names}")
         for parameter, group in zip(network.parameters(), members):
             if group is not None and not group.lr:
                 parameter.requires_grad_(False)

@@ -96,8 +96,7 @@ def log(run: Run, clock: Clock) -> str:
             values["alignment"] = mean(sums["alignment"]) / sums["good"]
             values["total"] = values["loss"] + weight * values["alignment"]
     speed = (run.step - clock.first) * run.cfg.train.batch_size / clock.seconds
-    last = run.step - 1
-    flops = sample_flops(run.network, active_routes(run.cfg, last), run.aligner_at(last)) * speed
+    flops = sample_flops(run.network, active_routes(run.cfg, run.step - 1), run.aligner_at(run.step - 1)) * speed
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
     if (peak := peak_flops(run.device, run.precision)) is not None:
         values["mfu"] = round(flops / (peak * run.processes.count), 4)

@@ -35,6 +35,11 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     Raises FileNotFoundError if run=… names no run, ValueError if name=… or results=… is typed as well.
     """
     typed = dict(match.groups() for match in map(re.compile(r"[+~]*([^-+~=\s][^=\s]*)=(.*)").match, arguments) if match)
+    warnings = [
+        f"warning: {group}.name={name} only changes a name: {group}={name} chooses configs/{group}/{name}.yaml"
+        for group, name in ((group, typed.get(f"{group}.name")) for group in ("model", "dataset"))
+        if name != typed.get(group) and (configs / group / f"{name}.yaml").is_file()
+    ]
     by_folder = composed["run"] is not None
     if by_folder and typed.keys() & {"name", "results"}:
         raise ValueError("run=… says which folder, so name=… and results=… can't be set beside it")
@@ -44,7 +49,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     starts = RunLog(folder).starts()
     checkpoint = None if starts else find_whole(folder)[0]
     if not starts and checkpoint is None:
-        return composed, []
+        return composed, warnings
     recorded = starts[-1]["config"] if starts else checkpoint.info["config"]
     if "plugins" not in typed:  # recorded settings may need the recorded plugins
         import_plugins(recorded.get("plugins", ()))
@@ -60,7 +65,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         kept = {key for key in composed["model"] if key in recorded["model"] or f"model.{key}" in keys}
         composed = {**composed, "model": {key: value for key, value in composed["model"].items() if key in kept}}
     config, in_file = take_typed(recorded, composed, {*keys, *LAUNCH}), keys_of(configs, "config")
-    warnings, rest = [], {}
+    rest = {}
     for key, (before, now) in differences(config, composed, nothing=NOTHING).items():
         if now is NOTHING or _left_open(key, now):
             continue

@@ -62,8 +62,9 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
         raise ValueError(f"{folder} holds a run with other settings; {other}{''.join(listed)}")
     if checkpoint is None and resume is True:
         raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
-    said = {key: both for key, both in changed.items() if key not in LAUNCH and both[0] is not NOTHING}
-    return Claim(checkpoint, said, damaged)  # keys added since the run was recorded are left out
+    younger = {key for key, (before, _) in changed.items() if before is NOTHING and not key[-1].isdecimal()}
+    said = {key: both for key, both in changed.items() if key not in {*LAUNCH, *younger}}
+    return Claim(checkpoint, said, damaged)  # keys added since the run was recorded are left out, items of lists not
 
 
 def migrate(config: dict) -> dict:

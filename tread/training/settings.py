@@ -183,9 +183,7 @@ class Settings:
         if self.train.path_drop and not model.has_path:
             raise ValueError(f"train.path_drop is {self.train.path_drop:g}, but {named} has no sparse path")
         if model.class_token and self.objective != "rf":
-            raise ValueError(
-                f"model.class_token is {model.class_token}, but has no form for objective={self.objective}: rf"
-            )
+            raise ValueError(f"model.class_token is {model.class_token}, but needs objective=rf, not {self.objective}")
         if model.takes_text and self.text.encoder is None:
             raise ValueError(f"text.encoder is null, but {named} takes texts: scripts/prepare_text.py encodes captions")
         if model.takes_text and self.eval.fid_every:
@@ -203,8 +201,7 @@ class Settings:
             raise ValueError("ema.power averages whole weights, but with lora.rank only adapters change: leave it []")
         self.alignment.resolve(model.depth)  # raises ValueError for blocks that the network does not have
         both = ("repa", "self")
-        owners = {"block": both, "blocks": both, "until": both, "encoder": ("repa",), "teacher": ("self",)}
-        for key, kinds in owners.items():
+        for key, kinds in dict(block=both, blocks=both, until=both, encoder=("repa",), teacher=("self",)).items():
             value, kind = getattr(self.alignment, key), self.alignment.kind
             if value is not None and kind not in kinds:
                 given = f"alignment.{key} is {schema.written(value)}"

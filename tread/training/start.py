@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from rf import RF
 from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.adapting import new_classes, new_positions, position_scale
 from tread.checkpoints.ema import EMA, exponential, power
@@ -26,6 +27,7 @@ from tread.encoders import autoencoder
 from tread.encoders.autoencoder import Decoder
 from tread.encoders.vision import encoder_name, open_encoder
 from tread.evaluation.scorers import OnlineFID, open_online_fid
+from tread.models.architectures import TextSettings
 from tread.models.backbone import Backbone, count_parameters
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
@@ -39,14 +41,7 @@ from tread.runtime.signals import Stop
 from tread.runtime.tensor_files import LABELS, save_tensors
 from tread.runtime.tracking import check_tracker, open_tracker
 from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
-from tread.training.costs import (
-    MemoryPlan,
-    blank_loss,
-    kinds_to_come,
-    live_bytes,
-    plan_memory,
-    training_flops,
-)
+from tread.training.costs import MemoryPlan, blank_loss, kinds_to_come, live_bytes, plan_memory, training_flops
 from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
 from tread.training.optimizers import OPTIMIZERS
@@ -102,6 +97,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         optimizer, trained, decoder, online_fid, weights, notes, stop, began, memory.said, earlier, **prompts
     )  # fmt: skip
     run.graphs = open_graphs(run)
+    if cfg.train.residual == "bf16" and precision == "fp32":
+        run.warnings.append("train.residual=bf16 has no effect: the run computes in fp32 (train.precision=bf16)")
     run.warnings += [*settings_warnings(cfg), *data_warnings(run), *filter(None, [faulty, memory.warning])]
     if earlier and "flops" not in earlier.info:
         run.flops = training_flops(cfg, network, range(run.step), aligner)  # not recorded by older code
@@ -117,6 +114,9 @@ def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
     """Return settings and config with the model.position_scale that init_positions=scaled asks for."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, run, side)
+    if cfg.model.position_scale not in (1.0, scale):
+        said = f"model.position_scale is {cfg.model.position_scale:g}, but init_positions=scaled makes it {scale:g}"
+        raise ValueError(f"{said}: leave it out")
     config = {**config, "model": {**config["model"], "position_scale": scale}}
     return replace(cfg, model=replace(cfg.model, position_scale=scale)), config
 
@@ -318,12 +318,25 @@ def settings_warnings(cfg: Settings) -> list[str]:
     for key, value in sorted(unread):
         warnings.append(f"{other}.{key} is {value}, but has no effect with objective={cfg.objective}")
     optim, alignment = cfg.optim, cfg.alignment
-    no_weight = alignment.kind == "none" and alignment.weight != Alignment.weight
-    no_betas = "betas" not in OPTIMIZERS[optim.name].shared and optim.betas != (0.9, 0.999)
+    readers = {"weight": ("repa", "self"), "width": ("repa",), "source": ("repa",), "gap": ("self",)}
+    unused = {key for key, kinds in readers.items() if alignment.kind not in kinds}
+    aligning = [key for key in unused if getattr(alignment, key) != getattr(Alignment, key)]
+    neutral = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # as in configs/defaults.yaml
+    unused = neutral.keys() - {*OPTIMIZERS[optim.name].shared}
+    optimizing = [key for key in unused if getattr(optim, key) != neutral[key]]
+    rf = RF() if cfg.objective == "edm" else cfg.rf  # for edm it is told above
+    no_normal = rf.time == "uniform" and (rf.time_mean, rf.time_std) != (RF.time_mean, RF.time_std)
+    no_text = not cfg.model.takes_text and cfg.text != TextSettings()
+    snapshots, archive = cfg.ema.snapshot_every, cfg.dataset.archive
     idle = [  # whether a warning is due, and the warning
         (optim.warmup_steps >= cfg.train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
-        (no_weight, f"alignment.weight is {alignment.weight}, but has no effect with alignment=none"),
-        (no_betas, f"optim.betas has no effect with optim.name={optim.name}"),
+        *((True, f"alignment.{key} has no effect with alignment={alignment.kind}") for key in sorted(aligning)),
+        *((True, f"optim.{key} has no effect with optim.name={optim.name}") for key in sorted(optimizing)),
+        (no_text, f"section text has no effect with model={cfg.model.name}, which takes no texts"),
+        (no_normal, "rf.time_mean and rf.time_std have no effect with rf.time=uniform"),
+        (rf.clamp != RF.clamp and rf.predicts == "velocity", "rf.clamp has no effect with rf.predicts=velocity"),
+        (snapshots and not cfg.ema.power, "ema.snapshot_every has no effect without ema.power"),
+        (archive and cfg.dataset.embedded != "cifar10", "dataset.archive has no effect but with dataset=cifar10"),
         (optim.schedule == "constant" and optim.final_lr, "optim.final_lr has no effect with optim.schedule=constant"),
         (cfg.train.routes_until and not cfg.model.routes, "train.routes_until has no effect without routes"),
         (cfg.lora.rank is None and cfg.lora != Lora(), "section lora has no effect without lora.rank"),

@@ -37,7 +37,7 @@ class Draws:
     posterior: Tensor | None  # (B, C, S, S) standard normal, to sample latents from moments; None if they are plain
     back: Tensor | None = None  # (B,) uniform, lowers the noise of alignment=self's teacher
     path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
-    class_token: Tensor | None = None  # (B, z) standard normal, to be added to class tokens; None without them
+    token: Tensor | None = None  # (B, z) standard normal, to be added to class tokens; None without them
 
     def rows(self, rows: slice, beyond: int = 0) -> "Draws":
         """Return the random numbers of the samples in the slice `rows` of the batch. Noise and posterior also cover the
@@ -83,21 +83,15 @@ def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.devi
         posterior=normal("posterior", batch_size, *latents.shape) if latents.content == "moments" else None,
         back=uniform("back", batch_size) if cfg.alignment.kind == "self" and cfg.alignment.weight_at(step) else None,
         path=uniform("path", batch_size) if cfg.train.path_drop else None,
-        class_token=normal("class token", batch_size, cfg.model.class_token) if cfg.model.class_token else None,
+        token=normal("class token", batch_size, cfg.model.class_token) if cfg.model.class_token else None,
     )
 
 
 def loss(
-    cfg: Settings,
-    network: Callable[..., Tensor],
-    latents: LatentSpec,
-    batch: Batch,
-    draws: Draws,
-    null: Condition,
+    cfg: Settings, network: Callable[..., Tensor], latents: LatentSpec, batch: Batch, draws: Draws, null: Condition,
     aligner: Aligner | None = None,
-) -> list[Tensor]:
-    """Compute a list of losses, each (B,) fp32: denoising, which includes that of class tokens, and, with an aligner,
-    alignment, not yet weighted.
+) -> list[Tensor]:  # fmt: skip
+    """Compute a list of losses, each (B,) fp32: denoising, class tokens included, and, with an aligner, alignment.
 
     network  the run's network, or aligner.module if there is an aligner; wrapped in DDP if there are several processes.
     latents  the meaning of the batch's stored numbers.
@@ -107,20 +101,19 @@ def loss(
     x, batch = to_network(batch.stored, latents, draws.posterior), batch.rows(own)  # x may go on (process.beyond)
     y = drop(batch.condition, draws.drop, cfg.train.label_drop, null)
     level = process.noise_level(draws.level)
-    more = {} if draws.path is None else {"path_drop": draws.path < cfg.train.path_drop}  # SPRINT's path
-    more |= noised_token(batch.class_token, draws.class_token, level)
-    network = partial(network, record=record, **more)
+    sparse = {} if draws.path is None else {"path_drop": draws.path < cfg.train.path_drop}  # SPRINT's path
+    token = noised_token(batch.class_token, draws.token, level)
+    network = partial(network, record=record, **sparse, **token)
     if cfg.train.loss_tokens == "all" or not draws.routes:
         terms = [process.loss(network, x, y, level, draws.noise, draws.routes)]
     else:
         errors, weight = process.errors(network, x, y, level, draws.noise, draws.routes), process.weight(level)
         terms = [kept_terms(*errors, weight, record.ids, cfg.model.patch_size, cfg.train.reconstruction)]
-    if draws.class_token is not None:
-        beside = token_loss(record.class_token, batch.class_token, draws.class_token)
+    if draws.token is not None:
+        beside = token_loss(record.class_token, batch.class_token, draws.token)
         terms[0] = terms[0] + cfg.train.class_token_weight * beside
     if aligner is not None:
-        given = (x[own], y, draws.level, draws.noise[own], draws.back, draws.class_token)
-        targets = aligner.targets(process, batch, *given)
+        targets = aligner.targets(process, batch, x[own], y, draws.level, draws.noise[own], draws.back, draws.token)
         terms.append(aligner.distance(record, targets))
     return terms
 
@@ -166,9 +159,7 @@ def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
     """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. What it reads and
     what changes between steps must be a tensor in `inputs`, as a CUDA graph of one call is replayed for later steps."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
-    weights, aligner = (1.0,), None
-    if inputs.alignment is not None:
-        weights, aligner = (1.0, inputs.alignment), run.aligner
+    weights, aligner = ((1.0,), None) if inputs.alignment is None else ((1.0, inputs.alignment), run.aligner)
     totals, beyond = [0.0] * len(weights), process_of(cfg).beyond
     for rows, batch in zip(run.micro_batches, inputs.batches):
         last = rows is run.micro_batches[-1]
