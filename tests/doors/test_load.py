@@ -12,7 +12,7 @@ import export_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, equal, launch_door, opened, read_json, save_checkpoint, take_samples, write_json
+from conftest import ROOT, equal, launch, launch_door, opened, read_json, save_checkpoint, take_samples, write_json
 from hub import serve
 from huggingface_hub import constants
 from PIL import Image
@@ -165,6 +165,9 @@ def test_from_the_hub_and_without_it_from_its_cache(tmp_path, monkeypatch):
         take_samples(tmp_path, "checkpoint=hf:ann/digits@main", "steps=2", "seeds=0", "out=grid.png")
         facts = json.loads(Image.open(tmp_path / "grid.png").text[FACTS])
         assert facts["network"]["revision"] == found.revision
+        sizes = ("model.hidden_size=96", "model.depth=8", "model.num_heads=4")
+        launch(tmp_path, *sizes, "init_from=hf:ann/digits", "name=begun", "train.steps=1", "sampling.steps=2")
+        assert checkpoint.find(tmp_path / "results/begun").info["init_revision"] == found.revision
         for name, said in (("nobody/digits", "RepoNotFound"), ("ann/digits@old", "RevisionNotFound")):
             with pytest.raises(ValueError, match=f"hf:{name}: .*{said}"):
                 tread.load(f"hf:{name}")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tread.checkpoints.lora import BASE, merge
 from tread.runtime.device import wait_for
 from tread.runtime.files import plain_name, point_to, sha256, whole_folder
-from tread.runtime.hub import local
+from tread.runtime.hub import local, revision_in
 from tread.runtime.tensor_files import save_tensors
 
 VERSION = 1
@@ -107,7 +107,7 @@ class Checkpoint:
     @property
     def revision(self) -> str | None:
         """The hash of the revision on the hub, for a checkpoint fetched from there; else None."""
-        return self.folder.name if self.folder.parent.name == "snapshots" else None
+        return revision_in(self.folder)
 
     @property
     def parts(self) -> list[str]:

@@ -65,6 +65,12 @@ def local(source: str | Path) -> Path:
     return folder
 
 
+def revision_in(path: object) -> str | None:
+    """Return the hash of the revision in a path into the hub's cache, or a text with one; None if there is none."""
+    found = re.search(r"snapshots/([0-9a-f]{40})\b", str(path))
+    return found and found[1]
+
+
 def check_repository(name: str) -> None:
     """Raise ValueError unless `name` is like user/name and the user is logged in to the hub, OSError if the hub does
     not answer."""

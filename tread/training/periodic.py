@@ -28,6 +28,7 @@ from tread.evaluation.scorers import judge_digits
 from tread.models.conditions import Text
 from tread.runtime.device import autocast, peak_flops, wait_for
 from tread.runtime.files import explain_failure
+from tread.runtime.hub import revision_in
 from tread.runtime.plugins import plugin_hashes
 from tread.training.costs import sample_flops, training_flops
 from tread.training.optimizer import learning_rate
@@ -376,6 +377,7 @@ def save(run: Run) -> bool:
         "encoder": run.aligner and run.aligner.fingerprint,
         "class_token": run.data.class_fingerprint,
         "config": run.config,
+        "init_revision": revision_in([start.get("weights") for start in run.log.starts()[:1]]),
         "plugins": plugin_hashes(run.cfg.plugins) | (run.earlier.info.get("plugins", {}) if run.earlier else {}),
         "versions": run.log.versions if run.main else None,
         **({"adapter": run.adapter} if run.adapter else {}),
