@@ -57,7 +57,7 @@ def write(path: str | None, result: dict) -> None:
 
 
 def begin(main: Callable[[], None]) -> None:
-    """Run a benchmark, or print its docstring for --help; expected errors and Ctrl-C end it with one line."""
+    """Run a benchmark, or print its file's docstring for --help; expected errors and Ctrl-C end it with one line."""
     answer_help(sys.modules["__main__"].__doc__)
     with explained():
         main()

@@ -92,7 +92,7 @@ class TreadPipeline(DiffusionPipeline):
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple:
-        """Draw pictures, one for each class label or prompt, and return them as `images`.
+        """Draw pictures, one per class label or prompt (a single one: one per seed), and return them as `images`.
 
         class_labels          names or numbers of classes; None in a list is no class.
         prompt                texts, for a network trained on captions.

@@ -192,7 +192,7 @@ class TextSpec:
 
     @property
     def stem(self) -> str:
-        """The start of the files' names: "text-" and the encoder's name, shortened with a hash if not fit for one."""
+        """Start of the files' names: "text-" and the encoder's name; if unfit for file names, cut, with a hash."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
         digest = content_hash(self.encoder)[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"

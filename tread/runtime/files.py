@@ -131,7 +131,7 @@ def check_file(name: str) -> Path:
 
 
 def size_text(count: float) -> str:
-    """Format a number of bytes with three digits: 812 B, 3.4 kB, 16 MB, 41.7 GB, 1.2 TB; a kB has 1,000 bytes."""
+    """Format a number of bytes with at most three digits: 812 B, 3.46 kB, 16 MB, 41.7 GB; a kB has 1,000 bytes."""
     rounded = float(f"{count:.3g}")
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if rounded < 1000 or unit == "TB":
