@@ -32,7 +32,8 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint is damaged. Raised as Damaged(problem, folder); the message adds the last good one before it."""
+    """A checkpoint is damaged. Raised as Damaged(problem, folder); the message adds the last one before it whose files
+    have their recorded sizes, or says that there is none."""
 
     def __str__(self) -> str:
         problem, folder = self.args

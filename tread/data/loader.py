@@ -57,7 +57,8 @@ class Loader:
         self._coming: dict[int, Future] = {}
 
     def batches(self, step: int) -> list[Batch]:
-        """Return the batches of a step on the device, one for each of the constructor's micro_batches."""
+        """Return the batches of a step on the device, one for each of the constructor's micro_batches, each with
+        `beyond` samples more at its end."""
         began = time.perf_counter()
         if self.ahead:
             for coming in range(step, min(step + 1 + self.ahead, self.steps)):

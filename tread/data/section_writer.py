@@ -68,8 +68,8 @@ class SectionWriter(ShardStore, ABC):
 
     def is_finished(self, again: bool = False) -> bool:
         """Return whether index.json has this writer's section already; if so, remove unfinished work. Raises ValueError
-        or OSError if the section is damaged or has other `facts`. With `again`, hashes are checked too, and such a
-        section gives False instead of an error."""
+        or OSError if the section is damaged or has other `facts`. With `again`, hashes are checked too, and a damaged
+        or different section gives False instead of an error."""
         index = read_index(self.folder)
         around, key = self._around(index)
         if (section := around.get(key)) is None:
@@ -96,7 +96,7 @@ class SectionWriter(ShardStore, ABC):
 
         again   replace a different or damaged section, and discard unfinished work that has another plan.json.
         lines   lines of text that describe the work, printed before it starts.
-        unit    what a row is, for the progress bar.
+        unit    what a row is, for the progress bar; batch_size rows are encoded at a time.
         encode  takes batches of rows, and yields for each batch the part that `write` takes.
         """
         if processes.from_main(lambda: self.is_finished(again)):

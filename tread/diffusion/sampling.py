@@ -155,6 +155,7 @@ def draw(
     after_step: AfterStep = unchanged,
 ) -> Iterator[Tensor]:
     """Draw samples batch by batch: yields latents (b, C, S, S) fp32 on the network's device, in the order of the seeds.
+    As a generator it raises its ValueErrors when the first batch is asked for.
 
     seeds       one per sample, from which the sample's noise and its routes' ids_keep are drawn.
     labels      (n,) int64 classes, or indices of the model's prompts, on the CPU.

@@ -114,7 +114,7 @@ def adjacent(matrix: Tensor) -> float:
 
 def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
     """Return the routes `asked` (None: the network's), sorted, with negative block numbers resolved. Raises ValueError
-    for routes that the network can't run, that skip no token, or that keep a single token."""
+    for routes that the network can't run, and for asked ones that skip no token or keep a single one."""
     model, grid = saved.cfg.model, (saved.latents.shape[1] // saved.cfg.model.patch_size,) * 2
     routes = model.routes if asked is None else tuple(asked)
     try:

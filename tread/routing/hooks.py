@@ -53,7 +53,7 @@ Join = Callable[[Any, Inputs, Tensor], Any]
 
 def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     """Return a block's inputs (args, kwargs) with the kept tokens alone in args[0], (B, N, D) → (B, K, D). All other
-    inputs are unchanged."""
+    inputs are unchanged. Raises ValueError if there are only keyword arguments."""
     if not args:
         raise ValueError(
             f"the block was called with keywords only ({', '.join(kwargs)}): give attach_routes a select and a join, "
@@ -90,7 +90,8 @@ def _in_forward() -> bool:
 
 
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
-    """Return all tokens (B, N, D): a block's output (B, K, D) put into the block's first input, saved[0][0]."""
+    """Return all tokens (B, N, D): a block's output (B, K, D) put into the block's first input, saved[0][0]. Raises
+    ValueError if the output is no tensor."""
     if not isinstance(output, Tensor):
         raise ValueError(
             f"the block returned a {type(output).__name__}, not the tokens alone: give attach_routes a join, or "
@@ -270,7 +271,8 @@ class Routing:
     def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None) -> Iterator[None]:
         """Return a context in which the model runs with the given ids_keep (B, K) int64, one tensor for each route.
         `tokens` is N, or each route's N: blocks called with another number of tokens raise ValueError (None: any number
-        will do). Raises ValueError for ids_keep that check_ids refuses."""
+        will do). Raises ValueError for ids_keep that check_ids refuses, RuntimeError if these blocks' routes are on
+        already or were removed. Warns at the end if no block on a route was called."""
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         counts = tuple(tokens) if isinstance(tokens, Sequence) else (tokens,) * len(self.routes)
@@ -311,7 +313,8 @@ class Routing:
         prefix: int = 0,
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model runs with tokens chosen by uniform noise (B, N), one tensor per route or
-        one for all. `ratio` replaces the routes' selection_ratio, e.g. at inference; for the others see choose_ids."""
+        one for all. `ratio` replaces the routes' selection_ratio, e.g. at inference; for the others see choose_ids.
+        Raises ValueError for another number of tensors, and what on_ids raises."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if not all(isinstance(u, Tensor) for u in each):
             raise ValueError("noise must be tensors, one after the other: on(n1, n2), not on((n1, n2))")
