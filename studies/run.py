@@ -105,14 +105,15 @@ def run(options: Options) -> None:
     if options.dry:
         print(estimate(jobs))
         return
-    words = " ".join(word for job in jobs for word in job.words)
+    trains = options.part == "train"
+    words = " ".join(word for job in jobs for word in (job.training.overrides if trains else job.words))
     paths = [data / name for name in dict.fromkeys(re.findall(r"\{data\}/([^\s,\]]+)", words))]
     needs = {arm.needs.replace("{data}", str(data)) for arm in study.arms.values() if arm.needs}
     if needs and (absent := [str(path) for path in paths if not path.exists()]):
         raise ValueError(f"{', '.join(absent)} not found; scale={study.scale} needs {' '.join(needs)}")
     if data / RANDOM in paths:
         random_inception(data / RANDOM)
-    elif "reference=" in words or (study.trials and jobs and needs):
+    elif "reference=" in words or (study.trials and jobs and needs and not trains):
         find_weights()  # fails now rather than after hours of training
     published = HERE / (study.name if study.scale == "small" else f"{study.name}_{study.scale}")
     check_place(place, 0)
