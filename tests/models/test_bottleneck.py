@@ -57,7 +57,7 @@ def test_flops_and_names_of_every_network_that_has_one(read_config, model):
 
 
 def test_without_one_nothing_is_new(read_config):
-    names = {name for name in DiT(8, depth=1).state_dict() if "x_embedder" in name}
+    names = {name for name in DiT(input_size=8, depth=1).state_dict() if "x_embedder" in name}
     assert names == {"x_embedder.proj.weight", "x_embedder.proj.bias"} and EXPAND not in names
     with pytest.raises(ValueError, match="model.bottleneck is 6, but rwkv has no such choice"):
         read_config("model=rwkv", "model.bottleneck=6")

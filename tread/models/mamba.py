@@ -12,7 +12,7 @@ Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E =
 import math
 from collections.abc import Callable
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dit import DiTBlock, Mlp
 from routing_module import Grid
-from tread.models.backbone import Backbone, Init, linear_products, modulate
+from tread.models.backbone import Backbone, linear_products, modulate
 from tread.models.ssd import causal_conv, fused_ssd, products, ssd
 from tread.runtime.schema import check
 
@@ -150,16 +150,10 @@ class Mamba(Backbone):
 
     def __init__(
         self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
+        *,
         hidden_size: int = 768,
         depth: int = 12,
         mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: Init = "adaln_zero",
-        *,
         state: int = 64,
         head_dim: int = 64,
         expand: int = 2,
@@ -169,6 +163,7 @@ class Mamba(Backbone):
         num_heads: int = 12,
         kernel: Kernel = "torch",
         allow_token_routes: bool = False,
+        **sizes: Any,
     ) -> None:
         check("directions", directions, Directions)
         if expand * hidden_size % head_dim:
@@ -193,6 +188,5 @@ class Mamba(Backbone):
             mixer = Mamba2Mixer(hidden_size, state, head_dim, expand, conv, directions, kernel)
             return MambaBlock(hidden_size, mlp_ratio, mixer)
 
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(make_block, *sizes, num_classes, learn_sigma, init)
+        super().__init__(make_block, hidden_size=hidden_size, depth=depth, **sizes)
         self.needs_grid = not allow_token_routes

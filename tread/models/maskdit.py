@@ -8,6 +8,7 @@ Shapes: B samples, N tokens, D hidden size, W the decoder's hidden size.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,29 +27,14 @@ class MaskDiT(DiT):
     skipped_return = False
 
     def __init__(
-        self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: Init = "adaln_zero",
-        decoder_hidden_size: int = 512,
-        decoder_depth: int = 8,
-        decoder_heads: int = 16,
-        *,
-        bottleneck: int | None = None,
-    ) -> None:
+        self, *, hidden_size: int = 1152, mlp_ratio: float = 4.0, init: Init = "adaln_zero",
+        decoder_hidden_size: int = 512, decoder_depth: int = 8, decoder_heads: int = 16, **sizes: Any,
+    ) -> None:  # fmt: skip
         if decoder_hidden_size % decoder_heads:
             raise ValueError(
                 f"decoder_hidden_size {decoder_hidden_size} is not a multiple of decoder_heads {decoder_heads}"
             )
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, bottleneck=bottleneck)
+        super().__init__(hidden_size=hidden_size, mlp_ratio=mlp_ratio, init=init, **sizes)
         self.decoder_hidden_size = width = decoder_hidden_size
         table = self.y_embedder.embedding_table
         table.padding_idx = self.num_classes  # no gradient for the null class
