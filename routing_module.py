@@ -412,7 +412,7 @@ def run_blocks(
         saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.saved_before == index}
         if route := starting.get(index):
             chosen = record.ids[list(given).index(index)] = settle_ids(route, given[index], tokens[:, leading:], grid)
-            ids_keep = with_leading(chosen, leading)
+            ids_keep = keep_prefix(chosen, leading) if leading else chosen
             if route.rejoins.removes:
                 shape = None if grid is None else kept_grid(route, chosen, grid)
                 seen, ids_here = [gather_tokens(tensor, ids_keep) for tensor in along], chosen
@@ -434,12 +434,10 @@ def run_blocks(
     return tokens
 
 
-def with_leading(ids_keep: Tensor, leading: int) -> Tensor:
-    """Return ids_keep (B, K) counted with `leading` tokens at the front, and these: (B, leading + K)."""
-    if not leading:
-        return ids_keep
-    front = torch.arange(leading, device=ids_keep.device).expand(len(ids_keep), -1)
-    return torch.cat([front, ids_keep + leading], dim=1)
+def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
+    """Shift the indices by `prefix` and put 0..prefix−1 before them: (B, K) → (B, prefix + K)."""
+    first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
+    return torch.cat([first, ids_keep + prefix], dim=1)
 
 
 def _rejoin(route: Route, before: Tensor, written: int, tokens: Tensor, ids_keep: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dit import DiT
 from tread.checkpoints.exporting import public_names
 from tread.checkpoints.network import build_network
 from tread.checkpoints.weights import fit, sizes
-from tread.models.backbone import PatchEmbed
+from tread.models.embedders import PatchEmbed
 from tread.routing.ids import pair
 from tread.runtime.device import autocast
 from tread.runtime.tensor_files import EXPAND, plain_names

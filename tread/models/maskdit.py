@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dit import DiT, DiTBlock
 from routing_module import Record, Route, Routes, gather_tokens, run_blocks, scatter_tokens, settle_ids
-from tread.models.backbone import FinalLayer, Init, kept_as, sincos_positions
+from tread.models.backbone import FinalLayer, Init
+from tread.models.embedders import kept_as, sincos_positions
 from tread.routing.ids import count_kept
 
 

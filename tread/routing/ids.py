@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from routing_module import RULES, Grid, Route, check_count, draw_ids, num_keep
+from routing_module import RULES, Grid, Route, check_count, draw_ids, keep_prefix, num_keep
 
 Some = Tensor | None
 
@@ -244,12 +244,6 @@ def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
     """Return one entry for a network's argument `routes`: (route, ids_keep (B, K)), chosen by the uniform numbers
     `draws` (B, N). If the route's rule scores tokens: (route, draws), as run_blocks then calls the rule."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
-
-
-def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
-    """Shift the indices by `prefix` and put 0..prefix−1 before them: (B, K) → (B, prefix + K)."""
-    first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
-    return torch.cat([first, ids_keep + prefix], dim=1)
 
 
 def with_ratio(route: Route, ratio: float) -> Route:

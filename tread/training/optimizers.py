@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from routing_module import Table
-from tread.models.backbone import block_matrices
 from tread.runtime.schema import BelowOne, CountOrZero, Positive, PositiveOrZero, written
 from tread.runtime.tensor_files import listed
-from tread.training.muon import Muon, Scale, groups_of
+from tread.training.muon import Muon, Scale, block_matrices, groups_of
 
 
 @dataclass(frozen=True)

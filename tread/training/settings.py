@@ -15,7 +15,7 @@ from tread.data.index import prepared_heldout
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
 from tread.models.architectures import CHOSEN, AnyOptions, TextSettings
-from tread.models.backbone import Residual
+from tread.models.embedders import Residual
 from tread.preparing import cifar10, digits, emoji
 from tread.routing.ids import RULES, RatioSchedule, check_ratio
 from tread.runtime import schema
