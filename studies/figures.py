@@ -210,21 +210,15 @@ def pair_name(arm: str, other: str) -> str:
     return f"{first}: {rest} less {others}" if first == second and rest and others else f"{arm} less {other}"
 
 
-def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str | None = None) -> Line:
-    """Return a line through the means of `points` (x, one value per seed), with a band of ± one standard deviation if
-    every point has several seeds."""
+def mean_line(
+    name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str | None = None, dashed: bool = False,
+    interval: bool = False,
+) -> Line:  # fmt: skip
+    """Return a line through the means of `points` (x, one value per seed). If every point has several seeds, it has a
+    band of ± one standard deviation; with `interval`, of the 95% interval, if every point has enough seeds for it."""
     each = [estimate(values) for _, values in points]
-    spreads = [point.spread for point in each]
-    known = spreads if spreads and None not in spreads else None
-    return Line(name, [x for x, _ in points], [point.mean for point in each], known, colour=colour)
-
-
-def less_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str, dashed: bool = False) -> Line:
-    """Return a line through the means of paired differences (x, one per seed), with 95% intervals if every point has
-    enough seeds."""
-    each = [estimate(values) for _, values in points]
-    halves = [point.half if point.sign is not None else None for point in each]
-    known = halves if halves and None not in halves else None
+    widths = [point.spread if not interval else None if point.sign is None else point.half for point in each]
+    known = widths if widths and None not in widths else None
     return Line(name, [x for x, _ in points], [point.mean for point in each], known, dashed, colour)
 
 
@@ -265,7 +259,7 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
             besides = place >= len(study.against)
             less = along(results.get(arm, ()), results.get(other, ()), metric, axis)
             points = [(point["images"] / 1e3, values) for point, values in less]
-            line = less_line(pair_name(arm, other), points, colour[other if besides else arm], besides)
+            line = mean_line(pair_name(arm, other), points, colour[other if besides else arm], besides, interval=True)
             lines += [line] if points else []
         label = f"{METRICS[metric].title}, difference"
         if lines:
@@ -488,7 +482,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
         if points:
             band = chance(study, results, metric) if metric != "loss" else None
             title = f"{METRICS[metric].title}, less the dense one's"
-            line = less_line("routes", points, "C1")
+            line = mean_line("routes", points, "C1", interval=True)
             panels.append(Panel(title, "blocks of the route", "", [line], levels={"even": 0.0}, noise=band))
     _save(study, path, panels, 3, "grey: two standard deviations by seed")
 

@@ -116,9 +116,7 @@ def goes_inside(name: str, asked: bool | None) -> bool:
         return False
     at_hub = bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
     if name == UNKNOWN or (asked is False and not at_hub):
-        raise ValueError(
-            f"the autoencoder is {name}, which is no hub id that a folder can name: autoencoder=… names one"
-        )
+        raise ValueError(f"the autoencoder is {name}, no hub id that a folder can name: autoencoder=… names one")
     return not at_hub if asked is None else asked
 
 

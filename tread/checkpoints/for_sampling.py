@@ -92,9 +92,8 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
         label_drop, path_drop = config["train"]["label_drop"], config["train"].get("path_drop", 0.0)
         LatentSpec.from_json(source.info["latents"])
     except (LookupError, TypeError) as error:
-        raise checkpoint.Damaged(
-            f"{source.folder / 'info.json'} is damaged: {error} is missing", source.folder
-        ) from error
+        where = f"{source.folder / 'info.json'} is damaged: {error} is missing"
+        raise checkpoint.Damaged(where, source.folder) from error
     try:
         cfg = read_network(config, source.folder)
     except ValueError as error:

@@ -102,9 +102,7 @@ def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
                 f"differ by up to {off:.3g}, where rounding allows {ROUNDING:g}; without {name} the file would fit"
             )
     if MASKDIT in state and state[LABELS][-1].any():
-        raise ValueError(
-            f"the null class of {where}, the last row of {LABELS}, is not zero, but MaskDiT's is, and is never trained"
-        )
+        raise ValueError(f"the null class of {where}, the last row of {LABELS}, is not zero, as MaskDiT's is")
 
 
 def usual_heads(hidden_size: int) -> int | None:

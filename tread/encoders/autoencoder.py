@@ -138,10 +138,7 @@ def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
 
 def _chosen(latents: LatentSpec, autoencoder: str | None) -> str:
     if (name := autoencoder or latents.autoencoder) == UNKNOWN:
-        raise ValueError(
-            "the source of these latents did not say which autoencoder made them. Name it, by hub id, folder or weight "
-            f"file, {INSTEAD}"
-        )
+        raise ValueError(f"the source of these latents did not say which autoencoder made them: name it, {INSTEAD}")
     return name
 
 

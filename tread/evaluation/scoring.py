@@ -332,9 +332,7 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
         return options
     folders = {str(heldout_folder(plan.saved)) for plan in plans}
     if len(folders) > 1:
-        raise ValueError(
-            f"the checkpoints have other held-out data ({', '.join(sorted(folders))}): score them one by one"
-        )
+        raise ValueError(f"checkpoints have other held-out data ({', '.join(sorted(folders))}): score them one by one")
     return replace(options, reference=folders.pop())
 
 
@@ -381,10 +379,7 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
     for key, usual in (("orientation", "exif"), ("alpha", "white")):
         recorded = sorted({getattr(plan.saved.latents, key) for plan in plans}) or [usual]
         if len(recorded) > 1 and chosen[key] is None:
-            raise ValueError(
-                f"the checkpoints were trained on photos read with {key}={' and '.join(recorded)}: set {key}=…, or "
-                "score them one by one"
-            )
+            raise ValueError(f"the checkpoints' photos were read with {key}={' and '.join(recorded)}: set {key}=…")
         chosen[key] = chosen[key] or recorded[0]
     return Crop(options.crop, **chosen)
 

@@ -139,9 +139,7 @@ def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDatase
         text = saved.cfg.text.encoder if model.takes_text else None
         data = LatentDataset(place, text=text, class_token=model.class_token)
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error}; if the latents that {saved.found.folder} was trained on have moved: data=<folder>"
-        ) from error
+        raise FileNotFoundError(f"{error}; if the latents of the training have moved: data=<folder>") from error
     data.steps_per_epoch(1)
     trained, known = saved.latents, None not in (data.latents.fingerprint, saved.latents.fingerprint)
     for name in ("shape", "classes", "scale", "shift", "fingerprint" if known else "autoencoder"):

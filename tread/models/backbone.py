@@ -178,10 +178,8 @@ class Backbone(nn.Module):
     def check_condition(self, y: Tensor, batch: int) -> None:
         """Raise ValueError unless y holds labels (or texts) for `batch` samples; values are checked on a CPU only."""
         if readable(y) and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
-            raise ValueError(
-                f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows "
-                f"0..{self.num_classes - 1} and the null class {self.num_classes}"
-            )
+            known = f"0..{self.num_classes - 1} and the null class {self.num_classes}"
+            raise ValueError(f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows {known}")
 
     def null(self, count: int) -> Tensor:
         """Return the condition that means "no condition" for `count` samples: the null class, (count,) int64."""

@@ -157,7 +157,5 @@ def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str,
     check_tables(tables, network.num_tokens, "the state dict")
     for name, table in tables.items():
         if table.shape[1] != network.head_dim:
-            raise ValueError(
-                f"{name} of the state dict rotates heads of {table.shape[1]} channels, but this network "
-                f"{f'has heads of {network.head_dim}' if network.head_dim else 'needs positions=rope for that'}"
-            )
+            own = f"has heads of {network.head_dim}" if network.head_dim else "needs positions=rope for that"
+            raise ValueError(f"{name} rotates heads of {table.shape[1]} channels, but this network {own}")

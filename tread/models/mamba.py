@@ -75,10 +75,7 @@ class Mamba2Mixer(nn.Module):
         """Mix tokens x (B, N, D) of the grid (H, W). Raises ValueError if four directions get no grid of N tokens."""
         ways = range(self.directions)
         if self.directions == 4 and (grid is None or math.prod(grid) != x.shape[1]):
-            raise ValueError(
-                f"directions 4 scans columns, but grid is {grid} for {x.shape[1]} tokens: it must be their (rows, "
-                "columns); with hooks, select has to pass the kept rows' grid"
-            )
+            raise ValueError(f"directions 4 scans columns, but grid is {grid} for {x.shape[1]} tokens (rows, columns)")
         z, x, dt = self.in_proj(x).split([self.width, self.width + 2 * self.state, len(self.A_log)], dim=2)
         x = torch.cat([in_order(x, way, grid) for way in ways], dim=2)
         dt = torch.cat([in_order(part, way, grid) for way, part in enumerate(dt.chunk(self.directions, dim=2))], dim=2)
@@ -169,15 +166,9 @@ class Mamba(Backbone):
         if expand * hidden_size % head_dim:
             raise ValueError(f"expand {expand} × hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
         if directions == 4 and allow_token_routes:
-            raise ValueError(
-                "directions 4 scans the columns of whole rows, but allow_token_routes lets single tokens through, "
-                "which have none: take directions 1 or 2, or routes of rows"
-            )
+            raise ValueError("directions 4 scans columns, which allow_token_routes takes apart: take directions 1 or 2")
         if attention_every == 1 or attention_every > depth:
-            raise ValueError(
-                f"attention_every is {attention_every}, but must be 0, for none, or 2 to {depth}, the depth, so that "
-                "there are blocks of both kinds"
-            )
+            raise ValueError(f"attention_every is {attention_every}, but must be 0, for none, or 2 to {depth}")
         if attention_every and not mlp_ratio:
             raise ValueError("mlp_ratio is 0, but attention_every asks for DiT's blocks, which have an MLP")
         numbers = count(1)

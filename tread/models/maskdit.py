@@ -99,7 +99,5 @@ def check_spans(routes: Sequence[Route], depth: int) -> None:
         spans = (resolved.start, resolved.end, resolved.fp32, resolved.rejoin) == (0, depth - 1, "off", 0)
         if not spans or len(routes) > 1:
             given = ", ".join(f"{route.start}→{route.end} with fp32={route.fp32}" for route in routes)
-            raise ValueError(
-                f"the routes are {given}, but MaskDiT drops tokens before its encoder and puts mask tokens at their "
-                "places behind it: it takes one route, start 0, end -1, fp32 off, rejoin null"
-            )
+            taken = "one route, start 0, end -1, fp32 off, rejoin null"
+            raise ValueError(f"the routes are {given}, but MaskDiT drops tokens before its encoder: it takes {taken}")

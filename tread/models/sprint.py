@@ -65,9 +65,7 @@ class Sprint(LightningDiT):
         if path_drop is None or isinstance(path_drop, bool):
             return torch.full((*x.shape[:2], 1), not path_drop, device=x.device)
         if path_drop.shape != x.shape[:1] or path_drop.dtype != torch.bool:
-            raise ValueError(
-                f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}, but must be ({len(x)},) torch.bool, or True"
-            )
+            raise ValueError(f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}, but must be ({len(x)},) bool")
         return ~path_drop[:, None, None].repeat(1, x.shape[1], 1)
 
     def fusing(
@@ -118,19 +116,12 @@ class Sprint(LightningDiT):
 def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
     """Raise ValueError unless SPRINT with `depth` blocks has a sparse part, and `routes` is () or one route over it."""
     if depth <= 2 * DENSE:
-        raise ValueError(
-            f"depth {depth} leaves no block for SPRINT's sparse part, which is all but the first and last {DENSE}"
-        )
+        raise ValueError(f"depth {depth} leaves no block for SPRINT's sparse part, all but the first and last {DENSE}")
     if len(routes) > 1:
         raise ValueError(f"{len(routes)} routes are given, but SPRINT has one sparse part: give one route, or none")
     for route in check_routes(routes, depth):
         if (route.start, route.end) != (DENSE, depth - 1 - DENSE):
-            raise ValueError(
-                f"route {route.start}→{route.end} is not over SPRINT's sparse part: of {depth} blocks start must be "
-                f"{DENSE} and end {depth - 1 - DENSE} (or -{DENSE + 1})"
-            )
+            wanted = f"start must be {DENSE} and end {depth - 1 - DENSE} (or -{DENSE + 1})"
+            raise ValueError(f"route {route.start}→{route.end} is not over SPRINT's sparse part: {wanted}")
         if route.rejoin != route.start:
-            raise ValueError(
-                f"route rejoin {route.rejoin} is given, but SPRINT puts mask tokens in the places of skipped ones: "
-                "leave rejoin unset (null)"
-            )
+            raise ValueError(f"route rejoin {route.rejoin} is given, but SPRINT puts mask tokens there: leave it null")

@@ -79,10 +79,8 @@ class TextEmbedder(nn.Module):
     ) -> None:
         super().__init__()
         if (width is None) == (vocabulary is None) or (vocabulary and pooled):
-            raise ValueError(
-                f"text width {width}, pooled {pooled} and vocabulary {vocabulary} do not fit: give a width, with or "
-                "without pooled, or a vocabulary"
-            )
+            given = f"text width {width}, pooled {pooled} and vocabulary {vocabulary} do not fit"
+            raise ValueError(f"{given}: give a width, with or without pooled, or a vocabulary")
         self.text_tokens, self.width, self.pooled, self.vocabulary = text_tokens, width, pooled, vocabulary
         if vocabulary:
             self.words = nn.Embedding(vocabulary, dim)

@@ -72,10 +72,7 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
             both = zip(*(encoder.encode_both(view) for view in views))
             features, pooled = (torch.stack(parts, dim=1).half() for parts in both)
             if not (features.isfinite().all() and pooled.isfinite().all()):
-                raise ValueError(
-                    f"{encoder.name} makes features of some picture that are not finite in float16: they are too large "
-                    "for it, or its weights are broken"
-                )
+                raise ValueError(f"{encoder.name} makes features of some picture that are not finite in float16")
             yield features.cpu().numpy(), pooled.cpu().numpy()
 
     batch_size = options.batch_size or (8 if processes.device.type == "cpu" else 64)

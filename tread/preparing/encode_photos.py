@@ -274,18 +274,14 @@ def open_photos(options: PhotoOptions) -> Photos:
     """Return the pictures found in options.source, after checking them. Raises ValueError or OSError."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
-        raise ValueError(
-            f"out {out} lies inside source {source}, whose pictures it would be among; choose another place"
-        )
+        raise ValueError(f"out {out} lies inside source {source}, among its pictures; choose another place")
     if options.autoencoder == "none" and options.keep_pictures:
         raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
     photos = find_photos(source, options.root, options.labels, options.captions)
     photos.check(options.on_error == "skip", options.allow_empty)
     if photos.heldout and options.heldout is not None:
-        raise ValueError(
-            f"{photos.where} holds out {photos.heldout.rstrip('/')} itself: leave heldout={options.heldout} out, or "
-            "choose one split by root="
-        )
+        held = f"{photos.where} holds out {photos.heldout.rstrip('/')} itself"
+        raise ValueError(f"{held}: leave heldout={options.heldout} out, or choose one split by root=")
     if not options.enlarge:
         check_sizes(photos, options.resolution)
     return photos

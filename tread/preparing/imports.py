@@ -189,10 +189,8 @@ def _tread(source: Path, options: "ImportOptions") -> ForeignSamples:
             parts.setdefault(f"{folder}/{key}", {})[extension] = name
         for key, sample in parts.items():
             if not {"latent.npy", "cls"} <= sample.keys():
-                raise ValueError(
-                    f"{tar.path}: sample {key.lstrip('/')} has {', '.join(sorted(sample))}, but must have latent.npy "
-                    f"and cls{_MASKDIT}"
-                )
+                has = f"{tar.path}: sample {key.lstrip('/')} has {', '.join(sorted(sample))}"
+                raise ValueError(f"{has}, but must have latent.npy and cls{_MASKDIT}")
             samples.append((tar, sample["latent.npy"]))
             labels.append(_number(tar.read(sample["cls"]), f"{tar.path}: {sample['cls']}"))
 

@@ -208,10 +208,8 @@ class Settings:
                 asked = " or ".join(f"alignment={choice}" for choice in kinds)
                 raise ValueError(f"{given}, which belongs to {asked}, not to alignment={kind}")
         if self.alignment.kind == "repa" and self.alignment.encoder is None:
-            raise ValueError(
-                "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
-                "DINOv2, inception, or module:function"
-            )
+            encoders = "dinov2-s, -b, -l, -g, a hub id or folder of DINOv2, inception, or module:function"
+            raise ValueError(f"alignment.encoder is null, but alignment=repa needs one: {encoders}")
         settle_shifts(self)
         process, steps = process_of(self), self.sampling.steps
         if self.rf.shift != "auto":  # else `complete` settles it; raises ValueError for impossible steps
