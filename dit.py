@@ -1,7 +1,7 @@
 """Diffusion transformer (DiT; Peebles & Xie, ICCV 2023, arXiv 2212.09748) with adaLN-Zero.
 
 Parameter names and shapes are those of public DiT checkpoints, so such a state dict loads with strict=True. This file
-holds the blocks; embedders, last layer and forward pass are in tread/models/backbone.py.
+holds the blocks; last layer and forward pass are in tread/models/backbone.py, embedders in embedders.py beside it.
 
 Shapes: B samples, N tokens, D hidden size.
 """

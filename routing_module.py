@@ -146,10 +146,8 @@ def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
     for route in resolved:
         for other in resolved:  # before block other.start and after block other.end no token is missing
             if other.start < route.saved_before <= other.end and other is not route:
-                raise ValueError(
-                    f"route {route.start}→{route.end} rejoins as before block {route.rejoin}, which lies in the route "
-                    f"{other.start}→{other.end}: it must be at most {other.start}, or {other.end + 1} and more"
-                )
+                inside = f"block {route.rejoin}, which lies in the route {other.start}→{other.end}"
+                raise ValueError(f"route {route.start}→{route.end} rejoins as before {inside}")
     return resolved
 
 

@@ -50,10 +50,8 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
     """Return each sample's captions. Raises FileNotFoundError; ValueError if there are none or their hash is wrong."""
     entry = index.get("captions")
     if entry is None:
-        raise ValueError(
-            f"{folder} has no captions: python scripts/prepare_text.py dataset={folder} captions=<file> encoder=… adds "
-            "them, a line of JSON for each sample; or prepare it again from a source that has captions"
-        )
+        how = f"python scripts/prepare_text.py dataset={folder} captions=<file> encoder=…"
+        raise ValueError(f"{folder} has no captions: {how} adds them, a line of JSON for each sample")
     file = named_file(folder, entry["file"])
     check_sha256(file, entry["sha256"])
     return list(parse_captions(file))

@@ -183,10 +183,8 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
         return WordEncoder(spec.vocabulary, spec.tokens)
     encoder = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
     if spec.fingerprint not in (None, encoder.spec.fingerprint) or encoder.spec.width != spec.width:
-        raise ValueError(
-            f"{place or spec.encoder} is another encoder than the text was made with, by its hash: "
-            f"{encoder.spec.describe()}, and that was {spec.describe()}"
-        )
+        both = f"{encoder.spec.describe()}, and that was {spec.describe()}"
+        raise ValueError(f"{place or spec.encoder} is another encoder than the text was made with, by its hash: {both}")
     return encoder
 
 

@@ -285,10 +285,9 @@ def plan_scoring(
     if judge.prompts:
         options = replace(options, labels="balanced")
     if not (options.save_samples or options.reference or judged or prompts):
-        raise ValueError(
-            f"{entry.folder} is of dataset {dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
-            "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
-        )
+        kinds = "ADM's .npz, an .npz with mu and sigma, a folder or a tar of pictures"
+        needs = f"which needs reference=…: {kinds} (save_samples=true draws without scoring)"
+        raise ValueError(f"{entry.folder} is of dataset {dataset.name}, {needs}")
     batch_size = min(options.batch_size, count)
     sampler = Sampler.of(saved.process, options.steps, options.solver, batch_size, precision, options.guidance)
     outlines = [network and network.without_weights(options.guidance) for network in (saved, weak)]

@@ -145,9 +145,7 @@ def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDatase
     for name in ("shape", "classes", "scale", "shift", "fingerprint" if known else "autoencoder"):
         there, here = getattr(trained, name), getattr(data.latents, name)
         if there != here:
-            raise ValueError(
-                f"{place} holds latents of another {name} than the network was trained on: {str(here)[:100]} in the "
-                f"place of {str(there)[:100]}; data=<folder> names others"
-            )
+            said = f"{place} holds latents of another {name} than the network was trained on"
+            raise ValueError(f"{said}: {str(here)[:100]}, not {str(there)[:100]}; data=<folder> names others")
     data.latents = replace(data.latents, channel_shift=trained.channel_shift, channel_scale=trained.channel_scale)
     return data

@@ -94,10 +94,8 @@ class NetworkOptions:
         for number, route in enumerate(self.routes):
             if route.select not in self.selects:
                 otherwise = ", or model.allow_token_routes=true" * ("allow_token_routes" in self.arguments())
-                raise ValueError(
-                    f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture} look at "
-                    f"neighbours in the token grid: it must be {' or '.join(self.selects)}{otherwise}"
-                )
+                given = f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture}"
+                raise ValueError(f"{given} look at neighbours: it must be {' or '.join(self.selects)}{otherwise}")
         self.check_routes()
 
     def check_routes(self) -> None:

@@ -225,9 +225,9 @@ class Backbone(nn.Module):
                      velocity.
         class_token  (B, z) noised class token, of a network that has one.
         """
-        x, c, *shared = self.embed(x, t, y)
+        x, c, *shared = self.embed(x, t, y)  # (B, N, D), (B, D)
         if self.z_embedder is not None:
-            x = self.z_embedder.before(x, class_token)
+            x = self.z_embedder.before(x, class_token)  # (B, 1 + N, D)
         grid, along = self.grid if self.needs_grid else None, self.along(len(x))
         blocks, more = self.called(self.blocks), {"record": record, "leading": self.leading}
         x = run_blocks(blocks, x, c, *shared, routes=routes, along=along, grid=grid, **more)

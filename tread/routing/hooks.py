@@ -164,10 +164,8 @@ class Routing:
     def _check_rejoined(self) -> None:
         """Raise RuntimeError if a forward pass saved inputs for a route's `rejoin` that its last block did not use."""
         for route in [self.routes[number] for number, (_, _, forward) in self._rejoins.items() if forward]:
-            raise RuntimeError(
-                f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}: leave "
-                "rejoin out if the model may skip it (stochastic depth); after an error, enter the context anew"
-            )
+            said = f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}"
+            raise RuntimeError(f"{said}: leave rejoin out if blocks may be skipped; after errors, enter anew")
 
     def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._ids is not None:
@@ -183,10 +181,9 @@ class Routing:
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
-            raise RuntimeError(
-                f"block {index} was called without block {rejoin}, before which its route rejoins, as activation "
-                "checkpointing around single blocks does; hooks can't support that: leave rejoin out, or use run_blocks"
-            )
+            said = f"block {index} was called without block {rejoin}, before which its route rejoins"
+            advice = "hooks can't support this checkpointing of single blocks: leave rejoin out, or use run_blocks"
+            raise RuntimeError(f"{said}; {advice}")
         saved, written, _ = self._rejoins.pop(number)
         if _written(*saved) != written:
             raise RuntimeError(f"the model wrote into the inputs of block {rejoin}, which are saved: leave rejoin out")

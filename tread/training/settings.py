@@ -268,10 +268,8 @@ def read_text_settings(cfg: Settings) -> TextSettings:
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():
         if (given := getattr(cfg.text, key)) not in (getattr(TextSettings, key), value):
-            raise ValueError(
-                f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {str(value)[:80]} in "
-                f"{cfg.dataset.path}: leave it null, or name=<another name> starts a run of its own"
-            )
+            there = f"{str(value)[:80]} in {cfg.dataset.path}: leave it null, or name=… starts a run of its own"
+            raise ValueError(f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {there}")
     return TextSettings(**stored)
 
 
