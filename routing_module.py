@@ -85,7 +85,7 @@ class Route:
         """Return the paper's route r(2→depth−4): 2→8 for 12 blocks, 2→20 for 24, 2→24 for 28. Raises ValueError for a
         depth below 6."""
         if depth - 4 < 2:
-            raise ValueError(f"depth is {depth}, but the rule r(2→depth−4) needs at least 6: state start and end")
+            raise ValueError(f"the rule gives r(2→{depth - 4}) at depth {depth}, but needs at least 6: state both ends")
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> "Route":
@@ -280,8 +280,8 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
         whole = bool((rows == rows[..., :1] + torch.arange(width)).all() and (rows[..., 0] % width == 0).all())
         whole = whole and bool((rows[..., 0].diff(dim=1) > 0).all())
     if not whole:
-        rows = f"whole rows of {grid[0]}×{width} tokens in raster order (row_ids)"
-        raise ValueError(f"ids_keep of the route {route.start}→{route.end} are not {rows}")
+        rows = f"whole rows of the {grid[0]}×{width} grid in raster order"
+        raise ValueError(f"ids_keep of the route {route.start}→{route.end} are not {rows}; row_ids draws such")
     return ids_keep.shape[1] // width, width
 
 

@@ -50,7 +50,8 @@ def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: fl
     for unknown classes, and for None if training had label_drop 0, so that the null class was never trained."""
     for position, number in enumerate(classes):
         if number is not None and not 0 <= number < num_classes:
-            raise ValueError(f"classes.{position} is {number}, but must be 0..{num_classes - 1} or null (no class)")
+            known = f"the classes are 0..{num_classes - 1}, and null is no class"
+            raise ValueError(f"classes.{position} is {number}, but {known}")
         if number is None and label_drop == 0:
             raise ValueError(f"classes.{position} is null, but the network knows no null class: train.label_drop was 0")
     return [num_classes if number is None else number for number in classes]

@@ -93,7 +93,8 @@ class Encoder:
             if self.grid is None or self.grid == side:
                 return features, pooled
             if self.grid > side:
-                raise ValueError(f"grid is {self.grid}, but {self.name} has {side}×{side} tokens of such pictures")
+                there = f"{side}×{side} tokens of pictures of {pictures.shape[-2]}×{pictures.shape[-1]}"
+                raise ValueError(f"grid is {self.grid}, but {self.name} has {there}: choose grid={side} or less")
             maps = features.transpose(1, 2).unflatten(2, (side, side))
             return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2), pooled
 

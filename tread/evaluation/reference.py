@@ -96,7 +96,7 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) ->
     covariance = npz.read(covariance_key) if whole else symmetric(npz.read(covariance_key + TRIANGLE))
     if mean.shape != (dimension,) or covariance.shape != (dimension, dimension):
         shapes = f"{mean_key} {mean.shape} and {covariance_key} {covariance.shape}"
-        raise ValueError(f"{npz.path}: {shapes} are of another network: the Inception gives {dimension}")
+        raise ValueError(f"{npz.path}: {shapes} are statistics of another network: the Inception gives {dimension}")
     if not all(array.dtype.kind == "f" and np.isfinite(array).all() for array in (mean, covariance)):
         raise ValueError(f"{npz.path}: {mean_key} or {covariance_key} holds numbers that are not finite or not real")
     return mean.astype(np.float64), covariance.astype(np.float64)

@@ -65,7 +65,8 @@ class Sprint(LightningDiT):
         if path_drop is None or isinstance(path_drop, bool):
             return torch.full((*x.shape[:2], 1), not path_drop, device=x.device)
         if path_drop.shape != x.shape[:1] or path_drop.dtype != torch.bool:
-            raise ValueError(f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}, but must be ({len(x)},) bool")
+            given = f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}"
+            raise ValueError(f"{given}, but must be ({len(x)},) torch.bool, or True")
         return ~path_drop[:, None, None].repeat(1, x.shape[1], 1)
 
     def fusing(

@@ -182,7 +182,7 @@ class Routing:
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
             said = f"block {index} was called without block {rejoin}, before which its route rejoins"
-            advice = "hooks can't support this checkpointing of single blocks: leave rejoin out, or use run_blocks"
+            advice = "activation checkpointing of single blocks does so: leave rejoin out, or use run_blocks"
             raise RuntimeError(f"{said}; {advice}")
         saved, written, _ = self._rejoins.pop(number)
         if _written(*saved) != written:
@@ -268,7 +268,7 @@ class Routing:
         for ids, count in zip(ids_keep, counts, strict=True):
             check_ids(ids, len(ids) if ids.ndim else 0, count)
         if any(self._blocks & other._blocks for other in _ON):
-            raise RuntimeError("routes of these blocks are on already: leave that context before entering another")
+            raise RuntimeError("routes of these blocks are on already: one attach_routes takes all that run together")
         if not self._handles:
             raise RuntimeError("the routes were removed from the model: attach them anew")
         self._ids, self._tokens, self._ran = ids_keep, counts, False

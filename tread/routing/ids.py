@@ -30,7 +30,8 @@ def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
     _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
-        raise ValueError(f"force_keep holds {most} tokens (or rows) of a sample, of which the route keeps {kept}")
+        held = f"force_keep holds {most} of a sample's {noise.shape[1]} tokens (or rows)"
+        raise ValueError(f"{held}, but selection_ratio {selection_ratio} keeps {kept}")
     return noise.masked_fill(keep, -math.inf)
 
 
