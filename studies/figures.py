@@ -133,9 +133,8 @@ def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tupl
     for (metric, name), (arm, other) in product(product(metrics, EQUAL), study.pairs):
         if less := paired(results.get(arm, ()), results.get(other, ()), metric, name):
             cells.setdefault((metric, name), {})[pair_name(arm, other)] = less
-    names = [
-        name for name in (pair_name(*pair) for pair in study.pairs) if any(name in each for each in cells.values())
-    ]
+    names = [pair_name(*pair) for pair in study.pairs]
+    names = [name for name in names if any(name in each for each in cells.values())]
     most = {name: max(each[name].seeds for each in cells.values() if name in each) for name in names}
     columns = {"pair": {name: name for name in names}, "seeds": {name: f"{most[name]}" for name in names}}
     for (metric, equal), each in cells.items():
@@ -277,12 +276,8 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
 
 def draw_differences(study: Study, results: Results, path: Path) -> None:
     """Draw each pair's difference in each metric, at equal images and at equal FLOPs."""
-    _save(
-        study,
-        path,
-        [panel for metric in measured(study.metrics, results) for panel in less_panels(study, results, metric)],
-        key="shaded: 95% intervals of three seeds",
-    )
+    panels = [less_panels(study, results, metric) for metric in measured(study.metrics, results)]
+    _save(study, path, [*chain(*panels)], key="shaded: 95% intervals of three seeds")
 
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
@@ -371,17 +366,8 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
         if rows:
             band = chance(study, results, metric, name)
             names = names if not panels or len(panels) % 2 == 0 else ("",) * len(names)
-            panels.append(
-                Panel(
-                    title,
-                    f"{METRICS[metric].title} less its pair's",
-                    "",
-                    lines,
-                    names=names,
-                    noise=band,
-                    levels={"": 0.0},
-                )
-            )
+            label = f"{METRICS[metric].title} less its pair's"
+            panels.append(Panel(title, label, "", lines, names=names, noise=band, levels={"": 0.0}))
     _save(study, path, panels, key="dots: seeds; bars: their 95% interval; grey: two standard deviations by seed")
 
 
@@ -501,12 +487,8 @@ def draw_placement(study: Study, results: Results, path: Path) -> None:
             elif metric != "flops" and (less := paired(results[arm], results["dense"], metric, name)):
                 cells[starts.index(start), ends.index(end)] = less.mean
         if not np.isnan(cells).all():
-            title = (
-                f"{METRICS[metric].title} less the dense one's,\nat equal {name}"
-                if name
-                else "training FLOPs over\nthe dense one's"
-            )
-            maps[title] = cells
+            title = f"{METRICS[metric].title} less the dense one's,\nat equal {name}"
+            maps[title if name else "training FLOPs over\nthe dense one's"] = cells
     if maps:
         (first, cells), *others = maps.items()
         labels = ("last block of the route", "first block of the route")
@@ -534,9 +516,8 @@ def similarity_columns(study: Study, results: Results) -> Columns:
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
         cells[f"next block, {SIMILARITIES[panel]}"][arm] = f"{estimate(neighbours)}"
-        cells[f"embedding to end, {SIMILARITIES[panel]}"][arm] = (
-            f"{estimate([float(matrix[0, -1]) for matrix in each])}"
-        )
+        ends = [float(matrix[0, -1]) for matrix in each]
+        cells[f"embedding to end, {SIMILARITIES[panel]}"][arm] = f"{estimate(ends)}"
     return cells
 
 

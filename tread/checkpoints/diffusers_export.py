@@ -74,11 +74,8 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     stated |= {"auto_map": {"AutoModel": "model.TreadTransformer"}, **arguments(saved)}
     stated["position_scale"] = saved.cfg.model.position_scale
     _write(folder / "transformer/config.json", stated)
-    save_file(
-        {name: value.contiguous() for name, value in tensors.items()},
-        folder / "transformer" / WEIGHTS,
-        {"format": "pt"},
-    )
+    whole = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(whole, folder / "transformer" / WEIGHTS, {"format": "pt"})
     name, vae = latents["autoencoder"], [None, None]
     if inside is not None:
         autoencoder = load_autoencoder(inside)
@@ -125,9 +122,8 @@ def _write(path: Path, tree: Mapping) -> None:
 
 
 def _head(what: str) -> str:
-    return (
-        f"{what}: written by export_checkpoint.py of TREAD (arXiv 2501.04765) at commit {git_revision()}. MIT licence."
-    )
+    origin = f"export_checkpoint.py of TREAD (arXiv 2501.04765) at commit {git_revision()}"
+    return f"{what}: written by {origin}. MIT licence."
 
 
 def pipeline_file(saved: SavedNetwork) -> str:
@@ -150,6 +146,5 @@ def network_file(saved: SavedNetwork) -> str:
     given = {**arguments(saved), "position_scale": saved.cfg.model.position_scale}
     signature = ",\n        ".join(f"{name}={value!r}" for name, value in given.items())
     passed = ",\n            ".join(f"{name}={name}" for name in arguments(saved))
-    return bundle.text(_head("A network")) + NETWORK.format(
-        network=network.__name__, signature=signature, passed=passed
-    )
+    adapter = NETWORK.format(network=network.__name__, signature=signature, passed=passed)
+    return bundle.text(_head("A network")) + adapter

@@ -365,6 +365,5 @@ def attach_routes(
             raise ValueError(f"tokens is {tokens!r}, but must name the first input of the blocks")
     resolved = [route.resolve(len(blocks)) for route in routes]
     check_routes(resolved, len(blocks))
-    return Routing(
-        blocks, tuple(replace(route, fp32="off") for route in resolved), select, join, tokens, output, verify
-    )
+    settled = tuple(replace(route, fp32="off") for route in resolved)
+    return Routing(blocks, settled, select, join, tokens, output, verify)
