@@ -120,8 +120,8 @@ def troubles_of(run: Found) -> list[str]:
     texts += run.problems
     if bad := [record for record in run.records if record.get("bad_steps")]:
         before = [r["step"] for r in run.records if "bad_steps" in r and r["step"] < bad[0]["step"]]
-        skipped = f"{sum(record['bad_steps'] for record in bad):,.0f} steps were skipped, since loss or gradient was not"
-        texts.append(f"{skipped} finite: between steps {max(before, default=0):,} and {bad[-1]['step']:,}")
+        count, between = sum(r["bad_steps"] for r in bad), f"{max(before, default=0):,} and {bad[-1]['step']:,}"
+        texts.append(f"{count:,.0f} steps were skipped, since loss or gradient was not finite: between steps {between}")
     for name, called in heldout_titles().items():
         if absurd := [record for record in run.records if record.get(name, 0) > 1000]:
             texts.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
