@@ -98,7 +98,7 @@ def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
         off = (state[name].float() - expected[name].float()).abs().max().item()
         if off > ROUNDING:
             said = f"the positions {name} of {where} are not the fixed 2-D sines and cosines that this network adds"
-            raise ValueError(f"{said}: they differ by up to {off:.3g}; without {name} the file would fit")
+            raise ValueError(f"{said}: they differ by up to {off:.3g}, and without {name} the file would fit")
     if MASKDIT in state and state[LABELS][-1].any():
         raise ValueError(f"the null class of {where}, the last row of {LABELS}, is not zero, as MaskDiT's is")
 

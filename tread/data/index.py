@@ -41,7 +41,7 @@ def prepared_heldout(folder: Path) -> Path | None:
     place = plain if plain.exists() else place
     if not (place / "index.json").is_file():
         said = f"{folder} was prepared with held-out data, {place}, which is not there: bring it back"
-        raise FileNotFoundError(f"{said}, or name it by dataset.heldout=…; null trains without evaluation loss")
+        raise FileNotFoundError(f"{said}, or name it; dataset.heldout=null trains without evaluation loss")
     return place
 
 

@@ -378,7 +378,8 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
     for key, usual in (("orientation", "exif"), ("alpha", "white")):
         recorded = sorted({getattr(plan.saved.latents, key) for plan in plans}) or [usual]
         if len(recorded) > 1 and chosen[key] is None:
-            raise ValueError(f"the checkpoints' photos were read with {key}={' and '.join(recorded)}: set {key}=…")
+            trained = f"the checkpoints were trained on photos read with {key}={' and '.join(recorded)}"
+            raise ValueError(f"{trained}: set {key}=…, or score them one by one")
         chosen[key] = chosen[key] or recorded[0]
     return Crop(options.crop, **chosen)
 

@@ -263,7 +263,8 @@ def check_ratio(route: Route, grid: Grid, key: str) -> None:
     ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
     unit, units = RULES[route.select].check_grid(grid)
     if ratio and kept == tokens:
-        raise ValueError(f"{key} {ratio:g} routes nothing around: it is less than one {unit} of {grid[0]}×{grid[1]}")
+        less = f"less than one {unit} of the {grid[0]}×{grid[1]} tokens"
+        raise ValueError(f"{key} {ratio:g} routes nothing around: it is {less}")
     if ratio and kept == 1:
         alone = f"{key} {ratio:g} keeps a single token of the {grid[0]}×{grid[1]}, which would see no other"
         raise ValueError(f"{alone}: a ratio of at most {1 - 2 / units:.4g} keeps more")

@@ -97,8 +97,8 @@ class Optim:
             signature.bind((), **given, **(self.options or {}))
         except TypeError as error:
             takes = ", ".join(name for name in [*signature.parameters][1:] if name not in given)
-            given = f"optim.options is {written(self.options)}"
-            raise ValueError(f"{given}, but optim.name={self.name} takes {takes} there ({error})") from error
+            said = f"optim.options is {written(self.options)}, but optim.name={self.name} takes {takes} there ({error})"
+            raise ValueError(f"{said}; optim.options=null gives none") from error
 
     def _arguments(self) -> dict:
         return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
