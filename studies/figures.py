@@ -487,8 +487,10 @@ def draw_placement(study: Study, results: Results, path: Path) -> None:
             elif metric != "flops" and (less := paired(results[arm], results["dense"], metric, name)):
                 cells[starts.index(start), ends.index(end)] = less.mean
         if not np.isnan(cells).all():
-            title = f"{METRICS[metric].title} less the dense one's,\nat equal {name}"
-            maps[title if name else "training FLOPs over\nthe dense one's"] = cells
+            title = "training FLOPs over\nthe dense one's"
+            if name:
+                title = f"{METRICS[metric].title} less the dense one's,\nat equal {name}"
+            maps[title] = cells
     if maps:
         (first, cells), *others = maps.items()
         labels = ("last block of the route", "first block of the route")
