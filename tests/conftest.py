@@ -400,7 +400,7 @@ def asset():
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def import_benchmark(monkeypatch):
     """A function from a benchmark's name to its module, as `python benchmarks/<name>.py` sees it."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module

@@ -52,7 +52,6 @@ FID = ("steps=2", "batch_size=4", "num_samples=9")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Data with text of words and of a frozen encoder, and a network of each; and one of classes."""
-    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("prompts")
     bert = save_encoder(folder / "bert", "bert")
     encoders = [text_encoder(name, FLAT) for name in ("words", str(bert))]
