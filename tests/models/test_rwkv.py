@@ -125,19 +125,6 @@ def test_parameter_count(dim, depth, mlp_ratio):
     assert size_of(ours) == depth * block + size_of(frame)
 
 
-def test_blocks_on_a_route_see_the_kept_grid():
-    seen = []
-    model = network()
-    for block in model.blocks:
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append((args[0].shape[1], kwargs["grid"])), with_kwargs=True
-        )
-    routes = [(Route(1, 2, 0.5, select="row"), rows(4, 0.5)), (Route(4, 4, 0.25, select="row"), rows(4, 0.25))]
-    model(*batch(4, 8), routes=routes)
-    whole, half, most = (16, (4, 4)), (8, (2, 4)), (12, (3, 4))
-    assert seen == [whole, half, half, whole, most, whole]
-
-
 def test_row_routes_on_dit_are_token_routes_with_those_ids(tiny):
     """The ablation: a DiT needs no grid, and which ids come is all that a route is to it."""
     ids = rows(4)

@@ -73,14 +73,6 @@ def test_a_single_large_key(tokens, w):
         assert_as(naive, wkv, (k, v, w_all, u), tolerance=2e-4)
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
-def test_without_decay_and_bonus_it_is_a_mean_by_keys(tokens):
-    """Closed form: w = u = 0 makes every a_ti = exp(k_i), one softmax for all tokens."""
-    k, v, _, _ = inputs(tokens)
-    mean = (k.softmax(dim=1) * v).sum(dim=1, keepdim=True).expand_as(v)
-    torch.testing.assert_close(wkv(k, v, torch.zeros(4), torch.zeros(4)), mean, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("tokens", [16, 100])
 def test_half_precision_costs_the_rounding_of_the_inputs_alone(tokens):
     k, v, w, u = inputs(tokens)

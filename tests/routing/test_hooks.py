@@ -318,19 +318,6 @@ def test_activation_checkpointing_needs_the_context_in_the_backward_pass_and_no_
     assert torch.equal(item.run(), before)
 
 
-def test_ratio_is_overridden_at_inference():
-    item = case("dit")
-    routing = item.attach()
-    with routing.on(item.noise):
-        item.run()  # with the check of positions
-    seen = seen_inside(item.blocks)
-    for ratio, kept in ((0.25, 12), (0.75, 4), (None, 8)):
-        with torch.no_grad(), routing.on(item.noise, ratio=ratio):
-            item.run()
-        assert seen[-6:] == [16, kept, kept, kept, kept, 16]
-    assert routing.routes[0].selection_ratio == 0.5
-
-
 @pytest.mark.parametrize(
     ("routes", "given", "message"),
     [
