@@ -244,9 +244,8 @@ def launch_processes(folder, *overrides: str, processes: int = 1, ok: bool = Tru
 
 def state(run):
     found = checkpoint.find(run)
-    return {
-        f"{part}/{key}": value for part in ("model", "ema", "optimizer") for key, value in found.tensors(part).items()
-    }
+    parts = {part: found.tensors(part) for part in ("model", "ema", "optimizer")}
+    return {f"{part}/{key}": value for part, tensors in parts.items() for key, value in tensors.items()}
 
 
 def opened(run):

@@ -126,9 +126,7 @@ def algorithm_2(D, t, S_churn, S_min, S_max, S_noise, draws):
     return x
 
 
-@pytest.mark.parametrize(
-    "churn", [(0.0,), (0.5,), (2.0, 0.3, 20.0, 1.003), (200.0, "level 5", "level 2", 0.9)], ids=str
-)
+@pytest.mark.parametrize("churn", [(0.0,), (0.5,), (2.0, 0.3, 20.0, 1.003), (200.0, "t 5", "t 2", 0.9)], ids=str)
 def test_heun_is_the_papers_algorithm(churn):
     """Bounds of the range count; amounts below and above the limit √2 − 1 of a step; the defaults of the range."""
     levels = EDM().schedule(8)

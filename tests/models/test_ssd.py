@@ -4,14 +4,7 @@ torch's own."""
 import pytest
 import torch
 import torch.nn.functional as F
-from modes import (
-    assert_as,
-    assert_bf16_products,
-    assert_compiled_as_eager,
-    assert_rounds_inputs_alone,
-    counted_flops,
-    derived,
-)
+from modes import assert_as, assert_bf16_products, assert_compiles, assert_rounds_inputs_alone, counted_flops, derived
 from torch.testing import assert_close
 
 from tread.models.ssd import CHUNKS, causal_conv, products, ssd
@@ -87,7 +80,7 @@ def test_by_a_gpus_chunks_it_equals_the_recurrence(tokens, monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_it_is_one_graph_with_the_same_numbers():
-    assert_compiled_as_eager(ssd, inputs(100))
+    assert_compiles(ssd, inputs(100))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 32, 33, 100, 300, 1024, 1100])
@@ -162,6 +155,6 @@ def test_a_convolution_of_bf16_is_summed_in_the_weights_fp32():
 def test_compiled_convolution_is_the_eager_one(tokens):
     """Compilers see another sum; torch 2.11's has made wrong gradients of the one that others run."""
     given = conv_inputs(tokens, 4)
-    assert_compiled_as_eager(causal_conv, given)
+    assert_compiles(causal_conv, given)
     compiled = torch.compile(causal_conv, backend="aot_eager", fullgraph=True)
     assert compiled(given[0].detach().bfloat16(), *given[1:]).dtype == torch.bfloat16

@@ -162,15 +162,10 @@ def test_what_a_block_hands_on_is_gathered_and_full_again():
         assert torch.equal(handed_on, table + 10)
         return x + c
 
-    record = Record((0, 2))
-    out = run_blocks(
-        [begin, later, later, later], tokens, 2, routes=[(Route(2, 2), ids)], along=[places], record=record
-    )
-    assert (
-        torch.equal(seen[1], ids + 10)
-        and torch.equal(seen[2], places + 10)
-        and out[0, :, 0].tolist() == [7, 5, 5, 7, 5]
-    )
+    record, blocks = Record((0, 2)), [begin, later, later, later]
+    out = run_blocks(blocks, tokens, 2, routes=[(Route(2, 2), ids)], along=[places], record=record)
+    assert torch.equal(seen[1], ids + 10) and torch.equal(seen[2], places + 10)
+    assert out[0, :, 0].tolist() == [7, 5, 5, 7, 5]
     assert torch.equal(record.outputs[0][0], tokens + 1)
     run_blocks([begin, later, later], tokens, 2, routes=[(Route(0, 1, rejoin="stale"), ids)], along=[places])
     with pytest.raises(ValueError, match="block 0 hands something on, but on a route"):

@@ -86,13 +86,12 @@ def test_a_projector_allocates_what_was_planned(import_benchmark, composed, bloc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, more", [("s2", "tread"), ("b2", "tread"), ("s2", "maskdit"), ("s2", "tread alignment=self")]
-)
-def test_a_step_of_published_sizes_allocates_what_was_traced(plan, import_benchmark, tmp_path, size, more):
+@pytest.mark.parametrize("case", ["s2 tread", "b2 tread", "s2 maskdit", "s2 tread alignment=self"])
+def test_a_step_of_published_sizes_allocates_what_was_traced(plan, import_benchmark, tmp_path, case):
     """Within 10% of the profiler's peak, for 8 images in fp32, with routes and without."""
     step_time, timing = import_benchmark("step_time"), import_benchmark("timing")
-    words = [f"experiment=imagenet256_{size}", *f"model={more}".split(), "dataset.path=x", "train.batch_size=8"]
+    size, model, *more = case.split()
+    words = [f"experiment=imagenet256_{size}", f"model={model}", *more, "dataset.path=x", "train.batch_size=8"]
     run = step_time.open_run(tmp_path, words)
     for name, kind in step_time.kinds_of(run).items():
         step_time.take_steps(*kind, 1)

@@ -143,9 +143,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
         (("init_from=nowhere", "name=x"), "no checkpoint at nowhere"),
     ],
 )
-def test_bad_starts_are_refused_before_anything_is_touched(
-    straight, monkeypatch, read_config, composed, overrides, shown
-):
+def test_bad_starts_are_refused_and_nothing_is_touched(straight, monkeypatch, read_config, composed, overrides, shown):
     monkeypatch.chdir(straight[0])
 
     def content():
@@ -293,9 +291,8 @@ def test_an_evaluation_on_the_training_data_is_doubted(tmp_path, how):
         folder_of_latents(heldout, seed=1)
     data = ["dataset=folder", f"dataset.path={tmp_path}/latents", f"dataset.heldout={heldout}", "sampling.decode=false"]
     text = launch(tmp_path, *data, "train.steps=1", "name=run")
-    said = (
-        f"1 of 1 files of latents in {heldout} are those of {tmp_path}/latents: the evaluation is of the training data"
-    )
+    said = f"1 of 1 files of latents in {heldout} are those of {tmp_path}/latents"
+    said = f"{said}: the evaluation is of the training data"
     found = [said in place for place in (text, *troubles_of(find_run(tmp_path / "results/run")))]
     assert (found[0], sum(found)) == ((False, 0) if how == "other" else (True, 2))
 
