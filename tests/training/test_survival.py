@@ -69,18 +69,22 @@ def test_another_number_of_processes_keeps_batches_and_draws(whole, tmp_path):
 
 
 def test_two_processes_equal_one_over_20_steps_of_uneven_data(tmp_path):
-    """21 samples in batches of 8, 7 held out, 5 evaluation points: no share is even. A hang is a timeout."""
+    """21 samples in batches of 8, 7 held out, 5 evaluation points: no share is even. Each process takes micro-batches.
+    A hang is a timeout."""
     for part, count in (("train", 21), ("heldout", 7)):
         content = np.random.default_rng(count).standard_normal((count, 1, 1, 8, 8))
         write_dataset(tmp_path / part, digits.MEANING, [(content, np.arange(count) % 10)])
     options = ["dataset.embedded=null", f"dataset.path={tmp_path}/train", f"dataset.heldout={tmp_path}/heldout"]
-    options += ["train.steps=20", "every.evaluate=7", "every.sample=20", "every.save=20", "eval.points=5"]
+    options += ["train.steps=20", "every.evaluate=7", "every.sample=20", "every.save=6", "eval.points=5"]
     launch(tmp_path, *options, "name=one")
-    text = launch_processes(tmp_path, *options, "name=two", processes=2)
+    text = launch_processes(tmp_path, *options, "name=two", "train.micro_batch_size=2", processes=2)
+    assert "8 = 2 processes × 2 accumulation steps × 2 images" in text
     this, two = (records(tmp_path / "results" / name) for name in ("one", "two"))
     assert [r["step"] for r in two if "loss" in r] == list(range(1, 21))  # written once
     for actual, expected in zip(two, this, strict=True):
         assert actual == pytest.approx(expected, rel=1e-5)
+    ours, theirs = (checkpoint.find(tmp_path / f"results/{n}/step_0000006").tensors("ema") for n in ("two", "one"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     grids = [np.asarray(Image.open(tmp_path / f"results/{name}/samples/step_0000020.png")) for name in ("one", "two")]
     assert np.abs(np.subtract(*grids, dtype=int)).max() <= 1  # each process draws half of it
     assert text.count("expected for") <= 1 and text.count("  checkpoint  ") == 1
