@@ -281,15 +281,29 @@ def draw_differences(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
-    """Draw the first metric over the training of each network. Then draw the final FID against precision, and precision
-    against recall. A line joins a network's scores that differ only in guidance scale. Scores are left out if
-    their number of samples differs from that of the network's own arm."""
+    """Draw the first metric over the training of each network, and balance_panels."""
     networks = networks_of(study, results)
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
     panels = []
     for metric in measured(study.metrics[:1], networks):
         panels += over_training(networks, metric, ("images", "flops", *timed), colours(study))
+    _save(study, path, panels + balance_panels(study, results))
+
+
+def draw_precision(study: Study, results: Results, path: Path) -> None:
+    """Draw each pair's differences at the end, and balance_panels if there are guided scores."""
+    networks = networks_of(study, results)
+    guided = any(results[arm] for arm in results if arm not in networks)
+    panels = end_panels(study, networks) + (balance_panels(study, results) if guided else [])
+    _save(study, path, panels, key=ENDS)
+
+
+def balance_panels(study: Study, results: Results) -> list[Panel]:
+    """Return panels of the final FID against precision, and of precision against recall. A line joins a network's
+    scores that differ only in guidance scale. Scores are left out if their number of samples differs from that of the
+    network's own arm."""
+    networks, panels = networks_of(study, results), []
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, ends = defaultdict(list), [last_means(results, metric) for metric in (across, up)]
         for arm in (arm for arm in results if all(arm in values for values in ends)):
@@ -303,7 +317,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
             colour = colours(study)[name if name in networks else name.rpartition(", ")[0]]
             drawn.append(Line(name, *zip(*points), dashed=name not in networks, colour=colour))
         panels += [Panel("", METRICS[across].label, METRICS[up].label, drawn)] if drawn else []
-    _save(study, path, panels)
+    return panels
 
 
 def precision_columns(study: Study, results: Results) -> Columns:
@@ -329,6 +343,7 @@ def precision_columns(study: Study, results: Results) -> Columns:
 
 
 NOISE_OF = "convergence"  # the published study from which `chance` takes the noise if a study has too few seeds
+ENDS = "dots: seeds; bars: their 95% interval; grey: two standard deviations by seed"  # what end_panels show
 
 
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
@@ -348,8 +363,14 @@ def chance(study: Study, results: Results, metric: str, name: str = "images") ->
 
 
 def draw_ends(study: Study, results: Results, path: Path) -> None:
-    """Draw each pair's difference at the end of training, in a row per pair: the first metric at equal images and at
-    equal FLOPs, other metrics at equal images. Dots are seeds, bars are 95% intervals, the grey band is `chance`."""
+    """Draw each pair's difference at the end of training, see end_panels."""
+    _save(study, path, end_panels(study, results), key=ENDS)
+
+
+def end_panels(study: Study, results: Results) -> list[Panel]:
+    """Return panels of each pair's difference at the end of training, in a row per pair: the first metric at equal
+    images and at equal FLOPs, other metrics at equal images. Dots are seeds, bars are 95% intervals, the grey band is
+    `chance`."""
     panels, colour = [], colours(study)
     metrics = measured(study.metrics, results)
     for metric, name in [(metrics[0], "images"), (metrics[0], "FLOPs"), *((m, "images") for m in metrics[1:])]:
@@ -368,7 +389,7 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
             names = names if not panels or len(panels) % 2 == 0 else ("",) * len(names)
             label = f"{METRICS[metric].title} less its pair's"
             panels.append(Panel(title, label, "", lines, names=names, noise=band, levels={"": 0.0}))
-    _save(study, path, panels, key="dots: seeds; bars: their 95% interval; grey: two standard deviations by seed")
+    return panels
 
 
 def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
@@ -544,7 +565,7 @@ FIGURES = {
     "ladder": Figure(draw_ends, ladder_columns),
     "loss_gap": Figure(draw_loss_gap, loss_gap_columns),
     "placement": Figure(draw_placement),
-    "precision": Figure(draw_balance, precision_columns),
+    "precision": Figure(draw_precision, precision_columns),
     "similarity": Figure(draw_similarity, similarity_columns),
 }
 
