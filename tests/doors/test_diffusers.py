@@ -79,6 +79,7 @@ def refused(said, opened=pipe, **given):
         raise AssertionError(said)
 refused("output_type is 'jpg', but must be one of pil", output_type="jpg")
 refused("solver is 'dpm', but must be one of heun, euler", solver="dpm")
+refused("batch_size is 0, but must be positive", batch_size=0)
 refused("trained by EDM", shift=2)
 refused("a second network", guidance="autoguidance")
 plain = open_pipeline("plain")

@@ -103,7 +103,7 @@ class ScoringOptions:
         if self.save_reference and Path(self.save_reference).suffix != ".npz":
             raise ValueError(f"save_reference is {self.save_reference!r}, but must end in .npz")
         paths = [Path(path) for path in (self.samples, self.reference) if path]
-        if self.crop and all(path.suffix == ".npz" for path in paths):
+        if self.crop and all(path.suffix == ".npz" or (str(path) in SHIPPED and not path.exists()) for path in paths):
             raise ValueError(f"crop={self.crop} is for folders and tars of photos, but none is named")
         for key in ("orientation", "alpha"):
             if (value := getattr(self, key)) and not self.crop:
@@ -140,6 +140,8 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes, skip)
     if options.reference in SHIPPED and not Path(options.reference).exists():
         add_shipped_pictures(against, options, plans, processes)
+    if crop and samples and against.reference.pictures is None:
+        processes.say(f"crop={crop.size} is of the samples: the statistics of {options.reference} stay as they are")
     with processes.main_first():  # one process fetches the weights
         clip = options.clip and ClipScore(options.clip, processes.device)
     scorings = [CheckpointScoring(plan, against or plan.judge, clip, processes) for plan in plans]
