@@ -289,10 +289,11 @@ def steps(check: Check, options: Options) -> None:
 
     for size in options.sizes or ("XL", "S", "B", "L"):
         for micro in (None, 128, 64):  # takes the largest micro-batch that fits into memory
-            before = {*check.rows}
+            for name in [name for name in check.rows if name.split(",")[0] == size]:
+                del check.rows[name]
             check.attempt(size, partial(steps_of, size, micro))
-            new = [row for name, row in check.rows.items() if name not in before or name.startswith(size)]
-            if not any(row.get("failed") == "out of memory" for row in new):
+            own = [row for name, row in check.rows.items() if name.split(",")[0] == size]
+            if not any(row.get("failed") == "out of memory" for row in own):
                 break
 
 
@@ -329,6 +330,8 @@ def variants(check: Check, options: Options) -> None:
 
     settings = {
         "as it is": contextlib.nullcontext,
+        "train.residual=bf16": contextlib.nullcontext,
+        "train.cuda_graphs=false": contextlib.nullcontext,
         "memory budget 0.9": lambda: functorch.patch(activation_memory_budget=0.9),
         "attention by flash": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
         "attention by cuDNN": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
@@ -338,7 +341,7 @@ def variants(check: Check, options: Options) -> None:
 
     def under(size: str, name: str) -> None:
         torch._dynamo.reset()  # else compiled blocks would keep the settings under which they were compiled
-        with settings[name](), opened(*words_of(size)) as run:
+        with settings[name](), opened(*words_of(size, *[name] * ("=" in name))) as run:
             for kind, turn in check.turns(calls_of(kinds_of(run)), options.pairs).items():
                 check.add(f"{size}, {kind}, {name}", 1e3 * turn.median / BLOCK, "ms", held_gb=turn.held / 1e9)
 

@@ -86,7 +86,8 @@ class Turns(NamedTuple):
     """The measured costs of a function that was called repeatedly, in turns with other functions.
 
     first    seconds of its first call, with compilation.
-    held     peak bytes of tensors during a call, less those held before it.
+    held     peak bytes of tensors during a call, less those held before it: on a GPU during the first one, as a CUDA
+             graph recorded then reuses its memory; on a CPU during the second, as gradients are kept from the first.
     seconds  the seconds of each measured call.
     """
 
@@ -108,19 +109,26 @@ def take_turns(
 ) -> dict[str, Turns]:
     """Time `calls` {name: function} in turns: two calls for Turns.first and held, then `rounds`, every 2nd in reverse.
     A call that fails raises ValueError or, if `failed` is given, adds {name: error} to it, and the others go on."""
-    costs = {name: [] for name in calls}
+    costs, held = {name: [] for name in calls}, {}
+    watched = -2 if DEVICE.type == "cuda" else -1  # the turn that gives Turns.held
     for turn in range(-2, rounds):
-        measure = most_allocated if turn == -1 else seconds  # the first call also allocates gradients that are kept
         for name in [*costs][:: -1 if turn % 2 else 1]:
+
+            def call(name: str = name) -> None:
+                costs[name].append(seconds(calls[name]))
+
             try:
-                costs[name].append(measure(calls[name]))
+                if turn == watched:
+                    held[name] = most_allocated(call)
+                else:
+                    call()
             except Exception as error:  # memory, kernels and compilers raise many types
                 if failed is None:
                     raise ValueError(f"{name}: {why_failed(error)}") from error
                 failed[name] = why_failed(error)
                 del costs[name]
                 torch.cuda.empty_cache()
-    return {name: Turns(first, held, times) for name, (first, held, *times) in costs.items()}
+    return {name: Turns(first, held[name], times) for name, (first, _, *times) in costs.items()}
 
 
 def seconds(function: Callable[[], object]) -> float:

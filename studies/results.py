@@ -57,13 +57,17 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return {arm of the study: its complete runs, else the run begun with the most points; [] if none is begun}."""
+    """Return {arm of the study: its complete runs, else those trained, else the one with the most points}. An arm that
+    only scores another's trainings has none before it has scored one."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
+    shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():
         begun = [run for run in runs if run.arm == arm and run.training.key in made]
-        furthest = sorted(begun, key=lambda run: len(made[run.training.key]["points"]))[-1:]
-        complete = [run for run in begun if is_made(run, made)]
-        each += [_made(run, made[run.training.key]) for run in complete or furthest]
+        complete, new = [run for run in begun if is_made(run, made)], [r for r in begun if r.training.key not in shown]
+        trained = [run for run in new if made[run.training.key]["trained"]]
+        furthest = sorted(new, key=lambda run: len(made[run.training.key]["points"]))[-1:]
+        each += [_made(run, made[run.training.key]) for run in complete or trained or furthest]
+        shown.update(run.training.key for run in begun)
     return results
 
 

@@ -94,7 +94,7 @@ def test_a_latest_that_names_nothing(saved):
 
 
 def test_a_failed_save_leaves_the_older_one_whole(saved, monkeypatch):
-    monkeypatch.setattr(tensor_files, "save_file", raising(OSError("disk full")))
+    monkeypatch.setattr(tensor_files, "_bytes", raising(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(saved, 3, {"model": {"a": torch.zeros(1)}}, {})
     assert checkpoint.find(saved).step == 2 and os.readlink(saved / "latest") == "step_0000002"

@@ -1,13 +1,13 @@
-"""Sizes for people, and names and modes of files. The references are division by powers of 1,000, pathlib's own
-joining, and the mode of a file that is opened plainly."""
+"""Sizes for people, names of files, and files of tensors. The references are division by powers of 1,000, pathlib's own
+joining, and safetensors."""
 
+import hashlib
 import math
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tread.runtime import tensor_files
 from tread.runtime.files import check_file, plain_name, size_text
@@ -57,21 +57,17 @@ def test_a_plain_name_is_a_file_of_the_folder():
         assert (Path("here") / plain_name(name, "x")).parent == Path("here")
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
-def test_tensors_are_readable_as_the_umask_says(tmp_path, monkeypatch, umask):
-    """Also where the writer leaves a new file of mode 0600, as safetensors 0.8 does."""
-
-    def private(tensors, path, metadata):
-        save_file(tensors, tmp_path / "new", metadata)
-        (tmp_path / "new").chmod(0o600)
-        os.replace(tmp_path / "new", path)
-
-    monkeypatch.setattr(tensor_files, "save_file", private)
-    before = os.umask(umask)
-    try:
-        (tmp_path / "plain").write_text("")
-        tensor_files.save_tensors(tmp_path / "weights.safetensors", {"a": torch.zeros(1)})
-    finally:
-        os.umask(before)
-    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
-    assert modes["weights.safetensors"] == modes["plain"]
+@pytest.mark.parametrize("metadata", [None, {"said": '"ü"'}])
+def test_tensors_are_written_as_by_safetensors(tmp_path, metadata):
+    tensors = {"b": torch.randn(3, 4).T, "a": torch.randn(5).half(), "c": torch.tensor(3), "ä": torch.zeros(0, 3)}
+    tensors |= {"d": torch.arange(5, dtype=torch.uint8)}
+    digest = tensor_files.save_tensors(tmp_path / "ours", tensors, metadata)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs", metadata)
+    ours = (tmp_path / "ours").read_bytes()
+    assert ours == (tmp_path / "theirs").read_bytes() and digest == hashlib.sha256(ours).hexdigest()
+    kinds = (torch.bfloat16, torch.float64, torch.bool, torch.int8, torch.int16, torch.int32)
+    tensors = {str(kind): torch.tensor([1, 0, 1]).to(kind) for kind in kinds}
+    tensor_files.save_tensors(tmp_path / "ours", tensors)
+    found = load_file(tmp_path / "ours")
+    assert {name: value.dtype for name, value in found.items()} == {name: t.dtype for name, t in tensors.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

@@ -51,8 +51,7 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
         files = {}
         for name, part in tensors.items():
             path = partial / f"{name}.safetensors"
-            save_tensors(path, {key: value.detach().contiguous() for key, value in part.items()})
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            files[path.name] = {"sha256": save_tensors(path, part), "bytes": path.stat().st_size}
         content = {"format": "checkpoint", "version": VERSION, "step": step, "files": files, **info}
         (partial / "info.json").write_text(json.dumps(content, indent=1) + "\n")
     point_to(run / "latest", folder.name)

@@ -7,8 +7,9 @@ also within a name). The label matrix of released MaskDiT becomes a table.
 """
 
 import argparse
+import hashlib
+import json
 import re
-import stat
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,8 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 Weights = Literal["ema", "model"]  # averaged and raw weights
@@ -167,13 +167,26 @@ def listed(names: Iterable[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a .safetensors file with the umask's permissions. Raises OSError, also for safetensors' own errors."""
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
-    try:
-        save_file(dict(tensors), path, metadata and dict(metadata))
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    if stat.S_IMODE(path.stat().st_mode) != mode:  # safetensors 0.8 leaves 0600
-        path.chmod(mode)
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """Write a .safetensors file, and return its sha256, which is computed as the bytes are written."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        kind = str(tensor.dtype).removeprefix("torch.").replace("float", "f").replace("uint", "u")
+        kind = kind.replace("int", "i").upper()
+        header[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    words = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    words += b" " * (-len(words) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in (len(words).to_bytes(8, "little"), words, *(_bytes(tensors[name]) for name in order)):
+            digest.update(part)
+            file.write(part)
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

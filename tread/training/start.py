@@ -33,7 +33,7 @@ from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
 from tread.runtime.device import avoid_faults, device_name, memory_of
 from tread.runtime.distributed import Processes, open_training, split_batch
-from tread.runtime.files import check_place, explain_failure, point_to, sha256, size_text, whole_file, write_whole
+from tread.runtime.files import check_place, explain_failure, point_to, size_text, whole_file, write_whole
 from tread.runtime.plugins import plugin_changes
 from tread.runtime.randomness import generator
 from tread.runtime.schema import written
@@ -227,8 +227,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
             posthoc_ema.forget_after(run.folder, run.step)
             if run.trained.base and not claimed.checkpoint:
                 with whole_file(run.folder / BASE) as partial:
-                    save_tensors(partial, base_of(run.network))
-                run.adapter = {"scale": run.cfg.lora.scale, "base": sha256(run.folder / BASE)}
+                    run.adapter = {"scale": run.cfg.lora.scale, "base": save_tensors(partial, base_of(run.network))}
             if claimed.checkpoint:
                 point_to(run.folder / "latest", claimed.checkpoint.folder.name)
         run.stop.ending = lambda signal: run.log.status(
