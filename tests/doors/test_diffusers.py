@@ -196,6 +196,7 @@ def test_what_is_refused(exports, autoencoder, tmp_path, monkeypatch):
         ([*given, "include_autoencoder=false"], "autoencoder=… names one"),
         ([*given, "public=true"], "MaskDiT"),
         ([*given, "format=tread", "include_autoencoder=true"], "needs format=diffusers"),
+        ([*given, "format=tread", "license=mit"], "license=mit is for the model card"),
         ([*given, "push=nobody"], "such as push=user/name"),
     )
     info = read_json(next((exports / "dit").glob("step_*")) / "info.json")

@@ -370,6 +370,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, pictures_
         ("name one of checkpoint",),
         ("checkpoint=results/a", "needs reference=…"),
         ("samples=reference.npz", "reference=… is needed"),
+        ("samples=large.npz", "reference=a.npz", "num_samples=2", "guidance=cfg", "num_samples, guidance: of samples"),
         ("checkpoint=results/a", "reference=large.npz", "16×16, but those of large.npz are 32×32"),
         ("samples=large.npz", "reference=reference.npz", "32×32, but those of reference.npz are 16×16"),
         ("checkpoint=results/raw", "reference=reference.npz", "holds no ema part.*weights=model"),

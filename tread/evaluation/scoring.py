@@ -94,6 +94,12 @@ class ScoringOptions:
             raise ValueError("name one of checkpoint=… and samples=… to score, or reference=… save_reference=stats.npz")
         if self.samples and (self.prompts or self.clip):
             raise ValueError("prompts=… and clip=… are for a checkpoint; samples=… are scored without their captions")
+        usual = {"num_samples": None, "first_seed": 0, "labels": "random", "steps": None, "solver": None, "shift": None}
+        usual |= {"weights": "ema", "autoencoder": None, "decode_precision": "fp32", "save_samples": False}
+        drawing = [key for key, value in usual.items() if getattr(self, key) != value]
+        drawing += ["guidance"] * (self.guidance.kind != "none")
+        if drawing and self.checkpoint is None:
+            raise ValueError(f"{', '.join(drawing)}: of samples that a checkpoint draws, but checkpoint=… is not given")
         if self.reference is None and (self.samples or self.save_reference):
             raise ValueError("reference=… is needed: ADM's .npz, an .npz with mu and sigma, a folder or a tar")
         if self.reference_features and self.reference not in SHIPPED:

@@ -328,6 +328,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
     no_text = not cfg.model.takes_text and cfg.text != TextSettings()
     snapshots, archive, scored = cfg.ema.snapshot_every, cfg.dataset.archive, cfg.eval
     live = alignment.kind == "repa" and alignment.source == "live" and alignment.encoder == "inception"
+    judged, odd_weight = cfg.dataset.embedded in ("digits", "emoji"), cfg.train.class_token_weight != 0.03
+    until = (cfg.train.routes_until or 0) if cfg.model.routes else 0
     seen = scored.fid_every or live or (cfg.dataset.embedded == "emoji" and scored.demo_samples)
     idle = [  # whether a warning is due, and the warning
         (optim.warmup_steps >= cfg.train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
@@ -340,6 +342,9 @@ def settings_warnings(cfg: Settings) -> list[str]:
         (archive and cfg.dataset.embedded != "cifar10", "dataset.archive has no effect but with dataset=cifar10"),
         (optim.schedule == "constant" and optim.final_lr, "optim.final_lr has no effect with optim.schedule=constant"),
         (cfg.train.routes_until and not cfg.model.routes, "train.routes_until has no effect without routes"),
+        (until >= cfg.train.steps, "train.routes_until is not below train.steps: the routes stay to the end"),
+        (odd_weight and not cfg.model.class_token, "train.class_token_weight has no effect without model.class_token"),
+        (scored.demo_samples and not judged, "eval.demo_samples has no effect but with dataset=digits or emoji"),
         (cfg.lora.rank is None and cfg.lora != Lora(), "section lora has no effect without lora.rank"),
         (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
         (scored.fid_reference and not scored.fid_every, "eval.fid_reference has no effect without eval.fid_every"),
