@@ -244,9 +244,8 @@ def launch_processes(folder, *overrides: str, processes: int = 1, ok: bool = Tru
 
 def state(run):
     found = checkpoint.find(run)
-    return {
-        f"{part}/{key}": value for part in ("model", "ema", "optimizer") for key, value in found.tensors(part).items()
-    }
+    parts = {part: found.tensors(part) for part in ("model", "ema", "optimizer")}
+    return {f"{part}/{key}": value for part, tensors in parts.items() for key, value in tensors.items()}
 
 
 def opened(run):
@@ -400,7 +399,7 @@ def asset():
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def import_benchmark(monkeypatch):
     """A function from a benchmark's name to its module, as `python benchmarks/<name>.py` sees it."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module

@@ -65,11 +65,8 @@ def serve(root: Path) -> Iterator[str]:
                     return self.answer(json.dumps(told).encode(), Content_Type="application/json")
                 case [user, name, "resolve", asked, *path]:
                     file = self.revision(user, name, asked) / "/".join(path)
-                    return self.answer(
-                        file.read_bytes(),
-                        ETag=f'"{digest(file)}"',
-                        X_Repo_Commit=self.commit(file.parents[len(path) - 1]),
-                    )
+                    commit = self.commit(file.parents[len(path) - 1])
+                    return self.answer(file.read_bytes(), ETag=f'"{digest(file)}"', X_Repo_Commit=commit)
             self.answer(b"{}")
 
         def do_POST(self) -> None:
@@ -79,9 +76,8 @@ def serve(root: Path) -> Iterator[str]:
                     asked = json.loads(content)
                     full = f"{asked.get('organization') or 'me'}/{asked['name']}"
                     (root / full / "main").mkdir(parents=True, exist_ok=True)
-                    return self.answer(
-                        json.dumps({"url": f"http://{self.headers['Host']}/{full}", "id": full}).encode()
-                    )
+                    url = f"http://{self.headers['Host']}/{full}"
+                    return self.answer(json.dumps({"url": url, "id": full}).encode())
                 case ["api", "models", user, name, "preupload", _]:
                     files = [
                         {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}

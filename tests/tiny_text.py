@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 WORDS = "a red apple cut open woman firefighter man with hat".split()
 SPECIAL = ("<pad>", "<unk>", "<begin>", "<end>")
@@ -14,6 +13,10 @@ WIDTH = 32
 
 def save_encoder(folder: Path, kind: str, places: int = 12, width: int = WIDTH) -> Path:
     """A folder of one: kind clip, t5 or bert; places is how many tokens CLIP and BERT take."""
+    pytest.importorskip("transformers", reason="pip install -r requirements-text.txt")
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
     vocabulary = {word: number for number, word in enumerate((*SPECIAL, *WORDS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -5,25 +5,13 @@ import shutil
 from dataclasses import replace
 from functools import partial
 
+import conftest
 import guidance_sweep
 import import_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    CPU,
-    ROOT,
-    TINY,
-    assert_refused,
-    launch,
-    launch_door,
-    opened,
-    read_json,
-    save_checkpoint,
-    score,
-    take_samples,
-    write_json,
-)
+from conftest import CPU, ROOT, TINY, assert_refused, launch, launch_door, opened, read_json, score, take_samples
 from hydra import compose, initialize_config_dir
 from numpy.testing import assert_allclose
 from omegaconf import OmegaConf
@@ -76,12 +64,12 @@ def test_an_earlier_checkpoint_guides_a_later_one(runs, tmp_path):
 
 def test_what_can_not_be_combined_is_refused_with_the_reason(runs, tmp_path, composed):
     tread, dit = opened(runs / "digits-tread"), opened(runs / "digits-dit")
-    save_checkpoint(tmp_path / "other", composed)
+    conftest.save_checkpoint(tmp_path / "other", composed)
     flow = tmp_path / "flow/step_0000006"  # the same weights, recorded as rectified flow's
     shutil.copytree(tread.found.folder, flow)
     info = read_json(flow / "info.json")
     info["config"]["objective"], info["files"]["ema.safetensors"]["sha256"] = "rf", "of others"
-    write_json(flow / "info.json", info)
+    conftest.write_json(flow / "info.json", info)
     for strong, guidance, message in (
         (dit, Guidance("sparse", 1.5, weak=0.5), "trained without a route"),
         (dit, Guidance("cfg"), "no null class"),
@@ -119,10 +107,8 @@ def test_refusals_of_the_doors_come_before_any_work(runs, tmp_path, door, config
 def test_the_papers_settings(runs, tmp_path):
     """SG_FLOPS and SG_FID as configs/guidance has them: ratios of the first, the middle and the last call."""
     weak = f"guidance.checkpoint={runs / 'digits-tread'}/step_0000003"
-    for name, given, expected in (
-        ("sg_flops", [], [(0.5, 0.9)] * 3),
-        ("sg_fid", [weak], [(0.0, 0.6), (0.3, 0.3), (0.6, 0.0)]),
-    ):
+    fid = [(0.0, 0.6), (0.3, 0.3), (0.6, 0.0)]
+    for name, given, expected in (("sg_flops", [], [(0.5, 0.9)] * 3), ("sg_fid", [weak], fid)):
         options = [f"checkpoint={runs / 'digits-tread'}", f"guidance={name}", *given, "classes=[3]", "seeds=0"]
         assert "NFE 10" in take_samples(tmp_path, *options, "steps=3", f"out={name}.png")
         with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):

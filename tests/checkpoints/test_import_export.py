@@ -63,9 +63,7 @@ def run(tmp_path, composed, states):
 
 
 def wrapped(state):
-    return {
-        f"_orig_mod.module.model.{name.replace('.attn', '._orig_mod.attn')}": value for name, value in state.items()
-    }
+    return {f"_orig_mod.module.model.{key.replace('.attn', '._orig_mod.attn')}": value for key, value in state.items()}
 
 
 @pytest.mark.parametrize("kind", ["public DiT", "released TREAD"])

@@ -154,10 +154,7 @@ DAMAGE = {
     "nan": (lambda f: spoil(f, 1, np.nan), r"00001.npy, row \d+, holds numbers that are not finite"),
     "null": (lambda f: spoil(f, 5, np.inf), "00005.npy, row 0, holds numbers that are not finite"),
     "lengths": (lambda f: spoil(f, 0, T, ".lengths"), "00000.lengths.npy was changed"),
-    "missing": (
-        lambda f: (f / f"{FROZEN.stem}-00001.npy").unlink(),
-        "00001.npy is missing, though index.json names it",
-    ),
+    "missing": (lambda f: (f / f"{FROZEN.stem}-00001.npy").unlink(), "00001.npy is missing, though index.json names"),
 }
 
 
@@ -258,9 +255,8 @@ def test_text_that_is_not_what_was_said_is_not_written(made, folder):
         writer.publish()
     with pytest.raises(ValueError, match="each of which needs a count of captions above 0"):
         TextWriter(folder, FROZEN, [0] * COUNT)
-    assert torch.equal(
-        LatentDataset(folder, text=FROZEN.encoder).text_of(np.arange(TOTAL)).mask, made[1][FROZEN.encoder].mask
-    )
+    kept = LatentDataset(folder, text=FROZEN.encoder).text_of(np.arange(TOTAL))
+    assert torch.equal(kept.mask, made[1][FROZEN.encoder].mask)
 
 
 def test_work_that_was_stopped_goes_on_and_other_work_is_not_lost(folder):

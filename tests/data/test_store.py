@@ -54,10 +54,8 @@ def test_damaged_shards_are_missing(tmp_path):
     assert parts.missing(processes) == []
 
 
-@pytest.mark.parametrize(
-    "plan, count", [({"seed": 0}, 10), ({"seed": 1}, 12), ({"seed": 1, "count": 10, "size": 3}, 10)]
-)
-def test_other_work_is_refused_or_discarded_and_never_mixed(tmp_path, plan, count):
+@pytest.mark.parametrize("plan, n", [({"seed": 0}, 10), ({"seed": 1}, 12), ({"seed": 1, "count": 10, "size": 3}, 10)])
+def test_other_work_is_refused_or_discarded_and_never_mixed(tmp_path, plan, n):
     """The last plan is as earlier versions wrote it."""
     store(tmp_path, {"seed": 0}).begin()
     (tmp_path / "work/data/.x-00000.npy.partial").write_text("half")  # of a process that was killed
@@ -66,7 +64,7 @@ def test_other_work_is_refused_or_discarded_and_never_mixed(tmp_path, plan, coun
     assert not list(tmp_path.rglob(".*.partial"))
     fill(first, [0, 1])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    other = store(tmp_path, plan, count)
+    other = store(tmp_path, plan, n)
     with pytest.raises(ValueError, match="unfinished work of another kind(?s:.*) there, .* here"):
         other.begin()
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

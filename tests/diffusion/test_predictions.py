@@ -67,9 +67,8 @@ def test_published_weights_of_the_nine_pairs():
         "velocity": {"x": t**2, "noise": u**2, "velocity": 1},
     }
     for predicts, loss_of in PAIRS:
-        loss = RF(predicts=predicts, loss_of=loss_of).loss(
-            gives(exact(predicts) + 1), X, None, torch.full((3,), t), NOISE
-        )
+        flow, off = RF(predicts=predicts, loss_of=loss_of), gives(exact(predicts) + 1)
+        loss = flow.loss(off, X, None, torch.full((3,), t), NOISE)
         assert_close(loss, torch.full((3,), float(table[predicts][loss_of])), rtol=1e-4, atol=0)
     v = RF(predicts="x").velocity(gives(X), NOISE, 0.01, None)
     assert_close(v, 20 * (NOISE - X))

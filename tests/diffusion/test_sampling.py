@@ -38,9 +38,8 @@ def latents_of(network, seeds, labels, process=EDM(), weak=None, **options):  # 
 each_process = pytest.mark.parametrize("process", [EDM(), RF()], ids=["edm", "rf"])
 SPARSE = Guidance("sparse", 1.5, strong=0.25, weak=0.5)
 KINDS = [Guidance(), Guidance("cfg", 1.5), SPARSE]
-SCHEDULED = Guidance(
-    "sparse_cfg", 1.5, Schedule("cosine", 0.0, 0.6), Schedule("cosine", 0.6, 0.0), interval=(0.01, 5.0)
-)
+RATIOS = Schedule("cosine", 0.0, 0.6), Schedule("cosine", 0.6, 0.0)
+SCHEDULED = Guidance("sparse_cfg", 1.5, *RATIOS, interval=(0.01, 5.0))
 
 
 @pytest.fixture
@@ -209,9 +208,8 @@ def test_samples_of_gaussian_data_by_each_kind(process, weak_process, kind, inte
     expected = seeded_normal([3, 4], (1, 2, 2)) * top
     for start, end, is_guided in ((top, high, False), (high, low, True), (low, 0.0, False)):
         strong = shrinks(process, model.network.std(row.strong_class, guidance.strong), start, end)
-        weaker = shrinks(
-            process, (weak or model).network.std(bool(row.weak_class), guidance.weak + 0.5 * row.drops_path), start, end
-        )
+        std = (weak or model).network.std(bool(row.weak_class), guidance.weak + 0.5 * row.drops_path)
+        weaker = shrinks(process, std, start, end)
         expected = expected * (strong**omega * weaker ** (1 - omega) if is_guided and kind != "none" else strong)
     assert_close(actual, expected, rtol=0.04, atol=0)  # the interval's ends lie between two levels
 

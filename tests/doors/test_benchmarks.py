@@ -14,13 +14,13 @@ from torch import nn
 
 
 @pytest.fixture
-def launched(benchmark, monkeypatch, capsys):
+def launched(import_benchmark, monkeypatch, capsys):
     """A function from a benchmark's name and its arguments to what it prints."""
     threads = torch.get_num_threads()
 
     def launch(name: str, *words: str) -> str:
         monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *words])
-        benchmark(name).main()
+        import_benchmark(name).main()
         return capsys.readouterr().out
 
     yield launch
@@ -28,9 +28,9 @@ def launched(benchmark, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_costs_of_the_rivals(benchmark):
+def test_costs_of_the_rivals(import_benchmark):
     """Published parameters; a block's multiply-adds by hand, N·12·D² + 2·N²·D and 6·D² of its modulation."""
-    flops = benchmark("flops")
+    flops = import_benchmark("flops")
     masked = {"s2": (384, 12, 68.12), "b2": (768, 12, 175.58), "l2": (1024, 24, 509.78), "xl2": (1152, 28, 730.12)}
 
     def block(width: int, tokens: int, conditioning: int) -> int:
@@ -52,9 +52,9 @@ def test_costs_of_the_rivals(benchmark):
     assert [round(parameters[name] / 1e6) for name in ("dit", "tread", "maskdit")] == [675, 675, 730]  # its Table S7
 
 
-def test_peak_memory_is_of_one_run(benchmark, monkeypatch):
+def test_peak_memory_is_of_one_run(import_benchmark, monkeypatch):
     """Its own tensors and the most of the work: 8 MB at once of 12 MB, while another 40 MB are there."""
-    timing = benchmark("timing")
+    timing = import_benchmark("timing")
     monkeypatch.setattr(timing, "DEVICE", torch.device("cpu"))
     network, average, others = nn.Linear(999, 1000), nn.Linear(999, 1000), torch.zeros(10_000_000)
     optimizer = SimpleNamespace(state={0: {"moment": torch.zeros(500_000), "step": 1}})
@@ -67,7 +67,7 @@ def test_peak_memory_is_of_one_run(benchmark, monkeypatch):
 
     turns = timing.take_turns({"work": work}, 3)["work"]
     assert len(turns.seconds) == 3 and len(others)
-    peak = benchmark("step_time").held_by(run) + turns.held
+    peak = import_benchmark("step_time").held_by(run) + turns.held
     assert peak == pytest.approx((4 + 4 + 2 + 4 + 2 * 3.6) * 1e6, abs=1e4)
 
 
@@ -89,9 +89,9 @@ def test_step_time_of_models_side_by_side(launched, tmp_path):
         assert len(shares) == 6 and abs(sum(map(float, shares)) - 100) < 0.4
 
 
-def test_models_beside_train_by_the_same_overrides(launched, benchmark, monkeypatch):
+def test_models_beside_train_by_the_same_overrides(launched, import_benchmark, monkeypatch):
     """But for an architecture's own, such as MaskDiT's decoder: the others have no such setting."""
-    step_time, seen = benchmark("step_time"), {}
+    step_time, seen = import_benchmark("step_time"), {}
     monkeypatch.setattr(step_time, "measure", lambda kinds, pairs: seen.update(kinds))
     monkeypatch.setattr(step_time, "show", lambda result: None)
     words = ["dataset=digits", "model=tread", "beside=maskdit,dit", "model.hidden_size=64", "model.num_heads=2"]
@@ -111,29 +111,29 @@ def test_models_beside_train_by_the_same_overrides(launched, benchmark, monkeypa
         ("step_time", ["out=made/"], "made/ could not be written: it names a folder"),
     ],
 )
-def test_refusals_come_first(launched, benchmark, monkeypatch, name, words, said):
-    monkeypatch.setattr(benchmark("timing"), "seconds", lambda *_: pytest.fail("measured already"))
+def test_refusals_come_first(launched, import_benchmark, monkeypatch, name, words, said):
+    monkeypatch.setattr(import_benchmark("timing"), "seconds", lambda *_: pytest.fail("measured already"))
     with pytest.raises((ValueError, OSError), match=said):
         launched(name, *words)
 
 
-def test_commands_name_no_folder_of_a_machine(benchmark, monkeypatch):
+def test_commands_name_no_folder_of_a_machine(import_benchmark, monkeypatch):
     words = [f"out={ROOT}/benchmarks/results/x.json", "figure=/somewhere/else/x.png", "from=made/x.json", "rounds=3"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/x.py", *words])
     told = "python benchmarks/x.py out=benchmarks/results/x.json figure=x.png from=made/x.json rounds=3"
-    assert benchmark("timing").command() == told
+    assert import_benchmark("timing").command() == told
 
 
-def test_failures_in_a_few_words(benchmark):
+def test_failures_in_a_few_words(import_benchmark):
     for error, said in (
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
         (ValueError("\n no such kernel \nmore"), "ValueError: no such kernel"),
     ):
-        assert benchmark("timing").why_failed(error) == said
+        assert import_benchmark("timing").why_failed(error) == said
 
 
-def test_a_call_that_fails_costs_the_others_nothing(benchmark):
+def test_a_call_that_fails_costs_the_others_nothing(import_benchmark):
     calls, failed = [], {}
 
     def second_time():
@@ -141,12 +141,12 @@ def test_a_call_that_fails_costs_the_others_nothing(benchmark):
         if len(calls) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    turns = benchmark("timing").take_turns({"first": lambda: None, "second": second_time}, 3, failed)
+    turns = import_benchmark("timing").take_turns({"first": lambda: None, "second": second_time}, 3, failed)
     assert failed == {"second": "out of memory"} and len(turns.pop("first").seconds) == 3 and not turns
 
 
-def test_a_part_records_what_fails_and_ends_within_its_minutes(benchmark, tmp_path):
-    gpu_check, path = benchmark("gpu_check"), tmp_path / "gpu.json"
+def test_a_part_records_what_fails_and_ends_within_its_minutes(import_benchmark, tmp_path):
+    gpu_check, path = import_benchmark("gpu_check"), tmp_path / "gpu.json"
     for minutes, rows in (
         (1, {"copy": {"failed": "ModuleNotFoundError: No module named 'nothing'"}, "speed": {"measured": 2.0}}),
         (0, {name: {"failed": "the 0 minutes of this part are over"} for name in ("copy", "speed")}),
@@ -159,7 +159,7 @@ def test_a_part_records_what_fails_and_ends_within_its_minutes(benchmark, tmp_pa
         assert all(written["machine"]["rows"][name].items() >= row.items() for name, row in rows.items())
 
 
-def test_kernels_have_their_kinds(benchmark):
+def test_kernels_have_their_kinds(import_benchmark):
     """Names as CUPTI gives them on an H100."""
     for name, kind in {
         "triton_poi_fused__to_copy_add_mul_2": "memory-bound",
@@ -175,7 +175,7 @@ def test_kernels_have_their_kinds(benchmark):
         "Memcpy DtoD (Device -> Device)": "copy",
         "void at::native::vectorized_elementwise_kernel<4, at::native::AUnaryFunctor>": "memory-bound",
     }.items():
-        assert benchmark("gpu_check").kernel_kind(name) == kind
+        assert import_benchmark("gpu_check").kernel_kind(name) == kind
 
 
 @pytest.mark.slow

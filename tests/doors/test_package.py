@@ -37,9 +37,8 @@ def test_a_wheel_holds_the_method_and_one_package_with_doors_and_configs(wheel):
         entries.read_string(content.read(f"{info}/entry_points.txt").decode())
     assert {name.partition("/")[0] for name in names} == {"tread", "routing_module.py", "dit.py", "rf.py"}
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "tread").rglob("*.py")}
-    ours |= {f"tread/reports/{name}" for name in ("page.html", "page.css", "page.js")} | {
-        "tread/evaluation/cifar10.npz"
-    }
+    ours |= {f"tread/{name}" for name in ("reports/page.html", "reports/page.css", "reports/page.js")}
+    ours.add("tread/evaluation/cifar10.npz")
     ours |= {f"tread/doors/{name}.py" for name in ("train", "sample", "fid")}
     ours |= {f"tread/doors/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert {name for name in names if name.startswith("tread/")} == ours

@@ -52,9 +52,8 @@ def test_a_folder_holds_a_checkpoint_a_card_and_pictures(folder):
     assert names_in(folder) == ({"README.md", "config.yaml", "ema.safetensors", "info.json"} | pictures)
     found = checkpoint.find(folder)
     found.verify("ema")
-    assert found.info["dtype"] == "fp16" and found.info["config"] == yaml.safe_load(
-        (folder / "config.yaml").read_text()
-    )
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert found.info["dtype"] == "fp16" and found.info["config"] == config
     assert {value.dtype for value in load_file(folder / "ema.safetensors").values()} == {torch.float16}
     network = open_network(found, "ema").load(CPU).network
     load_weights(network, str(folder))  # as init_from does

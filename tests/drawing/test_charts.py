@@ -17,9 +17,8 @@ from tread.evaluation.metric_table import heldout_titles
 def figures(tmp_path, monkeypatch):
     """The figures that were saved, in the working folder."""
     found, savefig = [], matplotlib.figure.Figure.savefig
-    monkeypatch.setattr(
-        matplotlib.figure.Figure, "savefig", lambda self, *args, **kw: found.append(self) or savefig(self, *args, **kw)
-    )
+    watched = lambda self, *args, **kw: found.append(self) or savefig(self, *args, **kw)  # noqa: E731
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", watched)
     monkeypatch.chdir(tmp_path)
     return found
 

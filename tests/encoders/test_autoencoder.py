@@ -115,10 +115,8 @@ def test_a_decoder_runs_in_its_precision_and_leaves_settings_as_they_were(tmp_pa
     seen, load, matmul = [], autoencoder.load_autoencoder, torch.backends.cuda.matmul
 
     def watched(*given):
-        model = load(*given)
-        model.decoder.register_forward_hook(
-            lambda *_: seen.append((matmul.allow_tf32, torch.is_autocast_enabled("cpu")))
-        )
+        model, low = load(*given), torch.is_autocast_enabled
+        model.decoder.register_forward_hook(lambda *_: seen.append((matmul.allow_tf32, low("cpu"))))
         return model
 
     monkeypatch.setattr(autoencoder, "load_autoencoder", watched)

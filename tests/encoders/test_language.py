@@ -9,7 +9,6 @@ import torch
 from conftest import write_json
 from safetensors.torch import load_file, save_file
 from tiny_text import WIDTH, save_encoder
-from transformers import BertModel, CLIPTextModel, T5EncoderModel
 
 from tread.data.columns import TextSpec
 from tread.encoders import language
@@ -17,7 +16,7 @@ from tread.encoders.language import MOST, encoder_for, make_vocabulary, settle_t
 
 CAPTIONS = ["a red apple, cut open", "woman", "", "a man with a red hat"]
 IDS = {"clip": [2, 4, 5, 6, 1, 7, 8, 3], "bert": [2, 4, 5, 6, 1, 7, 8, 3], "t5": [4, 5, 6, 1, 7, 8, 3]}
-KINDS = {"clip": CLIPTextModel, "bert": BertModel, "t5": T5EncoderModel}
+KINDS = {"clip": "CLIPTextModel", "bert": "BertModel", "t5": "T5EncoderModel"}
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +27,14 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_caption_is_encoded_as_the_model_does_alone(folders, kind):
+    import transformers
+
     encoder = text_encoder(str(folders[kind]), CAPTIONS)
     assert encoder.spec.tokens == (12 if kind == "clip" else 8) and encoder.spec.width == WIDTH
     text, n = encoder.encode(CAPTIONS), len(IDS[kind])
     assert text.tokens.shape == (4, encoder.spec.tokens, WIDTH) and text.tokens.dtype == torch.float16
     assert encoder.lengths(CAPTIONS)[0] == n and text.mask.sum(1).tolist()[0] == n
-    model = KINDS[kind].from_pretrained(folders[kind]).eval()
+    model = getattr(transformers, KINDS[kind]).from_pretrained(folders[kind]).eval()
     with torch.no_grad():
         alone = model(input_ids=torch.tensor([IDS[kind]]))
     assert torch.allclose(text.tokens[0, :n].float(), alone.last_hidden_state[0], atol=2e-3)
@@ -56,11 +57,13 @@ def test_500_words_are_cut_off(folders, kind):
 
 def test_padding_counts_where_a_run_was_trained_so(folders):
     """As U-ViT's features: all tokens of CLIP's last hidden state, of input that is padded and not masked."""
+    import transformers
+
     spec = TextSpec(str(folders["clip"]), None, 12, WIDTH, None, padding=True)
     text = encoder_for(spec).encode(CAPTIONS[:1])
     padded = torch.tensor([IDS["clip"] + [0] * 4])
     with torch.no_grad():
-        whole = CLIPTextModel.from_pretrained(folders["clip"]).eval()(input_ids=padded).last_hidden_state
+        whole = transformers.CLIPTextModel.from_pretrained(folders["clip"]).eval()(input_ids=padded).last_hidden_state
     assert text.pooled is None and text.mask.all()
     assert torch.allclose(text.tokens.float(), whole, atol=2e-3)
 

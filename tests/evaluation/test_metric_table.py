@@ -92,9 +92,7 @@ def test_it_is_compared_drawn_and_reported(added, tmp_path, capsys):
 
 def test_a_sweep_draws_it_and_finds_its_best(added, tmp_path, monkeypatch, capsys):
     points = {guidance_sweep.Point(0.0, 0.0, scale, None): scale for scale in (1.0, 2.0, 3.0)}
-    records = {
-        point: {"taste": 1 - (scale - 2) ** 2, "count": 10, "flops_relative": 1.0} for point, scale in points.items()
-    }
+    records = {at: {"taste": 1 - (scale - 2) ** 2, "count": 10, "flops_relative": 1.0} for at, scale in points.items()}
     panels = []
     monkeypatch.setattr(guidance_sweep, "save_panels", lambda path, drawn, columns: panels.extend(drawn))
     sweep = guidance_sweep.Sweep((1.0, 2.0, 3.0), None, None, (None,), False, "taste")

@@ -6,25 +6,13 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+import conftest
 import guidance_sweep
 import numpy as np
 import pytest
 import torch
 from captioned import PIXELS, save_text_checkpoint, write_captioned
-from conftest import (
-    CPU,
-    assert_refused,
-    facts_in,
-    interrupt,
-    launch_door,
-    open_pictures,
-    opened,
-    read_json,
-    save_checkpoint,
-    score,
-    take_samples,
-    write_json,
-)
+from conftest import CPU, assert_refused, facts_in, launch_door, opened, read_json, score, take_samples, write_json
 from PIL import Image
 from safetensors import safe_open
 from tiny_text import save_encoder
@@ -52,7 +40,6 @@ FID = ("steps=2", "batch_size=4", "num_samples=9")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Data with text of words and of a frozen encoder, and a network of each; and one of classes."""
-    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("prompts")
     bert = save_encoder(folder / "bert", "bert")
     encoders = [text_encoder(name, FLAT) for name in ("words", str(bert))]
@@ -74,7 +61,7 @@ def runs(folder, composed):
         encoder = text_encoder(where, FLAT)
         for step in (1, 2) if name == "words" else (1,):
             save_text_checkpoint(folder / "results" / name, config, folder / "data/train", encoder, step)
-    save_checkpoint(folder / "results/classes", composed)
+    conftest.save_checkpoint(folder / "results/classes", composed)
 
 
 def launch(folder, *overrides: str) -> str:
@@ -241,7 +228,7 @@ def test_held_out_captions_are_scored_against_their_pictures(folder, clip, incep
 
     words = ("checkpoint=results/words", f"inception={inception_file}", *FID, f"clip={clip}")
     words += ("prompts=heldout", "save_samples=true", "reference=heldout", "out=scored")
-    calls = interrupt(monkeypatch, scoring, "draw_pictures", 2)
+    calls = conftest.interrupt(monkeypatch, scoring, "draw_pictures", 2)
     refusal(folder, *words, door=score)
     said = score(folder, *words)
     assert [list(seeds) for _, _, seeds, *_ in calls] == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8]]
@@ -265,7 +252,7 @@ def test_held_out_captions_are_scored_against_their_pictures(folder, clip, incep
     assert found["reference_count"] == 3 and found["prompts"] == found["reference"] == str(folder / "data/heldout")
     assert "CLIP score" in said and {"fid", "kid", "clip_score"} <= found["counts"].keys()
     assert "is scored already" in score(folder, *words)
-    pictures, stored = open_pictures(folder / "data/heldout"), np.random.default_rng(3)
+    pictures, stored = conftest.open_pictures(folder / "data/heldout"), np.random.default_rng(3)
     stored = stored.integers(0, 256, (3, 3, 16, 16), dtype=np.uint8)
     assert pictures.resolution == (16, 16) and np.array_equal(pictures.read(1, 3), stored[1:3])
 
@@ -310,5 +297,5 @@ def test_what_can_not_be_scored_is_refused(folder, clip, inception_file, tmp_pat
     latents = replace(PIXELS, autoencoder="x", scale_applied=False)
     write_dataset(tmp_path / "latents", latents, [(np.zeros((3, 1, 3, 16, 16), np.float32), np.zeros(3, np.int64))])
     with pytest.raises(ValueError, match="keeps no pictures"):
-        open_pictures(tmp_path / "latents")
+        conftest.open_pictures(tmp_path / "latents")
     assert not (tmp_path / "refused").exists() or not list((tmp_path / "refused").glob("*.json"))

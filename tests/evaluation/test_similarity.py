@@ -64,9 +64,8 @@ def by_hand(network, x, t, y, routes):
             tokens[seen] = done
             for route in [route for route, _ in routes if number == route.end and network.skipped_return]:
                 away = set(range(len(tokens))) - set(seen)
-                tokens = torch.stack(
-                    [states[route.rejoin][sample, n] if n in away else t for n, t in enumerate(tokens)]
-                )
+                before = states[route.rejoin]
+                tokens = torch.stack([before[sample, n] if n in away else t for n, t in enumerate(tokens)])
                 seen = list(range(len(tokens)))
             states[number + 1] |= {(sample, n): tokens[n] for n in seen}
     return states
@@ -117,12 +116,8 @@ ROUTES = {
 
 DECODER = {"decoder_hidden_size": 8, "decoder_depth": 1, "decoder_heads": 2}
 HYBRID = {"head_dim": 8, "state": 4, "directions": 4, "attention_every": 2, "num_heads": 2}
-NETWORKS = {
-    "dit": (DiT, {"num_heads": 2}),
-    "rwkv": (RWKV, {}),
-    "mamba": (Mamba, HYBRID),
-    "maskdit": (MaskDiT, {"num_heads": 2, **DECODER}),
-}
+NETWORKS = {"dit": (DiT, {"num_heads": 2}), "rwkv": (RWKV, {}), "mamba": (Mamba, HYBRID)}
+NETWORKS["maskdit"] = MaskDiT, {"num_heads": 2, **DECODER}
 
 
 @pytest.mark.parametrize(
@@ -173,10 +168,8 @@ def test_points_are_those_one_by_one_whatever_the_batch(tmp_path):
         sigma = edm.quantiles(4)[(k % 5 + k // 5) % 4].float()
         x = to_network(stored, data.latents) + sigma * seeded_normal([k], (4, 8, 8), "similarity 3")
         ids = seeded_uniform([k], (16,), "similarity route 0 3").argsort()[:, :8].sort().values
-        time = (sigma.log() / 4).view(1)
-        states.append(
-            block_states(network, x / (sigma**2 + 0.25).sqrt(), time, torch.tensor([k % 5]), [(route, ids)])[1]
-        )
+        x, time = x / (sigma**2 + 0.25).sqrt(), (sigma.log() / 4).view(1)
+        states.append(block_states(network, x, time, torch.tensor([k % 5]), [(route, ids)])[1])
     expected = similarity(states)
     for size in (1, 3, 16):
         assert_close(similarity(noised_states(model, data, 7, 4, 3, size)), expected, atol=1e-5, rtol=0)

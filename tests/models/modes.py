@@ -17,6 +17,8 @@ from tread.routing.ids import choose_ids, row_ids
 from tread.runtime import compiling
 from tread.runtime.device import autocast
 
+Function = Callable[..., Tensor]
+
 
 def hot(module: nn.Module, std: float = 0.3, seed: int = 0, **stds: float) -> nn.Module:
     """All weights N(0, std), or of the std given for the last part of their name, and those of norms around 1: nothing
@@ -67,14 +69,14 @@ def assert_starts_at_zero(network: Callable[..., Backbone], side: int = 8, **siz
         assert out.isfinite().all() and (out.abs().max() == 0) == (init == "adaln_zero")
 
 
-def counted_flops(call: Callable[..., Tensor], *given: object, **more: object) -> int:
+def counted_flops(call: Function, *given: object, **more: object) -> int:
     """FLOPs of all matrix products in a call, including attention."""
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         call(*given, **more)
     return counter.get_total_flops()
 
 
-def derived(function: Callable[..., Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+def derived(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
     """The output, and the gradients of all inputs under a fixed weighting of the output."""
     leaves = [part.detach().clone().requires_grad_() for part in given]
     out = function(*leaves)
@@ -83,9 +85,7 @@ def derived(function: Callable[..., Tensor], given: Sequence[Tensor]) -> list[Te
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def assert_as(
-    twin: Callable[..., Tensor], function: Callable[..., Tensor], given: Sequence[Tensor], tolerance: float = 2e-5
-) -> None:
+def assert_as(twin: Function, function: Function, given: Sequence[Tensor], tolerance: float = 2e-5) -> None:
     """Output and gradients are finite, fp32 and the twin's, within a fraction of each one's largest number, or of 1."""
     for actual, expected in zip(derived(function, given), derived(twin, given), strict=True):
         assert actual.dtype == torch.float32 and actual.shape == expected.shape
@@ -93,7 +93,7 @@ def assert_as(
         assert (actual - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0)
 
 
-def assert_compiled_as_eager(function: Callable[..., Tensor], given: Sequence[Tensor], atol: float = 1e-5) -> None:
+def assert_compiles(function: Function, given: Sequence[Tensor], atol: float = 1e-5) -> None:
     """Compiled it is one graph with the same output and gradients."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -101,9 +101,7 @@ def assert_compiled_as_eager(function: Callable[..., Tensor], given: Sequence[Te
     torch._dynamo.reset()
 
 
-def assert_rounds_inputs_alone(
-    twin: Callable[..., Tensor], function: Callable[..., Tensor], rounded: Sequence[Tensor]
-) -> None:
+def assert_rounds_inputs_alone(twin: Function, function: Function, rounded: Sequence[Tensor]) -> None:
     """Without autocast, rounded inputs give the twin's fp32 output and gradients, each rounded as its input."""
     actual, expected = derived(function, rounded), derived(twin, [item.float() for item in rounded])
     assert [item.dtype for item in actual] == [torch.float32, *(item.dtype for item in rounded)]
@@ -112,9 +110,7 @@ def assert_rounds_inputs_alone(
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1.0)
 
 
-def assert_bf16_products(
-    twin: Callable[..., Tensor], function: Callable[..., Tensor], given: Sequence[Tensor], tolerance: float
-) -> None:
+def assert_bf16_products(twin: Function, function: Function, given: Sequence[Tensor], tolerance: float) -> None:
     """Under autocast all is fp32, the output within 2⁻⁷ of its largest number, or of 1, and gradients within
     `tolerance`; the output is off by more than fp32's rounding, so its products were in bf16."""
     with torch.autocast("cpu", dtype=torch.bfloat16):

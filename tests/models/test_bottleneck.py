@@ -43,9 +43,8 @@ def test_a_token_is_its_patch_by_two_matrices():
 def test_flops_and_names_of_every_network_that_has_one(read_config, model):
     cfg = read_config(f"model={model}", *SIZES, "model.depth=6", "model.bottleneck=6")
     network, (x, t, y), routes = build_network(cfg), batch(side=8), cfg.model.resolved_routes
-    assert_close(
-        network.x_embedder(x), F.linear(network.x_embedder.proj(x).flatten(2).mT, network.x_embedder.expand.weight)
-    )
+    part = network.x_embedder
+    assert_close(part(x), F.linear(part.proj(x).flatten(2).mT, part.expand.weight))
     for used in ((), routes):
         drawn = [pair(route, torch.rand(3, 16), (4, 4)) for route in used]
         assert 3 * network.forward_flops(used) == counted_flops(network, x, t, y, drawn)

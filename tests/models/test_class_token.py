@@ -43,9 +43,8 @@ def by_hand(network, x, t, y, token, span=None, ids=None):
     """Both velocities; between the blocks of `span` on the class token and the patches `ids` of each sample alone."""
     tokens, c, *shared = network.embed(x, t, y)
     part = network.z_embedder
-    first = F.layer_norm(
-        F.linear(token, part.proj.weight, part.proj.bias), (32,), part.norm.weight, part.norm.bias, 1e-6
-    )
+    first = F.linear(token, part.proj.weight, part.proj.bias)
+    first = F.layer_norm(first, (32,), part.norm.weight, part.norm.bias, 1e-6)
     tokens, table = torch.cat([first[:, None], tokens], dim=1), None
     if getattr(network, "head_dim", None):
         table = torch.cat([torch.ones(1, 8), torch.zeros(1, 8)], dim=1)  # the cosines and sines of no angle
@@ -124,19 +123,16 @@ def test_at_first_its_velocity_is_0_and_its_loss_the_mean_square_of_the_true_one
     network(x, t, y, record=record, **noised_token(clean, noise, t))
     assert not record.class_token.any()
     assert torch.equal(token_loss(record.class_token, clean, noise), torch.full((3,), 2.25))
-    assert_close(
-        noised_token(clean, noise, torch.tensor([0, 0.25, 1]))["class_token"][:, 0], torch.tensor([2, 1.625, 0.5])
-    )
+    noised = noised_token(clean, noise, torch.tensor([0, 0.25, 1]))["class_token"]
+    assert_close(noised[:, 0], torch.tensor([2, 1.625, 0.5]))
     for wrong in (None, torch.zeros(3, 9)):
         with pytest.raises(ValueError, match=r"class_token is (none|\(3, 9\)), but this network takes \(3, 10\)"):
             network(x, t, y, class_token=wrong)
 
 
-@pytest.mark.parametrize(
-    "model, shown", [("rwkv", "rwkv"), ("mamba", "mamba"), ("maskdit", "maskdit"), ("sprint", "sprint")]
-)
-def test_networks_that_have_none(read_config, model, shown):
-    with pytest.raises(ValueError, match=f"model.class_token is 10, but {shown} has no such choice: model=dit or "):
+@pytest.mark.parametrize("model", ["rwkv", "mamba", "maskdit", "sprint"])
+def test_networks_that_have_none(read_config, model):
+    with pytest.raises(ValueError, match=f"model.class_token is 10, but {model} has no such choice: model=dit or "):
         read_config(f"model={model}", "objective=rf", "model.class_token=10")
 
 
@@ -168,10 +164,8 @@ def test_it_is_denoised_along_and_guided_as_latents_are(read_config, guidance):
     latents = torch.stack([torch.randn(4, 8, 8, generator=generator(seed, "noise")) for seed in seeds]).double()
     token = torch.stack([torch.randn(10, generator=generator(seed, "class token")) for seed in seeds]).double()
     sampler = Sampler(4, 2, guidance=guidance, solver="euler")
-    how = {
-        "on_step": lambda *step: told.append(step[2]),
-        "after_step": lambda step, x: x.mul(1) if x.shape[1] == 4 else 0,
-    }
+    how = {"on_step": lambda *step: told.append(step[2])}
+    how["after_step"] = lambda step, x: x.mul(1) if x.shape[1] == 4 else 0
     actual = torch.cat([*draw(Model(RF(), network, (route,)), seeds, labels, sampler, **how)])
 
     def branch(x, token, t, name, y, ratio, call):
@@ -183,9 +177,8 @@ def test_it_is_denoised_along_and_guided_as_latents_are(read_config, guidance):
 
     with torch.no_grad():
         for call, t in enumerate((1.0, 0.75, 0.5, 0.25)):
-            assert_close(
-                torch.cat([step for step in told if len(step)][call::4]), latents.float(), rtol=1e-4, atol=1e-4
-            )
+            steps = [step for step in told if len(step)][call::4]
+            assert_close(torch.cat(steps), latents.float(), rtol=1e-4, atol=1e-4)
             both = branch(latents, token, t, "strong", labels, guidance.strong, call)
             if guidance.kind != "none":
                 y = torch.full_like(labels, 10) if guidance.kind == "cfg" else labels

@@ -67,9 +67,8 @@ def test_parameter_counts(size):
     if size == "XL/2":
         with torch.device("meta"):
             default = DiT()
-        assert {name: p.shape for name, p in default.state_dict().items()} == {
-            name: p.shape for name, p in build(size).state_dict().items()
-        }
+        ours, theirs = (network.state_dict() for network in (default, build(size)))
+        assert {name: p.shape for name, p in ours.items()} == {name: p.shape for name, p in theirs.items()}
         assert default.grid == (16, 16) and default.blocks[0].attn.num_heads == 16
 
 
@@ -81,9 +80,8 @@ def test_where_weights_start():
     for weight in linear:
         rows = weight.flatten(1)
         bound = math.sqrt(6 / sum(rows.shape))
-        assert 0.95 * bound < rows.abs().max() <= bound and rows.std().item() == pytest.approx(
-            bound / math.sqrt(3), rel=0.05
-        )
+        assert 0.95 * bound < rows.abs().max() <= bound
+        assert rows.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
     embedders = [network.y_embedder.embedding_table, network.t_embedder.mlp[0], network.t_embedder.mlp[2]]
     for layer in embedders:
         assert layer.weight.std().item() == pytest.approx(0.02, rel=0.03)
@@ -99,9 +97,8 @@ def test_output_of_a_block_stops_there(tiny, block):
     assert 2 * tiny.forward_flops(upto=block) == counted_flops(tiny.output_of, block, *given)
     assert torch.equal(actual, hidden_states(tiny, *given)[1][block])
     tiny(*given, record=(record := Record((block,))))
-    assert (
-        torch.equal(record.outputs[block][0], actual) and record.outputs[block][1] is None and len(record.outputs) == 1
-    )
+    [(number, (output, ids))] = record.outputs.items()
+    assert number == block and torch.equal(output, actual) and ids is None
 
 
 def test_state_dict_has_public_names_and_shapes():
@@ -251,10 +248,8 @@ def test_flops_of_sparse_guidance():
     """Its paper's table for XL/2, r(2→24), one step: 114.42 dense, 228.84 guided, 97.67 by ratios 0.5 and 0.9 (linear
     layers alone, as its numbers evidently are); with attention 0.844 of a dense step."""
     network = build("XL/2")
-    linear, whole = [
-        sum(network.forward_flops([Route(2, 24, ratio)], attention) for ratio in (0.5, 0.9))
-        for attention in (False, True)
-    ]
+    routes = [[Route(2, 24, ratio)] for ratio in (0.5, 0.9)]
+    linear, whole = [sum(network.forward_flops(each, attention) for each in routes) for attention in (False, True)]
     assert network.forward_flops(attention=False) / 2e9 == pytest.approx(114.42, rel=0.01)
     assert linear / network.forward_flops(attention=False) == pytest.approx(97.67 / 114.42, rel=0.01)
     assert linear / (2 * network.forward_flops(attention=False)) == pytest.approx(97.67 / 228.84, rel=0.01)

@@ -174,13 +174,10 @@ def test_published_parameter_counts(size, parameters):
 
 def test_state_dict_has_public_names_and_no_tables():
     names = set(LightningDiT(depth=1, qk_norm=True, **TINY).state_dict())
-    frame = {
-        f"{name}.{kind}"
-        for name in ("x_embedder.proj", "t_embedder.mlp.0", "t_embedder.mlp.2")
-        for kind in ("weight", "bias")
-    }
+    linear = ("x_embedder.proj", "t_embedder.mlp.0", "t_embedder.mlp.2", "final_layer.linear")
+    linear += ("final_layer.adaLN_modulation.1",)
+    frame = {f"{name}.{kind}" for name in linear for kind in ("weight", "bias")}
     frame |= {"pos_embed", "y_embedder.embedding_table.weight", "final_layer.norm_final.weight"}
-    frame |= {f"final_layer.{name}.{kind}" for name in ("linear", "adaLN_modulation.1") for kind in ("weight", "bias")}
     layers = ("attn.qkv", "attn.proj", "mlp.w12", "mlp.w3", "adaLN_modulation.1")
     block = {f"blocks.0.{name}.{kind}" for name in layers for kind in ("weight", "bias")}
     block |= {f"blocks.0.{name}.weight" for name in ("norm1", "norm2", "attn.q_norm", "attn.k_norm")}

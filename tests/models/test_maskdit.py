@@ -1,18 +1,10 @@
 """MaskDiT against golden numbers of its own code, published counts, torch's counter, and its own dense forward."""
 
+import modes
 import pytest
 import torch
 from conftest import size_of, state_of
-from modes import (
-    assert_golden_gradients,
-    assert_modes_agree,
-    assert_near,
-    assert_starts_at_zero,
-    batch,
-    counted_flops,
-    drawn,
-    hot,
-)
+from modes import assert_golden_gradients, assert_modes_agree, assert_near, batch, counted_flops, drawn, hot
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -25,12 +17,8 @@ from tread.runtime.tensor_files import plain_names
 DECODER = {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_heads": 4}
 TINY = {"input_size": 8, "hidden_size": 64, "depth": 4, "num_heads": 4, "num_classes": 10, **DECODER}
 HALF = Route(0, -1, 0.5, fp32="off")
-ENCODERS = {
-    "S": (384, 12, 6, 68.12),
-    "B": (768, 12, 12, 175.58),
-    "L": (1024, 24, 16, 509.78),
-    "XL": (1152, 28, 16, 730.12),
-}
+ENCODERS = {"S": (384, 12, 6, 68.12), "B": (768, 12, 12, 175.58)}
+ENCODERS |= {"L": (1024, 24, 16, 509.78), "XL": (1152, 28, 16, 730.12)}
 
 
 def tiny():
@@ -144,7 +132,7 @@ def test_gradients_reach_the_mask_token_and_all_but_the_null_class():
 
 
 def test_untrained_network_outputs_zero_and_its_null_class_is_zero():
-    assert_starts_at_zero(MaskDiT, hidden_size=64, num_heads=4, **DECODER)
+    modes.assert_starts_at_zero(MaskDiT, hidden_size=64, num_heads=4, **DECODER)
     for init in ("adaln_zero", "xavier"):
         network = MaskDiT(init=init, **TINY)
         table = network.y_embedder.embedding_table.weight

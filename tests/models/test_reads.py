@@ -27,9 +27,7 @@ class NoReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "routed", [pytest.param(False, id="dense", marks=pytest.mark.slow), pytest.param(True, id="routed")]
-)
+@pytest.mark.parametrize("routed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "routed"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_network_reads_a_value(composed, name, routed):
     config = composed(f"model={ROUTED.get(name, f'tread_{name}')}", "model.hidden_size=32", "model.depth=6")

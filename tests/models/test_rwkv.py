@@ -45,10 +45,8 @@ def blend(x, shifted, mix):
 def naive_spatial(m, x, grid):
     """(σ(R) ⊙ WKV(K, V))·W_O with R, K, V = blended tokens·W."""
     shifted = naive_shift(x, grid)
-    r, k, v = (
-        blend(x, shifted, mix) @ layer.weight.T
-        for mix, layer in ((m.mix_r, m.receptance), (m.mix_k, m.key), (m.mix_v, m.value))
-    )
+    pairs = ((m.mix_r, m.receptance), (m.mix_k, m.key), (m.mix_v, m.value))
+    r, k, v = (blend(x, shifted, mix) @ layer.weight.T for mix, layer in pairs)
     return (1 / (1 + (-r).exp()) * naive_wkv(k, v, m.decay, m.bonus)) @ m.output.weight.T
 
 
@@ -125,25 +123,11 @@ def test_parameter_count(dim, depth, mlp_ratio):
     assert size_of(ours) == depth * block + size_of(frame)
 
 
-def test_blocks_on_a_route_see_the_kept_grid():
-    seen = []
-    model = network()
-    for block in model.blocks:
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append((args[0].shape[1], kwargs["grid"])), with_kwargs=True
-        )
-    routes = [(Route(1, 2, 0.5, select="row"), rows(4, 0.5)), (Route(4, 4, 0.25, select="row"), rows(4, 0.25))]
-    model(*batch(4, 8), routes=routes)
-    whole, half, most = (16, (4, 4)), (8, (2, 4)), (12, (3, 4))
-    assert seen == [whole, half, half, whole, most, whole]
-
-
 def test_row_routes_on_dit_are_token_routes_with_those_ids(tiny):
     """The ablation: a DiT needs no grid, and which ids come is all that a route is to it."""
     ids = rows(4)
-    by_row, by_token = (
-        tiny(*batch(4, 8), routes=[(Route(1, 4, 0.5, select=select), ids)]) for select in ("row", "token")
-    )
+    routes = [Route(1, 4, 0.5, select=select) for select in ("row", "token")]
+    by_row, by_token = (tiny(*batch(4, 8), routes=[(route, ids)]) for route in routes)
     assert torch.equal(by_row, by_token)
     assert not torch.equal(by_row, tiny(*batch(4, 8), routes=[(Route(1, 4, 0.5), draw_ids(torch.rand(4, 16), 0.5))]))
     route = Route(1, 4, 0.7, select="row")  # 2 rows of 4 stay, of tokens 16 − 11

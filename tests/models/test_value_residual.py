@@ -11,7 +11,7 @@ from modes import assert_golden_gradients, assert_modes_agree, assert_near, batc
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from dit import Attention, DiT, mixed
+from dit import DiT
 from routing_module import Record, Route, run_blocks
 from tread.checkpoints.weights import fit, sizes
 from tread.models.backbone import block_matrices
@@ -74,15 +74,6 @@ def test_golden_forward_and_gradients_of_sprint_with_a_class_token(asset):
     assert_near(out, g["out.train_pathdrop_sample1"])
     (out - g["in.target"]).square().mean().backward()
     assert_golden_gradients(network, g, 8)
-
-
-def test_a_mix_is_its_equation():
-    layer = Attention(2, 1)
-    first, own = torch.tensor([1.0, 2.0]).view(1, 1, 1, 2), torch.tensor([3.0, 0.0]).view(1, 1, 1, 2)
-    for share, expected in ((0.5, [2.0, 1.0]), (0.0, [3.0, 0.0]), (1.25, [0.5, 2.5])):
-        layer.v1_lambda = torch.nn.Parameter(torch.tensor(share))
-        v, rest = mixed(layer, own, ["table", first])
-        assert v.flatten().tolist() == expected and rest == ["table"]
 
 
 @torch.no_grad()
@@ -171,15 +162,10 @@ def test_what_a_block_hands_on_is_gathered_and_full_again():
         assert torch.equal(handed_on, table + 10)
         return x + c
 
-    record = Record((0, 2))
-    out = run_blocks(
-        [begin, later, later, later], tokens, 2, routes=[(Route(2, 2), ids)], along=[places], record=record
-    )
-    assert (
-        torch.equal(seen[1], ids + 10)
-        and torch.equal(seen[2], places + 10)
-        and out[0, :, 0].tolist() == [7, 5, 5, 7, 5]
-    )
+    record, blocks = Record((0, 2)), [begin, later, later, later]
+    out = run_blocks(blocks, tokens, 2, routes=[(Route(2, 2), ids)], along=[places], record=record)
+    assert torch.equal(seen[1], ids + 10) and torch.equal(seen[2], places + 10)
+    assert out[0, :, 0].tolist() == [7, 5, 5, 7, 5]
     assert torch.equal(record.outputs[0][0], tokens + 1)
     run_blocks([begin, later, later], tokens, 2, routes=[(Route(0, 1, rejoin="stale"), ids)], along=[places])
     with pytest.raises(ValueError, match="block 0 hands something on, but on a route"):

@@ -9,7 +9,6 @@ import zipfile
 
 import numpy as np
 import pytest
-import webdataset
 from conftest import contents, raising, read_json, saved, times, write_json
 from PIL import Image
 
@@ -304,8 +303,13 @@ def test_texts_and_pictures_that_do_not_go_together_are_named(prepare, tmp_path)
 # -------------------------------------------------------------------------- webdatasets, zips
 
 
+@pytest.fixture
+def webdataset():
+    return pytest.importorskip("webdataset", reason="pip install -r requirements-test.txt")
+
+
 @pytest.mark.parametrize("how", ["", "{00000..00001}.tar", "*.tar", "root"])
-def test_webdatasets_are_read_as_they_were_written(prepare, tmp_path, how):
+def test_webdatasets_are_read_as_they_were_written(webdataset, prepare, tmp_path, how):
     (tmp_path / "wds").mkdir()
     with webdataset.ShardWriter(str(tmp_path / "wds/%05d.tar"), maxcount=2, verbose=0) as tars:
         for number, lines in LINES.items():
@@ -319,7 +323,7 @@ def test_webdatasets_are_read_as_they_were_written(prepare, tmp_path, how):
 
 
 @pytest.mark.parametrize("how", ["{0..1}/00000.tar", "*/00000.tar"])
-def test_tars_of_one_name_in_several_folders_are_all_read(tmp_path, how):
+def test_tars_of_one_name_in_several_folders_are_all_read(webdataset, tmp_path, how):
     for folder, (number, lines) in enumerate(LINES.items()):
         (tmp_path / "wds" / str(folder)).mkdir(parents=True)
         with webdataset.TarWriter(str(tmp_path / "wds" / str(folder) / "00000.tar")) as tar:
@@ -330,7 +334,7 @@ def test_tars_of_one_name_in_several_folders_are_all_read(tmp_path, how):
     assert photos.captions == [lines for _, lines in expected(LINES)][: len(some)]
 
 
-def test_tars_without_captions_have_no_classes(tmp_path):
+def test_tars_without_captions_have_no_classes(webdataset, tmp_path):
     (tmp_path / "wds").mkdir()
     with webdataset.TarWriter(str(tmp_path / "wds/0.tar")) as tar:
         tar.write({"__key__": "1", "png": picture(1), "cls": 3})

@@ -15,24 +15,12 @@ import sys
 import time
 from functools import partial
 
+import conftest
 import diffusers
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    TINY_KL,
-    assert_refused,
-    contents,
-    launch,
-    logged,
-    names_in,
-    raising,
-    read_json,
-    score,
-    times,
-    write_json,
-)
+from conftest import ROOT, TINY_KL, contents, launch, logged, names_in, raising, read_json, score, times, write_json
 from forked import FORKS, run_python
 from PIL import Image
 from safetensors.torch import save_file
@@ -381,7 +369,7 @@ def test_unfinished_work_of_another_kind_is_not_continued(place, prepare, monkey
     (tmp_path / "photos/bee").mkdir(parents=True)
     shutil.copytree(place / "photos/ant", tmp_path / "photos/bee/one")
     kind = "(?s)unfinished work of another kind.*"
-    assert_refused(
+    conftest.assert_refused(
         prepare,
         ("resolution=24", f"{kind}resolution: 16 there, 24 here"),
         (f"autoencoder={place / 'other'}", f"{kind}autoencoder: .*kl there, .*other here.*fingerprint"),

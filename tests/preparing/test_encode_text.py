@@ -91,10 +91,8 @@ def test_what_is_held_out_is_encoded_alike(place, here, kind):
         assert LatentDataset(here / "held", text="words").text_spec == before
     prepare(here, f"encoder={name}", "tokens=16", "again=true")
     assert LatentDataset(here / "held", text=name).text_spec.tokens == 16
-    both, before = ("tokens=6", "again=true"), contents(here / "held")
-    refused(
-        here, "tokens is 6, but train, which held goes with, has text of 16", f"encoder={name}", *both, dataset="held"
-    )
+    given, before = (f"encoder={name}", "tokens=6", "again=true"), contents(here / "held")
+    refused(here, "tokens is 6, but train, which held goes with, has text of 16", *given, dataset="held")
     assert contents(here / "held") == before
 
 

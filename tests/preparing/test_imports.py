@@ -13,11 +13,9 @@ import sys
 from types import SimpleNamespace
 
 import import_latents
-import lmdb
 import numpy as np
 import pytest
 import torch
-import webdataset
 from conftest import ROOT, contents, interrupt, launch_door, times, write_json
 from forked import run_python
 from safetensors.torch import load_file, save_file
@@ -59,6 +57,7 @@ def stored(kind: str) -> np.ndarray:
 
 def put(folder, entries):
     """Write entries of an LMDB, or remove those that are None."""
+    lmdb = pytest.importorskip("lmdb", reason="pip install -r requirements-import.txt")
     with lmdb.open(str(folder), map_size=1 << 24) as opened, opened.begin(write=True) as transaction:
         for key, value in entries.items():
             transaction.delete(key.encode()) if value is None else transaction.put(key.encode(), value)
@@ -72,6 +71,7 @@ def write_lmdb(folder):
 
 
 def write_tars(folder):
+    webdataset = pytest.importorskip("webdataset", reason="pip install -r requirements-test.txt")
     folder.mkdir()
     with webdataset.ShardWriter(str(folder / "part-%04d.tar"), maxcount=3, verbose=0) as tars:
         for i, (z, y) in enumerate(zip(stored("tread_tar"), LABELS)):
@@ -311,7 +311,9 @@ def tar(compress=None, **parts):
     """A function that puts one more tar into the source, of one sample with these parts."""
 
     def write(source):
-        with webdataset.TarWriter(str(source / "part-0003.tar"), compress=compress) as opened:
+        from webdataset import TarWriter
+
+        with TarWriter(str(source / "part-0003.tar"), compress=compress) as opened:
             opened.write({"__key__": "7", **{key.replace("_", "."): part for key, part in parts.items()}})
 
     return write

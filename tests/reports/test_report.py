@@ -59,9 +59,8 @@ class Reader(html.parser.HTMLParser):
 
     def lines(self, title: str, axis: str = "steps") -> dict[str, dict]:
         """The lines of the plot whose title begins so, by name."""
-        (panel,) = [
-            c[axis] for charts in self.charts for c in charts if axis in c and c[axis]["title"].startswith(title)
-        ]
+        panels = [chart[axis] for charts in self.charts for chart in charts if axis in chart]
+        (panel,) = [panel for panel in panels if panel["title"].startswith(title)]
         return {line["name"]: line for line in panel["lines"]}
 
 
@@ -268,9 +267,8 @@ def test_a_killed_run_is_told_from_one_that_runs(run):
     status = read_json(run / "status.json")
     write_json(run / "status.json", status | {"pid": 2**22 + 1})  # above the most that Linux gives
     when = f"{status['time'][:10]} {status['time'][11:19]} UTC"
-    assert read(run).says(
-        f"killed: process {2**22 + 1} is gone without a word; it last wrote at {when}, at step 200 of 300"
-    )
+    gone = f"killed: process {2**22 + 1} is gone without a word"
+    assert read(run).says(f"{gone}; it last wrote at {when}, at step 200 of 300")
     write_json(run / "status.json", status | {"host": "elsewhere"})
     assert runs.find_run(run).state().startswith("running on elsewhere")
     log.status("failed", 200, "the disk is full")

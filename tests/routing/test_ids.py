@@ -25,7 +25,6 @@ from tread.routing.ids import (
     check_ratio,
     choose_ids,
     count_kept,
-    force,
     group_ids,
     keep_prefix,
     pair,
@@ -75,14 +74,6 @@ def test_row_ids_equal_a_loop(grid, ratio):
     assert actual.tolist() == expected and actual.dtype == torch.int64
 
 
-def test_every_set_of_rows_is_equally_likely_and_samples_differ():
-    ids = row_ids(uniform(20000, 18), 0.5, (6, 3))
-    rows = ids.view(20000, 3, 3) // 3
-    assert ids.shape == (20000, 9) and (rows == rows[..., :1]).all() and (ids.diff(dim=1) > 0).all()
-    number, errors = shares(rows[..., 0], math.comb(6, 3))
-    assert number == math.comb(6, 3) and errors < 5
-
-
 # ----------------------------------------------------------------------------------------- shared
 
 
@@ -115,12 +106,6 @@ def test_group_ids_equal_a_loop(grid):
     assert choose_ids(route, noise, grid, prefix=1).tolist() == [[0, *(i + 1 for i in ids)] for ids in expected]
 
 
-def test_every_choice_of_a_token_from_each_group_is_equally_likely():
-    ids = group_ids(uniform(20000, 8), (2, 4))
-    number, errors = shares(ids, 16)
-    assert number == 16 and errors < 5
-
-
 def test_a_forced_token_stays_for_its_group_and_two_of_one_are_refused():
     noise, route = uniform(20000, 8), Route(0, 0, 0.75, select="group")
     keep = mask(20000, 8)
@@ -149,15 +134,6 @@ def test_groups_have_one_ratio_and_even_grids():
 
 
 # ----------------------------------------------------------------------------------------- forced
-
-
-def test_forced_tokens_stay_and_the_others_are_drawn_as_ever():
-    noise, keep = uniform(20000, 6), torch.zeros(20000, 6, dtype=torch.bool)
-    keep[:, 2] = True
-    ids = draw_ids(force(noise, keep, 0.5), 0.5)
-    assert ids.shape == (20000, 3) and (ids == 2).any(dim=1).all()
-    number, errors = shares(ids, math.comb(5, 2))
-    assert number == math.comb(5, 2) and errors < 5
 
 
 def test_forced_tokens_equal_a_loop():

@@ -72,9 +72,7 @@ def equals_an_undisturbed_run(folder, reference):
 
 
 # SIGUSR1 is tests/doors/test_launches.py's, too
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in SIGNALS[1:])]
-)
+@pytest.mark.parametrize("number", [SIGNALS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in SIGNALS[1:])])
 def test_a_signal_finishes_the_step_saves_and_exits_with_75(tmp_path, number):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     (process,) = begin_forks(tmp_path / "a")

@@ -6,27 +6,12 @@ import shutil
 from dataclasses import replace
 from functools import partial
 
+import conftest
 import numpy as np
 import prepare_features
 import pytest
 import torch
-from conftest import (
-    CPU,
-    assert_refused,
-    equal,
-    launch,
-    launch_door,
-    launch_processes,
-    logged,
-    random_network,
-    randomized,
-    read_json,
-    size_of,
-    state,
-    state_of,
-    take_samples,
-    write_json,
-)
+from conftest import CPU, equal, launch, logged, randomized, read_json, size_of, state, state_of, write_json
 from safetensors.torch import load_file
 from test_token_losses import LATENTS
 from torch.testing import assert_close
@@ -133,7 +118,7 @@ def test_losses_equal_loops_and_the_order_of_ids_does_not_matter(kind, loss):
 
 
 def aligned(block=1, width=7, **more):
-    network = random_network(0, **SIZES)
+    network = conftest.random_network(0, **SIZES)
     settings = Alignment(kind="repa", block=block, width=12, **more)
     return network, Aligned(network, build_projector(settings, 32, width), (block,))
 
@@ -359,7 +344,7 @@ def test_a_run_logs_all_three_and_its_projector_is_a_file_that_nothing_else_need
     assert not any("projector" in name for kind in ("model", "ema") for name in actual.tensors(kind))
     (actual.folder / "projector.safetensors").rename(tmp_path / "away")
     try:
-        take_samples(folder, f"checkpoint={actual.folder}", "seeds=0-1", "steps=2", "out=a.png")
+        conftest.take_samples(folder, f"checkpoint={actual.folder}", "seeds=0-1", "steps=2", "out=a.png")
     finally:
         (tmp_path / "away").rename(actual.folder / "projector.safetensors")
 
@@ -382,7 +367,7 @@ def test_three_and_three_steps_equal_six_bit_for_bit(straight, tmp_path):
 @pytest.mark.slow
 def test_two_processes_with_micro_batches_change_nothing_but_rounding(straight, tmp_path):
     expected = whole(straight[0] / "results/run")
-    launch_processes(tmp_path, *SELF, "train.micro_batch_size=2", processes=2)
+    conftest.launch_processes(tmp_path, *SELF, "train.micro_batch_size=2", processes=2)
     actual = whole(tmp_path / "results/run")
     for name in (n for n in expected if not n.startswith("optimizer")):
         assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-5)
@@ -407,7 +392,7 @@ def repa(tmp_path_factory):
     (folder / "own_encoder.py").write_text(ENCODER)
     launch(folder, "train.steps=1", "name=first")  # which writes the digits
     options = ("dataset.path=data/digits/train", "encoder=own_encoder:patches")
-    launch_door(prepare_features.main, "prepare_features", folder, *options)
+    conftest.launch_door(prepare_features.main, "prepare_features", folder, *options)
     return folder, launch(folder, *REPA)
 
 
@@ -479,7 +464,7 @@ def test_a_run_older_than_the_encoders_precision_goes_on_in_fp32_unless_told(rep
 
 def test_what_does_not_fit_is_named_before_training(repa):
     folder, _ = repa
-    assert_refused(
+    conftest.assert_refused(
         partial(launch, folder, "name=none"),
         ("alignment=repa", "alignment.encoder is null, but alignment=repa needs one"),
         (*REPA[:3], "model.patch_size=4", "features in .*digits/train have 4×4 tokens, but the network has 2×2"),

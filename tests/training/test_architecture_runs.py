@@ -8,26 +8,12 @@ import shutil
 from dataclasses import asdict
 from functools import partial
 
+import conftest
 import export_checkpoint
 import import_checkpoint
 import pytest
 import torch
-from conftest import (
-    assert_refused,
-    equal,
-    launch,
-    launch_door,
-    launch_processes,
-    opened,
-    read_json,
-    records,
-    routes_seen,
-    same,
-    score,
-    size_of,
-    state,
-    take_samples,
-)
+from conftest import equal, launch, launch_door, launch_processes, read_json, records, same, score, state, take_samples
 from safetensors.torch import load_file
 from test_token_losses import SPARSE
 
@@ -55,7 +41,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def seen(monkeypatch):
-    return routes_seen(monkeypatch, Mamba)
+    return conftest.routes_seen(monkeypatch, Mamba)
 
 
 def test_a_hybrid_says_what_it_is_and_goes_on_bit_equal(runs):
@@ -114,7 +100,7 @@ def test_a_run_by_the_fused_kernel_opens_where_it_is_not(composed, tmp_path):
     network = build_network(read_network(config))
     info = {"config": fused, "latents": asdict(digits.MEANING), "versions": {}}
     checkpoint.save(tmp_path, 1, {"ema": network.state_dict()}, info)
-    assert opened(tmp_path).cfg.model.kernel == "torch"
+    assert conftest.opened(tmp_path).cfg.model.kernel == "torch"
     load_weights(network, str(tmp_path), model=read_network(config).model)
 
 
@@ -228,7 +214,7 @@ def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_ag
     take_samples(tmp_path, *few, "guidance=cfg", "guidance.scale=1.5")
     with pytest.raises(SystemExit, match="MaskDiT, which sees mask tokens in their places"):
         take_samples(tmp_path, *few, "guidance=sparse", "guidance.force=true")
-    assert_refused(
+    conftest.assert_refused(
         partial(launch, tmp_path, "model=maskdit", *MASKED, "name=other"),
         ("model.routes.0.start=1", "one route, start 0, end -1, fp32 off"),
         ("model.decoder_heads=3", "decoder_hidden_size 8 .* decoder_heads 3"),
@@ -248,7 +234,7 @@ def test_a_decoder_left_to_the_encoder_is_the_published_one_or_a_small_one(tmp_p
     assert decoder("model.hidden_size=384", "model.num_heads=6") == (512, 8, 16)
     assert decoder() == (48, 2, 4) and decoder("model.decoder_depth=3") == (48, 3, 4)
     small = build_network(complete(composed("model=maskdit"))[0])  # on the quickstart's digits
-    assert size_of(small) < 2e6
+    assert conftest.size_of(small) < 2e6
     assert MaskDiTOptions.decoder_hidden_size == 512  # what a record without it means
     few = [*MASKED[:3], "model=maskdit", "name=run"]
     launch(tmp_path, *few, "train.steps=1")

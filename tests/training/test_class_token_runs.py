@@ -8,19 +8,7 @@ import numpy as np
 import prepare_features
 import pytest
 import torch
-from conftest import (
-    CPU,
-    assert_refused,
-    launch_door,
-    launch_processes,
-    logged,
-    opened,
-    read_json,
-    same,
-    state,
-    take_samples,
-    write_json,
-)
+from conftest import CPU, assert_refused, launch_door, logged, opened, read_json, same, state, take_samples, write_json
 from torch.testing import assert_close
 
 import tread
@@ -122,7 +110,7 @@ def test_micro_batches_and_alignment_beside_it(trained, more):
 def test_two_processes_change_nothing_but_rounding(trained, tmp_path):
     for name in ("data", "own_tokens.py"):
         (tmp_path / name).symlink_to(trained / name)
-    launch_processes(tmp_path, "objective=rf", *TOKEN, processes=2)
+    conftest.launch_processes(tmp_path, "objective=rf", *TOKEN, processes=2)
     ours, theirs = (state(folder / "results/token") for folder in (trained, tmp_path))
     for name in (name for name in ours if not name.startswith("optimizer")):
         assert_close(theirs[name], ours[name], rtol=1e-5, atol=1e-5)
@@ -161,9 +149,8 @@ def test_what_does_not_fit_is_refused_in_a_line(trained, tmp_path):
     old = {**there["features"], "pooled": None}
     make = "python scripts/prepare_features.py dataset=data/digits/heldout encoder=own_tokens:patches again=true"
     for features, shown in ((None, "heldout has no features: python .*encoder=… makes them"), (old, make)):
-        write_json(
-            index, {**there, "features": features} if features else {k: there[k] for k in there if k != "features"}
-        )
+        rest = {key: value for key, value in there.items() if key != "features"}
+        write_json(index, rest | {"features": features} if features else rest)
         assert_refused(start, (shown,))
     write_json(index, there)
     for part in PARTS:
@@ -171,6 +158,5 @@ def test_what_does_not_fit_is_refused_in_a_line(trained, tmp_path):
         changed = read_json(path)
         changed["features"]["fingerprint"] = "0" * 64
         write_json(path, changed)
-    assert_refused(
-        partial(launch, tmp_path, *TOKEN), ("train.steps=7", "(?s)is not the data that .*class_token: .*00000")
-    )
+    changed = "train.steps=7", "(?s)is not the data that .*class_token: .*00000"
+    assert_refused(partial(launch, tmp_path, *TOKEN), changed)

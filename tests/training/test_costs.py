@@ -15,25 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from tread.checkpoints.network import build_network
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost
 from tread.models.backbone import count_parameters
-from tread.models.cost_constants import (
-    DEVICES,
-    PREDICTED,
-    UPDATE_BYTES,
-    Device,
-    blocks_run,
-    measured_constants,
-)
-from tread.training import settings
+from tread.models.cost_constants import DEVICES, PREDICTED, UPDATE_BYTES, Device, blocks_run, measured_constants
+from tread.training import costs, settings
 from tread.training.alignment import Alignment
-from tread.training.costs import (
-    StepMemory,
-    kinds_to_come,
-    largest_micro_batch,
-    live_bytes,
-    memory,
-    plan_memory,
-    step_seconds,
-)
+from tread.training.costs import kinds_to_come, largest_micro_batch, memory, plan_memory, step_seconds
 
 DENSE = ((), False)  # a kind of steps: without routes, without alignment
 BANDWIDTH, LAUNCH = PREDICTED.bandwidth, PREDICTED.launch
@@ -92,11 +77,8 @@ def test_measured_constants_take_the_predicted_ones_places(tmp_path, monkeypatch
     host = {"S's depth, dense, compiled": {"measured": 6.0, "ms_a_block": 0.5}}
     result = {"machine": {"rows": machine}, "host": {"rows": host}}
     (found, reached), *rest = measured_constants(result, h200)
-    assert (
-        found == (384, 768, 1024, 1152)
-        and reached == pytest.approx([0.5] * 4)
-        and rest == [{64: 0.1, 72: 0.1}, 0.5, 0.5e-3]
-    )
+    assert found == (384, 768, 1024, 1152) and reached == pytest.approx([0.5] * 4)
+    assert rest == [{64: 0.1, 72: 0.1}, 0.5, 0.5e-3]
     failed = ("products of L", "attention, heads of 72")
     result["machine"]["rows"] = {name: {} if name.startswith(failed) else row for name, row in machine.items()}
     expected = PREDICTED._replace(bandwidth=0.5, launch=0.5e-3)
@@ -111,7 +93,7 @@ def test_measured_constants_take_the_predicted_ones_places(tmp_path, monkeypatch
 
 def test_the_largest_micro_batch_is_a_divisor_that_fits():
     """5 GB, and 1 GB for each sample: 94% of 20 GB hold 13, of which 12 divides 24; of 6 GB not one."""
-    few, more = (StepMemory(1, 1, 1, int(saved), int(5e9 + saved)) for saved in (1e9, 2e9))
+    few, more = (costs.StepMemory(1, 1, 1, int(saved), int(5e9 + saved)) for saved in (1e9, 2e9))
     assert largest_micro_batch(few, more, 24, 20e9) == 12
     assert largest_micro_batch(few, more, 24, 6e9) == 0
 
@@ -122,9 +104,7 @@ def test_compiled_blocks_save_less_than_eager_ones(xl):
     small = replace(cfg, model=replace(cfg.model, depth=4, routes=()))
     with torch.device("meta"):
         network = build_network(small)
-    (one, two), (eager, _) = (
-        [memory(small, network, (), count, "bf16", compiled) for count in (64, 128)] for compiled in (True, False)
-    )
+    one, two, eager = (memory(small, network, (), n, "bf16", how) for n, how in ((64, True), (128, True), (64, False)))
     assert one.saved < eager.saved < 2 * one.saved and 1.8 < two.saved / one.saved < 2
     assert (one.weights, one.optimizer) == pytest.approx((eager.weights, eager.optimizer), rel=0.01)
 
@@ -178,7 +158,7 @@ def test_an_open_encoder_is_traced_on_a_picture(composed):
     words = ["alignment=repa", "alignment.source=live", "alignment.encoder=own:run", "dataset.path=x"]
     words += ["dataset.channels=3", "dataset.size=16", "dataset.num_classes=10", "dataset=folder"]
     cfg = settings.read(composed(*words))
-    traced = [live_bytes(cfg, images, encoder) for images in (0, 1, 2)]
+    traced = [costs.live_bytes(cfg, images, encoder) for images in (0, 1, 2)]
     assert traced[0] == 4 * 3 * 8 and traced[2] - traced[1] == traced[1] - traced[0]
     assert 4 * 256 * (3 + 8) <= traced[1] - traced[0] <= 4 * 256 * (3 + 8) + 3 * 256
 
@@ -191,25 +171,20 @@ GB = 10**9
 
 
 @pytest.mark.parametrize(
-    "room, compiled, how, micro",
-    [
-        (141, True, "plain", 256),
-        (80, True, "budget", 256),
-        (40, True, "checkpointing", 256),
-        (24, True, "checkpointing", 128),
-    ],
+    "room, how, micro",
+    [(141, "plain", 256), (80, "budget", 256), (40, "checkpointing", 256), (24, "checkpointing", 128)],
 )
-def test_memory_is_saved_as_far_as_a_device_needs_it(xl, room, compiled, how, micro):
+def test_memory_is_saved_as_far_as_a_device_needs_it(xl, room, how, micro):
     """XL/2 at 256 images: 91 GB, 65 by a budget; where nothing fits, a warning names the micro-batch that would."""
     cfg, network = xl
-    plan = plan_memory(cfg, network, [(cfg.model.resolved_routes, False), DENSE], 256, room * GB, "bf16", compiled)
+    plan = plan_memory(cfg, network, [(cfg.model.resolved_routes, False), DENSE], 256, room * GB, "bf16", True)
     assert plan.how == how and plan.said.startswith(f"{how}, predicted ")
     assert (plan.warning is None) == (micro == 256) and (micro == 256 or f"micro_batch_size={micro} " in plan.warning)
-    routed = plan_memory(cfg, network, [(cfg.model.resolved_routes, False)], 256, room * GB, "bf16", compiled)
+    routed = plan_memory(cfg, network, [(cfg.model.resolved_routes, False)], 256, room * GB, "bf16", True)
     assert routed.how != "budget"  # which it needs for steps without its route alone
     asked = replace(cfg, train=replace(cfg.train, memory="plain"))
-    assert plan_memory(asked, network, [DENSE], 256, room * GB, "bf16", compiled).how == "plain"
-    assert "nor would a single one" in plan_memory(cfg, network, [DENSE], 256, 8 * GB, "bf16", compiled).warning
+    assert plan_memory(asked, network, [DENSE], 256, room * GB, "bf16", True).how == "plain"
+    assert "nor would a single one" in plan_memory(cfg, network, [DENSE], 256, 8 * GB, "bf16", True).warning
 
 
 @pytest.mark.slow
@@ -233,16 +208,13 @@ def test_kinds_of_steps_to_come(composed):
     aligned = replace(cfg, alignment=Alignment(kind="self", until=60, fade=9))
     assert kinds_to_come(aligned, range(0, 100)) == [(routes, True), DENSE, (routes, False)]
     assert kinds_to_come(cfg, range(80, 100)) == [DENSE] and kinds_to_come(cfg, range(100, 100)) == []
-    endless = settings.read(composed(*words[:2], "train.steps=1e12"))
-    assert kinds_to_come(endless, range(10**12)) == [
-        (endless.model.resolved_routes, False)
-    ]  # without a walk over the steps
+    endless = settings.read(composed(*words[:2], "train.steps=1e12"))  # without a walk over the steps
+    assert kinds_to_come(endless, range(10**12)) == [(endless.model.resolved_routes, False)]
     cfg = settings.read(composed(*words, "train.ratio_schedule={start: 0.75, end: 0.25, first: 10, last: 60}"))
     for begun, ratios in ((0, {0.75, 0.25}), (70, {0.25})):
         kinds = kinds_to_come(cfg, range(begun, 100))
-        assert {route.selection_ratio for kind, _ in kinds for route in kind} == ratios and len(kinds) == len(
-            ratios
-        ) + 1
+        assert len(kinds) == len(ratios) + 1
+        assert {route.selection_ratio for kind, _ in kinds for route in kind} == ratios
 
 
 def test_a_plan_counts_alignment_up_to_its_end(tmp_path):
@@ -250,9 +222,8 @@ def test_a_plan_counts_alignment_up_to_its_end(tmp_path):
     words, planned = ("experiment=imagenet256_xl2", "model=dit", "train.steps=1_000_000", "devices=1"), []
     for more in ((), ("alignment=self",), ("alignment=self", "alignment.until=500_000")):
         text = launch_door(plan.main, "plan", tmp_path, *words, *more)
-        planned.append(
-            [float(re.search(rf"{name} +([\d.e+,]+)", text)[1].replace(",", "")) for name in ("run", "\nhours")]
-        )
+        found = [re.search(rf"{name} +([\d.e+,]+)", text)[1] for name in ("run", "\nhours")]
+        planned.append([float(number.replace(",", "")) for number in found])
     for plain, aligned, ended in zip(*planned):
         assert 1.02 * plain < aligned and ended == pytest.approx((plain + aligned) / 2, rel=1e-3)
 

@@ -13,14 +13,8 @@ from tread.training import failures, graphs, periodic, start, step
 from tread.training.graphs import Graphs
 
 OPTIONS = ["train.steps=14", "train.micro_batch_size=4", "optim.clip_norm=0.5", "name=run", "every.sample=99"]
-OPTIONS += [
-    "ema.power=[0.1]",
-    "ema.warmup=true",
-    "optim.warmup_steps=5",
-    "every.save=7",
-    "train.routes_until=8",
-    "dataset.heldout=null",
-]
+OPTIONS += ["ema.power=[0.1]", "ema.warmup=true", "optim.warmup_steps=5"]
+OPTIONS += ["every.save=7", "train.routes_until=8", "dataset.heldout=null"]
 ENDING = ["alignment.until=8", "alignment.fade=6"]  # with the routes
 
 

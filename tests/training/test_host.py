@@ -35,9 +35,9 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.fixture
-def opened(benchmark, tmp_path):
+def opened(import_benchmark, tmp_path):
     """benchmarks/step_time.py, and its run of the small network."""
-    threads, step_time = torch.get_num_threads(), benchmark("step_time")
+    threads, step_time = torch.get_num_threads(), import_benchmark("step_time")
     yield step_time, step_time.open_run(tmp_path, SMALL)
     torch.set_num_threads(threads)
 
@@ -111,9 +111,9 @@ def test_every_network_is_watched():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WAITS)
-def test_no_step_waits_on_a_gpu(benchmark, tmp_path, name):
+def test_no_step_waits_on_a_gpu(import_benchmark, tmp_path, name):
     """PyTorch's own watch over synchronising calls, compiled, in bf16; the first steps compile and make states."""
-    step_time, heads = benchmark("step_time"), [] if name == "rwkv" else ["model.num_heads=2"]
+    step_time, heads = import_benchmark("step_time"), [] if name == "rwkv" else ["model.num_heads=2"]
     small = ["model.hidden_size=128", "model.depth=6", "train.batch_size=8", "train.micro_batch_size=4", *heads]
     run = step_time.open_run(tmp_path, ["experiment=imagenet256_s2", *WAITS[name], *small, "train.precision=bf16"])
     for kind in step_time.kinds_of(run).values():

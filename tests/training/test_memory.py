@@ -10,9 +10,9 @@ from tread.training.costs import blank_aligner, memory
 
 
 @pytest.fixture
-def plan(benchmark):
+def plan(import_benchmark):
     """A function from overrides to the traced memory of a step: without routes, or with the model's."""
-    composed, settings = benchmark("timing").composed, benchmark("step_time").settings
+    composed, settings = import_benchmark("timing").composed, import_benchmark("step_time").settings
 
     def trace(images, precision, *overrides, routed=False):
         cfg = settings.read(composed("config", overrides))
@@ -45,10 +45,10 @@ MORE = ["model=tread train.memory=checkpointing", "model=maskdit", "model=tread 
 
 
 @pytest.mark.parametrize("words", ["model=tread", *(pytest.param(words, marks=pytest.mark.slow) for words in MORE)])
-def test_a_real_step_allocates_what_was_traced(plan, benchmark, tmp_path, words):
+def test_a_real_step_allocates_what_was_traced(plan, import_benchmark, tmp_path, words):
     """Within 1% of the profiler's peak, with routes and without; with a projector, which is not traced, 5%."""
     close = 0.05 if "alignment=self" in words else 0.01
-    step_time, timing = benchmark("step_time"), benchmark("timing")
+    step_time, timing = import_benchmark("step_time"), import_benchmark("timing")
     words = ["dataset=digits", "model.depth=6", "train.cpu_threads=1", "train.batch_size=64", *words.split()]
     run = step_time.open_run(tmp_path, words)
     for name, kind in step_time.kinds_of(run).items():
@@ -58,7 +58,7 @@ def test_a_real_step_allocates_what_was_traced(plan, benchmark, tmp_path, words)
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_a_projector_allocates_what_was_planned(benchmark, composed, blocks):
+def test_a_projector_allocates_what_was_planned(import_benchmark, composed, blocks):
     """REPA's of S/2 on DINOv2-B's features, against the profiler's peak of its own passes; weights by hand."""
     cfg = settings.read(
         composed(
@@ -81,18 +81,17 @@ def test_a_projector_allocates_what_was_planned(benchmark, composed, blocks):
         targets = torch.randn(4, 256, 768)
         sum(alignment_loss(projector(tokens + block), targets, None).sum() for block in range(blocks)).backward()
 
-    real = benchmark("timing").most_allocated(passes)
+    real = import_benchmark("timing").most_allocated(passes)
     assert found.peak - plain.peak == pytest.approx(3 * weights + real, rel=0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, more", [("s2", "tread"), ("b2", "tread"), ("s2", "maskdit"), ("s2", "tread alignment=self")]
-)
-def test_a_step_of_published_sizes_allocates_what_was_traced(plan, benchmark, tmp_path, size, more):
+@pytest.mark.parametrize("case", ["s2 tread", "b2 tread", "s2 maskdit", "s2 tread alignment=self"])
+def test_a_step_of_published_sizes_allocates_what_was_traced(plan, import_benchmark, tmp_path, case):
     """Within 10% of the profiler's peak, for 8 images in fp32, with routes and without."""
-    step_time, timing = benchmark("step_time"), benchmark("timing")
-    words = [f"experiment=imagenet256_{size}", *f"model={more}".split(), "dataset.path=x", "train.batch_size=8"]
+    step_time, timing = import_benchmark("step_time"), import_benchmark("timing")
+    size, model, *more = case.split()
+    words = [f"experiment=imagenet256_{size}", f"model={model}", *more, "dataset.path=x", "train.batch_size=8"]
     run = step_time.open_run(tmp_path, words)
     for name, kind in step_time.kinds_of(run).items():
         step_time.take_steps(*kind, 1)
@@ -102,9 +101,9 @@ def test_a_step_of_published_sizes_allocates_what_was_traced(plan, benchmark, tm
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["plain", "budget", "checkpointing"])
-def test_a_compiled_step_on_a_gpu_allocates_what_was_planned(benchmark, tmp_path, how):
+def test_a_compiled_step_on_a_gpu_allocates_what_was_planned(import_benchmark, tmp_path, how):
     """Within 15% of the allocator's peak, and what steps save memory by is in effect."""
-    step_time, precision = benchmark("step_time"), "bf16"
+    step_time, precision = import_benchmark("step_time"), "bf16"
     words = ["experiment=imagenet256_s2", "model=tread", "train.batch_size=64", f"train.memory={how}"]
     run = step_time.open_run(tmp_path, [*words, f"train.precision={precision}"])
     run_of, cfg = step_time.kinds_of(run)["dense"]

@@ -141,7 +141,6 @@ def test_held_out_samples_that_are_not_finite_are_named_and_cost_no_step(tmp_pat
     "options, saved",
     [
         ((), "1.09"),  # r(2→2) of 6 blocks
-        (("model.depth=8",), None),
         (("model.depth=8", "model.routes.0.selection_ratio=0.25"), "1.11"),
         (("model.routes.0.rejoin=stale",), None),  # which is to save nothing
         (("train.ratio_schedule={start: 0, end: 0.5, last: 4}",), "1.09"),  # the most that it comes to

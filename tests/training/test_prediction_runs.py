@@ -74,9 +74,8 @@ def test_a_run_in_parts_is_the_whole_one(trained):
     assert "goes on at step 3" in text and "auto" not in text
     assert same(trained / "results/whole", trained / "results/parts")
     launch(trained, "name=micro", *KINDS, "train.micro_batch_size=2")
-    assert logged(trained / "results/micro", "loss") == pytest.approx(
-        logged(trained / "results/whole", "loss"), rel=1e-4
-    )
+    whole, micro = (logged(trained / "results" / name, "loss") for name in ("whole", "micro"))
+    assert micro == pytest.approx(whole, rel=1e-4)
     config = read_json(trained / "results/whole/latest/info.json")["config"]
     assert (config["rf"]["train_shift"], config["rf"]["shift"]) == (0.125, 8.0)  # √(64/4096)
     assert "is finished" in launch(trained, "name=whole", "rf.train_shift=auto")
@@ -97,9 +96,8 @@ def test_doors_take_what_the_record_says(trained, composed):
     assert written["rf"]["predicts"] == "x" and "predicts" not in written["weak_process"]
     cfg = settings.read(composed("objective=rf", *conftest.TINY))
     stored = StoredWeights("a file", "ema", {}, run.found)
-    assert "rf.predicts was x where these weights were trained, but is velocity now" in stored.warnings(
-        cfg, run.latents
-    )
+    told = "rf.predicts was x where these weights were trained, but is velocity now"
+    assert told in stored.warnings(cfg, run.latents)
     same_kind = settings.read(composed("objective=rf", "rf.predicts=x", "rf.clamp=0.2", *conftest.TINY))
     assert "rf.clamp was 0.05 where these weights" in "\n".join(stored.warnings(same_kind, run.latents))
     older = opened(trained / "results/plain").found

@@ -156,9 +156,8 @@ def test_latents_that_changed_under_a_run_are_named(begun):
     facts["shards"][0]["file_sha256"] = sha256(shard)
     index.write_text(json.dumps(facts))
     assert len(said("dataset.verify=full")) == 1
-    record.write_text(
-        json.dumps([{k: v for k, v in start.items() if k != "files"} for start in RunLog(begun / RUN).starts()])
-    )
+    starts = RunLog(begun / RUN).starts()
+    record.write_text(json.dumps([{k: v for k, v in start.items() if k != "files"} for start in starts]))
     assert said() == []
 
 
@@ -262,12 +261,8 @@ def test_a_setting_of_newer_code_is_told_with_its_file(begun):
 
 
 def test_typed_values_are_taken_one_by_one():
-    before = {
-        "a": {"x": 1, "y": 2},
-        "routes": [{"s": 0, "r": 0.5}],
-        "other": [1],
-        "train": {"ratio_schedule": {"s": 1}},
-    }
+    before = {"a": {"x": 1, "y": 2}, "routes": [{"s": 0, "r": 0.5}], "other": [1]}
+    before["train"] = {"ratio_schedule": {"s": 1}}
     now = {"a": {"x": 3, "y": 4, "z": 5}, "routes": [{"s": 7, "r": 0.3}], "other": [2], "new": 6}
     now["train"] = {"ratio_schedule": {"s": 2, "t": 3}}
     assert take_typed(before, now, {"a.y", "routes.0.r"}) == {
@@ -286,9 +281,8 @@ def test_the_keys_of_a_file_are_what_it_sets():
     found = keys_of(CONFIGS, "experiment/imagenet256_xl2_finetune")
     assert {"name", "init_from", "model.depth", "optim.lr"} <= found and raw["optim"].keys() == {"lr"}
     assert {"model.routes", "dataset.path"} <= found and "train.precision" not in found
-    assert (
-        keys_of(CONFIGS, "config") == {"hydra.run", "hydra.output_subdir"} and keys_of(CONFIGS, "model/null") == set()
-    )
+    assert keys_of(CONFIGS, "config") == {"hydra.run", "hydra.output_subdir"}
+    assert keys_of(CONFIGS, "model/null") == set()
 
 
 def test_refusals_name_each_key(begun):
@@ -319,14 +313,11 @@ def test_a_run_keeps_the_options_of_its_architecture(begun, composed, monkeypatc
         settings.read(config)
 
 
-def test_an_old_record_says_whether_blocks_are_computed_again():
+def test_an_old_record_says_which_tracker_and_whether_blocks_are_computed_again():
     """False was every run's default, and leaves the choice open; what other keys the section has stays."""
     for again, memory in ((True, "checkpointing"), (False, "auto"), (None, "auto")):
         train = migrate({"train": {"activation_checkpointing": again, "steps": 3}})["train"]
         assert (train["activation_checkpointing"], train["memory"], train["steps"]) == (None, memory, 3)
-
-
-def test_an_old_wandb_section_says_which_tracker():
     config = migrate({"wandb": {"enabled": True, "project": "p"}})
     assert (config["tracker"], config["wandb"]) == ("wandb", {"project": "p"})
     assert migrate({"wandb": {"enabled": False}})["tracker"] == "none"

@@ -8,21 +8,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    CPU,
-    TINY,
-    assert_refused,
-    facts_in,
-    launch_door,
-    logged,
-    opened,
-    read_json,
-    same,
-    save_checkpoint,
-    score,
-    take_samples,
-    write_json,
-)
+from conftest import CPU, TINY, facts_in, launch_door, logged, opened, read_json, same, score, take_samples, write_json
 from test_token_losses import LATENTS
 
 import fid
@@ -195,9 +181,9 @@ def test_settings_that_cant_be_are_refused_before_the_training(read_config, over
 
 @pytest.mark.parametrize("door, config", [(sample, "sample"), (fid, "fid")])
 def test_a_shift_that_cant_be_is_refused(trained, composed, tmp_path, door, config):
-    save_checkpoint(tmp_path / "edm", composed)
+    conftest.save_checkpoint(tmp_path / "edm", composed)
     flow = f"checkpoint={trained[0] / RUN}"
-    assert_refused(
+    conftest.assert_refused(
         partial(launch_door, door.main, config, tmp_path),
         (f"checkpoint={tmp_path / 'edm'}", "shift=0.5", "^error: shift=0.5 is for rectified flow, but .*_0000003 was"),
         (flow, "shift=0", "^error: shift is 0, but must be positive"),

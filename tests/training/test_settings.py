@@ -256,10 +256,7 @@ def test_every_key_is_read_somewhere():
     used |= {f"optim.{name}" for entry in OPTIMIZERS.values() for name in entry.shared}
     used |= set(re.findall(r"\$\{([a-z.]+)\}", (ROOT / "configs/defaults.yaml").read_text()))
     # sections that are read as objects; the model's options are arguments of its network
-    whole = tuple(
-        f"{name}." for name in ("edm", "rf", "model", "train.ratio_schedule", "tags", "alignment", "text", "lora")
-    )
-    whole += ("optim.groups.", "lora.")
+    whole = ("edm.", "rf.", "model.", "train.ratio_schedule.", "tags.", "alignment.", "text.", "lora.", "optim.groups.")
     known = settings.known_keys()
     elsewhere = {"plugins", "train.activation_checkpointing", "dataset.archive"}  # read by schema.read and settings.py
     for key in {*known} - elsewhere:

@@ -69,21 +69,23 @@ def test_another_number_of_processes_keeps_batches_and_draws(whole, tmp_path):
 
 
 def test_two_processes_equal_one_over_20_steps_of_uneven_data(tmp_path):
-    """21 samples in batches of 8, 7 held out, 5 evaluation points: no share is even. A hang is a timeout."""
+    """21 samples in batches of 8, 7 held out, 5 evaluation points: no share is even. Each process takes micro-batches.
+    A hang is a timeout."""
     for part, count in (("train", 21), ("heldout", 7)):
         content = np.random.default_rng(count).standard_normal((count, 1, 1, 8, 8))
         write_dataset(tmp_path / part, digits.MEANING, [(content, np.arange(count) % 10)])
     options = ["dataset.embedded=null", f"dataset.path={tmp_path}/train", f"dataset.heldout={tmp_path}/heldout"]
-    options += ["train.steps=20", "every.evaluate=7", "every.sample=20", "every.save=20", "eval.points=5"]
+    options += ["train.steps=20", "every.evaluate=7", "every.sample=20", "every.save=6", "eval.points=5"]
     launch(tmp_path, *options, "name=one")
-    text = launch_processes(tmp_path, *options, "name=two", processes=2)
+    text = launch_processes(tmp_path, *options, "name=two", "train.micro_batch_size=2", processes=2)
+    assert "8 = 2 processes × 2 accumulation steps × 2 images" in text
     this, two = (records(tmp_path / "results" / name) for name in ("one", "two"))
     assert [r["step"] for r in two if "loss" in r] == list(range(1, 21))  # written once
     for actual, expected in zip(two, this, strict=True):
         assert actual == pytest.approx(expected, rel=1e-5)
-    grids = [
-        np.asarray(Image.open(tmp_path / "results" / name / "samples/step_0000020.png")) for name in ("one", "two")
-    ]
+    ours, theirs = (checkpoint.find(tmp_path / f"results/{n}/step_0000006").tensors("ema") for n in ("two", "one"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    grids = [np.asarray(Image.open(tmp_path / f"results/{name}/samples/step_0000020.png")) for name in ("one", "two")]
     assert np.abs(np.subtract(*grids, dtype=int)).max() <= 1  # each process draws half of it
     assert text.count("expected for") <= 1 and text.count("  checkpoint  ") == 1
 
@@ -211,12 +213,11 @@ def test_bad_steps_are_skipped_and_counted(tmp_path, monkeypatch):
     assert same(together, alone)
 
 
-@pytest.mark.parametrize(
-    ("bad", "every", "shown", "kept"), [(range(9, 100), (1, 3), (10, 15), 9), (range(4, 10), (12, 12), (5, 10), None)]
-)
-def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_checkpoint(
-    tmp_path, monkeypatch, bad, every, shown, kept
-):
+TOO_MANY = [(range(9, 100), (1, 3), (10, 15), 9), (range(4, 10), (12, 12), (5, 10), None)]
+
+
+@pytest.mark.parametrize("bad, every, shown, kept", TOO_MANY)
+def test_too_many_bad_steps_in_a_row_end_a_run_and_keep_what_was_saved(tmp_path, monkeypatch, bad, every, shown, kept):
     """Also a row that has ended before the log."""
     spoil(monkeypatch, set(bad))
     options = ("train.steps=24", "train.max_bad_steps=5", "every.evaluate=100", "every.sample=100")
@@ -287,15 +288,9 @@ def test_a_number_of_processes_that_was_not_asked_for_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="train.processes is 2, but 1 were launched: torchrun --nproc_per_node=2"):
         launch(tmp_path, "train.processes=2")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("MASTER_PORT", "WORLD_SIZE")}
-    done = subprocess.run(
-        [*command, str(ROOT / "train.py"), *TINY],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-    )
+    how = {"capture_output": True, "text": True, "timeout": 120}
+    how["env"] = {key: value for key, value in os.environ.items() if key not in ("MASTER_PORT", "WORLD_SIZE")}
+    done = subprocess.run([*command, str(ROOT / "train.py"), *TINY], cwd=tmp_path, **how)
     assert done.returncode == 1 and "asked for several processes and started one" in done.stderr
     assert not (tmp_path / "results").exists()
 
@@ -512,17 +507,10 @@ print(json.dumps({"kills": killed, "steps": steps()}))
 @pytest.mark.slow
 def test_a_hundred_kills_at_random_moments_change_no_bit(tmp_path):
     """kill -9 within a quarter of a second after the first step of each start, uniformly; each second step is saved."""
-    options = [
-        "train.steps=2500",
-        "every.save=2",
-        "every.sample=100000",
-        "every.evaluate=50",
-        "checkpoints.keep_last=3",
-    ]
+    options = ["train.steps=2500", "every.save=2", "every.sample=9999", "every.evaluate=50", "checkpoints.keep_last=3"]
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, str(ROOT), "100", *options], cwd=tmp_path / "a", capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", FORKS, str(ROOT), "100", *options]
+    done = subprocess.run(command, cwd=tmp_path / "a", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["kills"] == 100
     launch(tmp_path / "b", *options)

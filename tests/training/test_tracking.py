@@ -27,9 +27,8 @@ def test_tensorboard_shows_each_step_once_after_a_resumption(tmp_path):
 def test_wandb_goes_on_by_the_id_in_the_folder(tmp_path, monkeypatch):
     """What wandb is told; its own files: the slow test below."""
     told, seen, ended = [], [], []
-    run = SimpleNamespace(
-        log=lambda values, step: seen.append((step, *values)), finish=lambda exit_code: ended.append(exit_code)
-    )
+    run = SimpleNamespace(log=lambda values, step: seen.append((step, *values)))
+    run.finish = lambda exit_code: ended.append(exit_code)
     fake = SimpleNamespace(init=lambda **given: told.append(given) or run, errors=SimpleNamespace(Error=OSError))
     fake.__spec__ = "installed"
     monkeypatch.setitem(sys.modules, "wandb", fake)
