@@ -1,35 +1,18 @@
 """Diffusion transformer (DiT; Peebles & Xie, ICCV 2023, arXiv 2212.09748) with adaLN-Zero.
 
 Parameter names and shapes are those of public DiT checkpoints, so such a state dict loads with strict=True. This file
-holds the blocks; embedders, last layer and forward pass are in tread/models/backbone.py.
+holds the blocks; last layer and forward pass are in tread/models/backbone.py, embedders in embedders.py beside it.
 
 Shapes: B samples, N tokens, D hidden size.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tread.models.backbone import Backbone, linear_products, modulate
-
-
-def add_value_residual(blocks: nn.ModuleList) -> None:
-    """Mix the first block's values into those of the later blocks (Zhou et al. 2024, arXiv 2410.17897), see `mixed`.
-    The first block returns its values beside the tokens; each later one gets a learned number, 0.5 at first."""
-    blocks[0].returns_values = True
-    for block in blocks[1:]:
-        block.attn.v1_lambda = nn.Parameter(torch.tensor(0.5))
-
-
-def mixed(layer: nn.Module, v: Tensor, along: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return an attention layer's values, and the rest of `along`. If the layer has a number v1_lambda λ, the last of
-    `along` is the first block's values v₁, and its own values v become λ·v₁ + (1 − λ)·v; all are (B, N, H, d)."""
-    if layer.v1_lambda is None:
-        return v, along
-    *along, first = along
-    return layer.v1_lambda * first + (1 - layer.v1_lambda) * v, along
+from tread.models.value_residual import add_value_residual, mixed
 
 
 class Attention(nn.Module):
@@ -42,7 +25,7 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
-        self.v1_lambda = None  # see add_value_residual
+        self.v1_lambda = None  # see value_residual.py
 
     def forward(self, x: Tensor, *along: Tensor) -> tuple[Tensor, Tensor]:
         B, N, D = x.shape
@@ -67,7 +50,7 @@ class Mlp(nn.Module):
 class DiTBlock(nn.Module):
     """DiT's transformer block with adaLN-Zero; `conditioning` is the width of the conditioning vector (None: `dim`)."""
 
-    returns_values = False  # see add_value_residual
+    returns_values = False  # see value_residual.py
 
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, conditioning: int | None = None) -> None:
         super().__init__()
@@ -95,27 +78,12 @@ class DiTBlock(nn.Module):
 
 class DiT(Backbone):
     """The DiT network F(x; t, y). Other arguments and errors are those of Backbone (tread/models/backbone.py).
-    value_residual=True mixes the first block's values into those of the later ones, see add_value_residual."""
+    value_residual=True mixes the first block's values into those of the later ones (value_residual.py)."""
 
     def __init__(
-        self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: str = "adaln_zero",
-        *,
-        bottleneck: int | None = None,
-        class_token: int | None = None,
-        value_residual: bool = False,
-    ) -> None:
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init)
-        more = {"bottleneck": bottleneck, "class_token": class_token}
-        super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), *sizes, **more)
+        self, *, hidden_size: int = 1152, num_heads: int = 16, mlp_ratio: float = 4.0, value_residual: bool = False,
+        **sizes: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), hidden_size=hidden_size, **sizes)
         if value_residual:
             add_value_residual(self.blocks)

@@ -67,10 +67,7 @@ class Route:
         if not (hasattr(self.start, "__index__") and hasattr(self.end, "__index__")):
             raise ValueError(f"start is {self.start!r} and end {self.end!r}, but both must be block numbers (int)")
         if not 0.0 <= self.selection_ratio < 1.0:
-            raise ValueError(
-                f"selection_ratio is {self.selection_ratio}, but must lie in [0, 1): "
-                "it is the fraction of tokens routed around the blocks"
-            )
+            raise ValueError(f"selection_ratio is {self.selection_ratio}, but must lie in [0, 1)")
         if self.fp32 not in FP32_CHOICES:
             raise ValueError(f"fp32 is {self.fp32!r}, but must be one of {', '.join(FP32_CHOICES)}")
         if hasattr(self.rejoin, "__index__"):
@@ -88,10 +85,7 @@ class Route:
         """Return the paper's route r(2→depth−4): 2→8 for 12 blocks, 2→20 for 24, 2→24 for 28. Raises ValueError for a
         depth below 6."""
         if depth - 4 < 2:
-            raise ValueError(
-                f"the rule r(2→depth−4) gives r(2→{depth - 4}) at depth {depth}, which holds no "
-                "block: it needs a depth of at least 6; state start and end yourself"
-            )
+            raise ValueError(f"the rule gives r(2→{depth - 4}) at depth {depth}, but needs at least 6: state both ends")
         return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> "Route":
@@ -101,20 +95,14 @@ class Route:
         given = {"start": self.start, "end": self.end, "rejoin": rejoin}
         for name, index in given.items():
             if not -depth <= index < depth:
-                raise ValueError(
-                    f"route {name} {index} is out of range for {depth} blocks "
-                    f"(0..{depth - 1}, or -{depth}..-1 from the end)"
-                )
+                raise ValueError(f"route {name} {index} is out of range for {depth} blocks, -{depth} to {depth - 1}")
         start, end, rejoin = (index % depth for index in given.values())
         if start > end:
             raise ValueError(
                 f"the route {self.start}→{self.end} is {start}→{end} in {depth} blocks: its start lies behind its end"
             )
         if rejoin > start:
-            raise ValueError(
-                f"route rejoin {self.rejoin} lies behind route start {start} (of {depth} blocks): skipped tokens "
-                "leave at the start, so they have no values from before a later block"
-            )
+            raise ValueError(f"route rejoin {self.rejoin} lies behind route start {start}, where tokens leave")
         fp32 = self.fp32
         if fp32 == "auto":
             fp32 = "end" if depth - 1 - end <= 3 else "off"
@@ -154,17 +142,12 @@ def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):
         if second.start <= first.end:
-            raise ValueError(
-                f"routes {first.start}→{first.end} and {second.start}→{second.end} overlap: "
-                "a route must end before the next one starts"
-            )
+            raise ValueError(f"routes {first.start}→{first.end} and {second.start}→{second.end} overlap")
     for route in resolved:
         for other in resolved:  # before block other.start and after block other.end no token is missing
             if other.start < route.saved_before <= other.end and other is not route:
-                raise ValueError(
-                    f"route {route.start}→{route.end} rejoins as before block {route.rejoin}, which lies in the route "
-                    f"{other.start}→{other.end}: it must be at most {other.start}, or {other.end + 1} and more"
-                )
+                inside = f"block {route.rejoin}, which lies in the route {other.start}→{other.end}"
+                raise ValueError(f"route {route.start}→{route.end} rejoins as before {inside}")
     return resolved
 
 
@@ -193,9 +176,7 @@ def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
     shape, most = tuple(ids_keep.shape), "" if tokens is None else f", K at most {tokens} tokens"
     fits = ids_keep.ndim == 2 and shape[0] == batch and 0 < shape[1] <= (tokens or shape[1])
     if not fits or ids_keep.dtype != torch.int64:
-        raise ValueError(
-            f"ids_keep has shape {shape} and type {ids_keep.dtype}, but must be (B, K) int64, B = {batch}, K > 0{most}"
-        )
+        raise ValueError(f"ids_keep has shape {shape}, {ids_keep.dtype}, but must be ({batch}, K) int64, K > 0{most}")
     if readable(ids_keep) and batch:
         ordered = ids_keep.sort(dim=1).values
         low, high = int(ordered.min()), int(ordered.max())
@@ -291,20 +272,16 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
     for routes with other rules, and if ids_keep (B, K) is not whole rows in raster order (checked on a CPU only)."""
     width = grid[1]
     if route.select in RULES and not RULES[route.select].keeps_grid:
-        raise ValueError(
-            f"the route {route.start}→{route.end} selects by {route.select!r}, but these blocks need a grid of tokens: "
-            'it takes select="row"'
-        )
+        named = f"the route {route.start}→{route.end} selects by {route.select!r}"
+        raise ValueError(f'{named}, but these blocks need a grid of tokens: it takes select="row"')
     whole = ids_keep.shape[1] % width == 0
     if whole and readable(ids_keep):
         rows = ids_keep.view(len(ids_keep), -1, width)
         whole = bool((rows == rows[..., :1] + torch.arange(width)).all() and (rows[..., 0] % width == 0).all())
         whole = whole and bool((rows[..., 0].diff(dim=1) > 0).all())
     if not whole:
-        raise ValueError(
-            f"ids_keep of the route {route.start}→{route.end} are not whole rows of the {grid[0]}×{width} grid in "
-            "raster order; row_ids of tread/routing/ids.py draws such"
-        )
+        rows = f"whole rows of the {grid[0]}×{width} grid in raster order"
+        raise ValueError(f"ids_keep of the route {route.start}→{route.end} are not {rows}; row_ids draws such")
     return ids_keep.shape[1] // width, width
 
 
@@ -354,10 +331,8 @@ def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | No
     """Raise ValueError unless ids_keep (B, K) has the K that the rule's `count` returns; FLOP counts rely on it."""
     says = RULES[route.select].count(route, num_tokens, grid)
     if ids_keep.shape[1:] != (says,):
-        raise ValueError(
-            f"the rule select={route.select} chose ids of shape {tuple(ids_keep.shape)}, but its `count` says that it "
-            f"keeps {says} of {num_tokens} tokens with selection_ratio {route.selection_ratio:g}"
-        )
+        given = f"the rule select={route.select} chose ids of shape {tuple(ids_keep.shape)}"
+        raise ValueError(f"{given}, but its `count` says that it keeps {says} of {num_tokens} tokens")
 
 
 def run_blocks(
@@ -392,9 +367,7 @@ def run_blocks(
         raise ValueError(f"a grid of {grid[0]}×{grid[1]} does not hold {tokens.shape[1]} tokens")
     for tensor in along:
         if tensor.shape[:2] != tokens.shape[:2]:
-            raise ValueError(
-                f"what travels along has shape {tuple(tensor.shape)}, but tokens begin with {tuple(tokens.shape[:2])}"
-            )
+            raise ValueError(f"along has shape {tuple(tensor.shape)}, but tokens begin with {tuple(tokens.shape[:2])}")
     if routes and isinstance(routes[0], Route):
         raise ValueError("routes is (route, ids), but must be a sequence of such pairs: routes=[(route, ids)]")
     resolved = check_routes([route for route, _ in routes], len(blocks))
@@ -412,7 +385,7 @@ def run_blocks(
         saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.saved_before == index}
         if route := starting.get(index):
             chosen = record.ids[list(given).index(index)] = settle_ids(route, given[index], tokens[:, leading:], grid)
-            ids_keep = with_leading(chosen, leading)
+            ids_keep = keep_prefix(chosen, leading) if leading else chosen
             if route.rejoins.removes:
                 shape = None if grid is None else kept_grid(route, chosen, grid)
                 seen, ids_here = [gather_tokens(tensor, ids_keep) for tensor in along], chosen
@@ -434,20 +407,15 @@ def run_blocks(
     return tokens
 
 
-def with_leading(ids_keep: Tensor, leading: int) -> Tensor:
-    """Return ids_keep (B, K) counted with `leading` tokens at the front, and these: (B, leading + K)."""
-    if not leading:
-        return ids_keep
-    front = torch.arange(leading, device=ids_keep.device).expand(len(ids_keep), -1)
-    return torch.cat([front, ids_keep + leading], dim=1)
+def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
+    """Shift the indices by `prefix` and put 0..prefix−1 before them: (B, K) → (B, prefix + K)."""
+    first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
+    return torch.cat([first, ids_keep + prefix], dim=1)
 
 
 def _rejoin(route: Route, before: Tensor, written: int, tokens: Tensor, ids_keep: Tensor) -> Tensor:
     """Return the tokens (B, N, D) after a route: its last block's output `tokens`, joined with the saved `before`.
     Raises RuntimeError if times_written(before) is no longer `written`, its value when the tokens were saved."""
     if times_written(before) != written:
-        raise RuntimeError(
-            "a block before the start of a route wrote into its inputs, which are saved for the skipped tokens: blocks "
-            "must not change their inputs, or rejoin must be the route's start"
-        )
+        raise RuntimeError("a block before the start of a route wrote into its inputs, which the skipped tokens need")
     return route.rejoins.join(before, tokens, ids_keep)

@@ -5,7 +5,7 @@ All options: configs/defaults.yaml. If a run with this name was stopped, the sam
 
 # Read from `main` down: read the settings → start (tread/training/start.py: every check before any long work) →
 # train, with evaluations and checkpoints between the steps (tread/training/periodic.py) → outcome. A step is in
-# tread/training/step.py; its random numbers follow from (seed, step, position in the global batch).
+# tread/training/step.py, its random numbers in tread/training/draws.py.
 
 if __name__ == "__main__":
     from tread.runtime.import_guard import guard_imports

@@ -47,9 +47,9 @@ from tread.runtime.device import autocast, device_name, set_tf32, wait_for
 from tread.runtime.files import check_file
 from tread.runtime.schema import Count
 from tread.training.costs import memory
+from tread.training.draws import active_routes
 from tread.training.run import Run
 from tread.training.settings import Settings
-from tread.training.step import active_routes
 
 PREDICTED_STEPS = {  # size → images/s of dense and routed steps (Route.fp32 "off"), and their ratio, at batch 256
     "H200": {"S": (5800, 8000, 1.37), "B": (2400, 3350, 1.40), "L": (815, 1345, 1.65), "XL": (570, 980, 1.71)},

@@ -100,15 +100,11 @@ def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSample
         (mean, std), (taken, by) = np.array(data.statistics), np.array(data.normal)
         far = np.abs([(mean - taken) / by, std / by - 1]).max()  # in standard deviations of the statistics
         if far > 0.2:
-            print(
-                f"warning: {STATISTICS} is off by {far:.2f} standard deviations from these latents: right to go on "
-                "with a network of other data, else these are statistics of other latents"
-            )
+            off = f"{STATISTICS} is off by {far:.2f} standard deviations from these latents"
+            print(f"warning: {off}: right only to go on with a network of other data")
     elif not samples.normalize and not 0.2 < np.mean(made["channel_std"]) < 2.5:
-        print(
-            f"warning: network latents of standard deviation {np.mean(made['channel_std']):.2f} are unusual (Stable "
-            "Diffusion's have 0.6 to 1.1): are scale and scale_applied right?"
-        )
+        unusual = f"network latents of standard deviation {np.mean(made['channel_std']):.2f} are unusual"
+        print(f"warning: {unusual} (Stable Diffusion's have 0.6 to 1.1): are scale and scale_applied right?")
     if options.decode:
         print(pictures)
     print(f"  dataset   {writer.folder}: train with dataset=folder dataset.path={writer.folder}{more}")

@@ -133,9 +133,8 @@ def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tupl
     for (metric, name), (arm, other) in product(product(metrics, EQUAL), study.pairs):
         if less := paired(results.get(arm, ()), results.get(other, ()), metric, name):
             cells.setdefault((metric, name), {})[pair_name(arm, other)] = less
-    names = [
-        name for name in (pair_name(*pair) for pair in study.pairs) if any(name in each for each in cells.values())
-    ]
+    names = [pair_name(*pair) for pair in study.pairs]
+    names = [name for name in names if any(name in each for each in cells.values())]
     most = {name: max(each[name].seeds for each in cells.values() if name in each) for name in names}
     columns = {"pair": {name: name for name in names}, "seeds": {name: f"{most[name]}" for name in names}}
     for (metric, equal), each in cells.items():
@@ -210,21 +209,15 @@ def pair_name(arm: str, other: str) -> str:
     return f"{first}: {rest} less {others}" if first == second and rest and others else f"{arm} less {other}"
 
 
-def mean_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str | None = None) -> Line:
-    """Return a line through the means of `points` (x, one value per seed), with a band of ± one standard deviation if
-    every point has several seeds."""
+def mean_line(
+    name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str | None = None, dashed: bool = False,
+    interval: bool = False,
+) -> Line:  # fmt: skip
+    """Return a line through the means of `points` (x, one value per seed). If every point has several seeds, it has a
+    band of ± one standard deviation; with `interval`, of the 95% interval, if every point has enough seeds for it."""
     each = [estimate(values) for _, values in points]
-    spreads = [point.spread for point in each]
-    known = spreads if spreads and None not in spreads else None
-    return Line(name, [x for x, _ in points], [point.mean for point in each], known, colour=colour)
-
-
-def less_line(name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str, dashed: bool = False) -> Line:
-    """Return a line through the means of paired differences (x, one per seed), with 95% intervals if every point has
-    enough seeds."""
-    each = [estimate(values) for _, values in points]
-    halves = [point.half if point.sign is not None else None for point in each]
-    known = halves if halves and None not in halves else None
+    widths = [point.spread if not interval else None if point.sign is None else point.half for point in each]
+    known = widths if widths and None not in widths else None
     return Line(name, [x for x, _ in points], [point.mean for point in each], known, dashed, colour)
 
 
@@ -265,7 +258,7 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
             besides = place >= len(study.against)
             less = along(results.get(arm, ()), results.get(other, ()), metric, axis)
             points = [(point["images"] / 1e3, values) for point, values in less]
-            line = less_line(pair_name(arm, other), points, colour[other if besides else arm], besides)
+            line = mean_line(pair_name(arm, other), points, colour[other if besides else arm], besides, interval=True)
             lines += [line] if points else []
         label = f"{METRICS[metric].title}, difference"
         if lines:
@@ -283,12 +276,8 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
 
 def draw_differences(study: Study, results: Results, path: Path) -> None:
     """Draw each pair's difference in each metric, at equal images and at equal FLOPs."""
-    _save(
-        study,
-        path,
-        [panel for metric in measured(study.metrics, results) for panel in less_panels(study, results, metric)],
-        key="shaded: 95% intervals of three seeds",
-    )
+    panels = [less_panels(study, results, metric) for metric in measured(study.metrics, results)]
+    _save(study, path, [*chain(*panels)], key="shaded: 95% intervals of three seeds")
 
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
@@ -377,17 +366,8 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
         if rows:
             band = chance(study, results, metric, name)
             names = names if not panels or len(panels) % 2 == 0 else ("",) * len(names)
-            panels.append(
-                Panel(
-                    title,
-                    f"{METRICS[metric].title} less its pair's",
-                    "",
-                    lines,
-                    names=names,
-                    noise=band,
-                    levels={"": 0.0},
-                )
-            )
+            label = f"{METRICS[metric].title} less its pair's"
+            panels.append(Panel(title, label, "", lines, names=names, noise=band, levels={"": 0.0}))
     _save(study, path, panels, key="dots: seeds; bars: their 95% interval; grey: two standard deviations by seed")
 
 
@@ -488,7 +468,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
         if points:
             band = chance(study, results, metric) if metric != "loss" else None
             title = f"{METRICS[metric].title}, less the dense one's"
-            line = less_line("routes", points, "C1")
+            line = mean_line("routes", points, "C1", interval=True)
             panels.append(Panel(title, "blocks of the route", "", [line], levels={"even": 0.0}, noise=band))
     _save(study, path, panels, 3, "grey: two standard deviations by seed")
 
@@ -507,11 +487,9 @@ def draw_placement(study: Study, results: Results, path: Path) -> None:
             elif metric != "flops" and (less := paired(results[arm], results["dense"], metric, name)):
                 cells[starts.index(start), ends.index(end)] = less.mean
         if not np.isnan(cells).all():
-            title = (
-                f"{METRICS[metric].title} less the dense one's,\nat equal {name}"
-                if name
-                else "training FLOPs over\nthe dense one's"
-            )
+            title = "training FLOPs over\nthe dense one's"
+            if name:
+                title = f"{METRICS[metric].title} less the dense one's,\nat equal {name}"
             maps[title] = cells
     if maps:
         (first, cells), *others = maps.items()
@@ -540,9 +518,8 @@ def similarity_columns(study: Study, results: Results) -> Columns:
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
         cells[f"next block, {SIMILARITIES[panel]}"][arm] = f"{estimate(neighbours)}"
-        cells[f"embedding to end, {SIMILARITIES[panel]}"][arm] = (
-            f"{estimate([float(matrix[0, -1]) for matrix in each])}"
-        )
+        ends = [float(matrix[0, -1]) for matrix in each]
+        cells[f"embedding to end, {SIMILARITIES[panel]}"][arm] = f"{estimate(ends)}"
     return cells
 
 

@@ -12,7 +12,7 @@ from dit import DiT
 from tread.checkpoints.adapting import new_classes, new_positions, position_scale
 from tread.checkpoints.weights import read_weights
 from tread.data.writer import write_dataset
-from tread.models.backbone import sincos_positions
+from tread.models.embedders import sincos_positions
 from tread.models.rotary import TABLES, rotary_angles
 from tread.runtime.tensor_files import LABELS
 

@@ -70,7 +70,8 @@ def test_golden_times_and_path_are_ours(golden):
 
 
 def test_golden_network_learns_samples_and_is_guided_as_theirs(golden, asset):
-    network = LightningDiT(8, 1, 8, hidden_size=64, depth=4, num_heads=4, num_classes=10)
+    sizes = {"input_size": 8, "patch_size": 1, "in_channels": 8, "hidden_size": 64, "depth": 4}
+    network = LightningDiT(**sizes, num_heads=4, num_classes=10)
     network.load_state_dict(state_of(load_file(asset("golden/lightningdit_tiny_a.safetensors"))))
     flow, noise, y = RF(**LIGHTNING), golden["in.noise"], golden["in.y"]
     loss_of(golden, network).mean().backward()

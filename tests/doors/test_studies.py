@@ -253,7 +253,8 @@ def test_the_study_of_text_is_scored_by_retrieval_at_equal_flops():
     assert runs["routed", 0].scores[0].words == ("steps=36", "num_samples=600")  # no reference: by the emoji's judge
     cfg = runs["routed", 0].training.cfg
     assert [cfg.dataset, cfg.train, cfg.optim, cfg.ema] == [own.dataset, own.train, own.optim, own.ema]
-    outline = Model(own.edm, TextDiT(32, 4, 3, 128, 10, 4, text_tokens=16, vocabulary=9), own.model.routes)
+    sizes = {"patch_size": 4, "in_channels": 3, "hidden_size": 128, "depth": 10, "num_heads": 4}
+    outline = Model(own.edm, TextDiT(**sizes, text_tokens=16, vocabulary=9), own.model.routes)
     spent = {}
     for arm in ("routed", "routed, cfg 2", "routed, sparse 2"):
         words = dict(word.split("=") for word in runs[arm, 0].scores[0].words)

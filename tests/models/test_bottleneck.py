@@ -11,7 +11,7 @@ from dit import DiT
 from tread.checkpoints.exporting import public_names
 from tread.checkpoints.network import build_network
 from tread.checkpoints.weights import fit, sizes
-from tread.models.backbone import PatchEmbed
+from tread.models.embedders import PatchEmbed
 from tread.routing.ids import pair
 from tread.runtime.device import autocast
 from tread.runtime.tensor_files import EXPAND, plain_names
@@ -56,7 +56,7 @@ def test_flops_and_names_of_every_network_that_has_one(read_config, model):
 
 
 def test_without_one_nothing_is_new(read_config):
-    names = {name for name in DiT(8, depth=1).state_dict() if "x_embedder" in name}
+    names = {name for name in DiT(input_size=8, depth=1).state_dict() if "x_embedder" in name}
     assert names == {"x_embedder.proj.weight", "x_embedder.proj.bias"} and EXPAND not in names
     with pytest.raises(ValueError, match="model.bottleneck is 6, but rwkv has no such choice"):
         read_config("model=rwkv", "model.bottleneck=6")

@@ -168,7 +168,8 @@ def test_published_parameter_counts(size, parameters):
     """B/1 and XL/1 at 32×16×16, pos_embed counted."""
     dim, depth, heads = size
     with torch.device("meta"):
-        network = LightningDiT(16, 1, 32, hidden_size=dim, depth=depth, num_heads=heads)
+        more = {"hidden_size": dim, "depth": depth, "num_heads": heads}
+        network = LightningDiT(input_size=16, patch_size=1, in_channels=32, **more)
     assert sum(value.numel() for value in network.state_dict().values()) == parameters
 
 

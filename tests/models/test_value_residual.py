@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from dit import DiT
 from routing_module import Record, Route, run_blocks
 from tread.checkpoints.weights import fit, sizes
-from tread.models.backbone import block_matrices
 from tread.models.lightning import LightningDiT
 from tread.models.sprint import DENSE, Sprint
 from tread.routing.ids import pair
+from tread.training.muon import block_matrices
 
 SIZES = {"input_size": 4, "patch_size": 1, "hidden_size": 16, "depth": 6, "num_heads": 2}
 NETWORKS = {  # name → (class, arguments, route)

@@ -25,8 +25,8 @@ from tread.models.architectures import MaskDiTOptions
 from tread.models.mamba import Mamba
 from tread.preparing import digits
 from tread.runtime.tensor_files import LABELS
+from tread.training.draws import active_routes
 from tread.training.settings import complete
-from tread.training.step import active_routes
 
 SMALL = ["model.head_dim=8", "model.state=4"]
 HYBRID = [*SMALL, "model.directions=4", "model.attention_every=3"]

@@ -11,7 +11,7 @@ from tread.models.conditions import drop
 from tread.runtime.distributed import split_batch
 from tread.runtime.randomness import generator, seeded_normal
 from tread.training.alignment import Alignment
-from tread.training.step import step_draws
+from tread.training.draws import step_draws
 
 
 def draws(seed=0, step=5, num_routes=1, posterior=True, batch_size=8):

@@ -14,8 +14,7 @@ from torch.testing import assert_close
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
 from tread.models.architectures import ARCHITECTURES
-from tread.models.backbone import block_matrices
-from tread.training.muon import SCALES, groups_of, orthogonalized
+from tread.training.muon import SCALES, block_matrices, groups_of, orthogonalized
 from tread.training.optimizer import optimizer_step
 
 MUON = ["optim.name=muon", "optim.muon_lr=0.01", "optim.weight_decay=0.1"]

@@ -21,7 +21,8 @@ from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
 from tread.diffusion.token_losses import EPSILON, kept_error, reconstruction_error, to_patches
 from tread.models.rwkv import RWKV
-from tread.training.step import active_routes, loss, step_draws
+from tread.training.draws import active_routes, step_draws
+from tread.training.step import loss
 
 LATENTS = LatentSpec(shape=(4, 8, 8), classes=tuple("0123456789"), autoencoder="x", scale_applied=True)
 TWO = "model.routes=[{start:1,end:2},{start:4,end:4,selection_ratio:0.25}]"

@@ -16,7 +16,7 @@ from torch import Tensor
 from tread.checkpoints.run_log import RunLog
 from tread.checkpoints.weights import POSITIONS, StoredWeights, read_weights, sizes
 from tread.diffusion.labels import Label, class_number
-from tread.models.backbone import sincos_positions
+from tread.models.embedders import sincos_positions
 from tread.models.rotary import ROUNDING, TABLES, check_tables
 from tread.runtime.hub import local
 from tread.runtime.tensor_files import LABELS

@@ -77,11 +77,8 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     stated |= {"auto_map": {"AutoModel": "model.TreadTransformer"}, **arguments(saved)}
     stated["position_scale"] = saved.cfg.model.position_scale
     _write(folder / "transformer/config.json", stated)
-    save_file(
-        {name: value.contiguous() for name, value in tensors.items()},
-        folder / "transformer" / WEIGHTS,
-        {"format": "pt"},
-    )
+    whole = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(whole, folder / "transformer" / WEIGHTS, {"format": "pt"})
     name, vae = latents["autoencoder"], [None, None]
     if inside is not None:
         autoencoder = load_autoencoder(inside)
@@ -119,9 +116,7 @@ def goes_inside(name: str, asked: bool | None) -> bool:
         return False
     at_hub = bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
     if name == UNKNOWN or (asked is False and not at_hub):
-        raise ValueError(
-            f"the autoencoder is {name}, which is no hub id that a folder can name: autoencoder=… names one"
-        )
+        raise ValueError(f"the autoencoder is {name}, no hub id that a folder can name: autoencoder=… names one")
     return not at_hub if asked is None else asked
 
 
@@ -130,9 +125,8 @@ def _write(path: Path, tree: Mapping) -> None:
 
 
 def _head(what: str) -> str:
-    return (
-        f"{what}: written by export_checkpoint.py of TREAD (arXiv 2501.04765) at commit {git_revision()}. MIT licence."
-    )
+    origin = f"export_checkpoint.py of TREAD (arXiv 2501.04765) at commit {git_revision()}"
+    return f"{what}: written by {origin}. MIT licence."
 
 
 def pipeline_file(saved: SavedNetwork) -> str:
@@ -155,6 +149,5 @@ def network_file(saved: SavedNetwork) -> str:
     given = {**arguments(saved), "position_scale": saved.cfg.model.position_scale}
     signature = ",\n        ".join(f"{name}={value!r}" for name, value in given.items())
     passed = ",\n            ".join(f"{name}={name}" for name in arguments(saved))
-    return bundle.text(_head("A network")) + NETWORK.format(
-        network=network.__name__, signature=signature, passed=passed
-    )
+    adapter = NETWORK.format(network=network.__name__, signature=signature, passed=passed)
+    return bundle.text(_head("A network")) + adapter

@@ -92,9 +92,8 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
         label_drop, path_drop = config["train"]["label_drop"], config["train"].get("path_drop", 0.0)
         LatentSpec.from_json(source.info["latents"])
     except (LookupError, TypeError) as error:
-        raise checkpoint.Damaged(
-            f"{source.folder / 'info.json'} is damaged: {error} is missing", source.folder
-        ) from error
+        where = f"{source.folder / 'info.json'} is damaged: {error} is missing"
+        raise checkpoint.Damaged(where, source.folder) from error
     try:
         cfg = read_network(config, source.folder)
     except ValueError as error:
@@ -122,10 +121,8 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
                 raise ValueError(f"{both}, so their predictions can't be combined\n  {values}")
     for saved in (strong, weak) if guidance.row.routed else ():
         if saved and saved.cfg.model.masks:
-            raise ValueError(
-                f"guidance={guidance.kind} leaves tokens out, but {saved.found.folder} is MaskDiT, which sees mask "
-                "tokens in their places and predicts nothing there: guidance=cfg or autoguidance runs all tokens"
-            )
+            seen = f"{saved.found.folder} is MaskDiT, which sees mask tokens in their places"
+            raise ValueError(f"guidance={guidance.kind} leaves tokens out, but {seen}: guidance=cfg runs all tokens")
     check_trained_for(guidance, strong, weak)
     return weak
 

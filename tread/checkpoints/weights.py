@@ -101,14 +101,10 @@ def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
     for name in (name for name in POSITIONS if name in expected):
         off = (state[name].float() - expected[name].float()).abs().max().item()
         if off > ROUNDING:
-            raise ValueError(
-                f"the positions {name} of {where} are not the fixed 2-D sines and cosines that this network adds: they "
-                f"differ by up to {off:.3g}, where rounding allows {ROUNDING:g}; without {name} the file would fit"
-            )
+            said = f"the positions {name} of {where} are not the fixed 2-D sines and cosines that this network adds"
+            raise ValueError(f"{said}: they differ by up to {off:.3g}, and without {name} the file would fit")
     if MASKDIT in state and state[LABELS][-1].any():
-        raise ValueError(
-            f"the null class of {where}, the last row of {LABELS}, is not zero, but MaskDiT's is, and is never trained"
-        )
+        raise ValueError(f"the null class of {where}, the last row of {LABELS}, is not zero, as MaskDiT's is")
 
 
 def usual_heads(hidden_size: int) -> int | None:

@@ -43,19 +43,15 @@ def check_captions(captions: object, whose: str) -> None:
     if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
     if not captions or not all(caption.strip() for caption in captions):
-        raise ValueError(
-            f"{whose} has {'a blank caption' if captions else 'no caption'}; each sample needs one at least"
-        )
+        raise ValueError(f"{whose} has {'a blank caption' if captions else 'no caption'}; each sample needs some")
 
 
 def read_captions(folder: Path, index: dict) -> list[list[str]]:
     """Return each sample's captions. Raises FileNotFoundError; ValueError if there are none or their hash is wrong."""
     entry = index.get("captions")
     if entry is None:
-        raise ValueError(
-            f"{folder} has no captions: python scripts/prepare_text.py dataset={folder} captions=<file> encoder=… adds "
-            "them, a line of JSON for each sample; or prepare it again from a source that has captions"
-        )
+        how = f"python scripts/prepare_text.py dataset={folder} captions=<file> encoder=…"
+        raise ValueError(f"{folder} has no captions: {how} adds them, a line of JSON for each sample")
     file = named_file(folder, entry["file"])
     check_sha256(file, entry["sha256"])
     return list(parse_captions(file))
@@ -64,9 +60,7 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
 def parse_captions(file: Path) -> Iterable[list[str]]:
     """Yield each sample's captions: a .txt line is one, a .jsonl line one or a list. Raises OSError or ValueError."""
     if file.suffix not in (".jsonl", ".txt"):
-        raise ValueError(
-            f"{file} must be a .jsonl file, a line of JSON for each sample, or a .txt file, a caption a line"
-        )
+        raise ValueError(f"{file} must be a .jsonl file, with JSON for each sample, or .txt, with a caption a line")
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{file}, line {number:,},"

@@ -99,10 +99,7 @@ def check_grid(grid: int, side: int, whose: str) -> None:
     """Raise ValueError unless features have as many tokens along a side (`grid`) as the network (`side`). `whose` names
     the features in the message."""
     if grid != side:
-        raise ValueError(
-            f"{whose} have {grid}×{grid} tokens, but the network has {side}×{side}: choose the grid of the features "
-            f"(grid={side}), or model.patch_size"
-        )
+        raise ValueError(f"{whose} have {grid}×{grid} tokens, but the network has {side}×{side}: take grid={side}")
 
 
 def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
@@ -133,10 +130,8 @@ def open_features(
     if pooled not in (None, spec.pooled):
         raise ValueError(f"model.class_token is {pooled}, but {spec.encoder} in {folder} has {spec.pooled} channels")
     if encoder not in (None, spec.encoder):
-        raise ValueError(
-            f"{folder} holds features of {spec.encoder}, not of {encoder}: ask for those, or replace them by "
-            f"{make} again=true"
-        )
+        others = f"{folder} holds features of {spec.encoder}, not of {encoder}"
+        raise ValueError(f"{others}: ask for those, or replace them by {make} again=true")
     if spec.of != latents_hash(index) or len(entries) != len(shards):
         raise ValueError(f"the features in {folder} are of another dataset: replace them by {make} again=true")
     kind, hashed, row = "file", "sha256", (spec.grid**2, spec.width)

@@ -140,10 +140,8 @@ class LatentDataset:
         elif self.pictures and holds_pixels(self.latents):
             self.picture_size = self.latents.shape[1]
         elif self.pictures:
-            raise ValueError(
-                f"{self.folder} keeps no pictures beside its latents: prepare it again by "
-                "scripts/prepare_latents.py keep_pictures=true"
-            )
+            again = "prepare it again by scripts/prepare_latents.py keep_pictures=true"
+            raise ValueError(f"{self.folder} keeps no pictures beside its latents: {again}")
 
     def __reduce__(self) -> tuple:
         # pickling sends the arguments, by which another process opens the files anew
@@ -173,10 +171,7 @@ class LatentDataset:
         `normalize_by` (of imported latents), else by measured statistics. Raises ValueError if there are no statistics,
         or a channel is constant."""
         if self.normal is None or min(self.normal[1]) <= 0:
-            raise ValueError(
-                f"{self.folder} can't be normalised: its index.json has no channel_mean and channel_std above 0. "
-                "Prepare it again, or set dataset.normalize=false"
-            )
+            raise ValueError(f"{self.folder} can't be normalised: it has no channel_mean and channel_std above 0")
         mean, measured = self.normal
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 

@@ -40,10 +40,8 @@ def prepared_heldout(folder: Path) -> Path | None:
     plain = Path(os.path.normpath(place))  # differs if `folder` is a link
     place = plain if plain.exists() else place
     if not (place / "index.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} was prepared with held-out data, {place}, which is not there: bring it back, or name it by "
-            "dataset.heldout=…; dataset.heldout=null trains without evaluation loss"
-        )
+        said = f"{folder} was prepared with held-out data, {place}, which is not there: bring it back"
+        raise FileNotFoundError(f"{said}, or name it; dataset.heldout=null trains without evaluation loss")
     return place
 
 

@@ -57,10 +57,8 @@ class LatentSpec:
 
     def __post_init__(self) -> None:
         if (self.content, self.spread) not in (("latents", None), ("moments", "logvar"), ("moments", "std")):
-            raise ValueError(
-                f"content {self.content!r} with spread {self.spread!r}, but must be latents with spread null, "
-                "or moments with spread logvar or std"
-            )
+            given = f"content {self.content!r} with spread {self.spread!r}"
+            raise ValueError(f"{given}, but must be latents with spread null, or moments with spread logvar or std")
         for name, kind in (("dtype", Stored), ("orientation", Orientation), ("alpha", Alpha)):
             check(name, getattr(self, name), kind)
         if self.dtype == "uint8" and not holds_pixels(self):

@@ -196,10 +196,8 @@ class TextWriter(SectionWriter):
         if (shapes := {kind: array.shape for kind, array in arrays.items()}) != expected:
             raise ValueError(f"{where} has arrays of {shapes}, but must have {expected}")
         if not all(np.isfinite(array).all() for array in arrays.values()):
-            raise ValueError(
-                f"{where} holds numbers that are not finite in float16: they are too large for it, or the weights of "
-                f"{spec.encoder} are broken"
-            )
+            broken = f"they are too large for it, or the weights of {spec.encoder} are broken"
+            raise ValueError(f"{where} holds numbers that are not finite in float16: {broken}")
         self.keep(number, arrays)
 
 

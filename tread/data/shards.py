@@ -90,10 +90,8 @@ def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> 
     joined = np.concatenate(labels)
     counted = np.bincount(joined, minlength=len(latents.classes)).tolist()
     if len(joined) != index["count"] or counted != index["class_counts"]:
-        raise ValueError(
-            f"{path} says {index['count']} samples, by class {index['class_counts']}, "
-            f"but the shards hold {len(joined)}, by class {counted}"
-        )
+        stated = f"{path} says {index['count']} samples, by class {index['class_counts']}"
+        raise ValueError(f"{stated}, but the shards hold {len(joined)}, by class {counted}")
     return arrays, joined
 
 
@@ -189,10 +187,8 @@ def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device 
     to = torch.device(device if placement == "device" else "cpu")
     needed, free = sum(part.nbytes for part in rows), free_memory(to)
     if needed > free:
-        raise ValueError(
-            f"{folder} takes {size_text(needed)}, but {to} has {size_text(free)} of memory free: "
-            f"dataset.placement={placement} needs more; mmap does not"
-        )
+        room = f"{folder} takes {size_text(needed)}, but {to} has {size_text(free)} of memory free"
+        raise ValueError(f"{room}: dataset.placement={placement} needs more; mmap does not")
     for part in rows:
         part.place(to)
 

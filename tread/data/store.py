@@ -66,10 +66,8 @@ class ShardStore:
             before = {}
         same = before == {**fresh, **(begun or {})}
         if not (same or again) and any(self.notes()):
-            raise ValueError(
-                f"{self.work} holds unfinished work of another kind: continue it as it was begun, or start anew "
-                f"(again=true, or remove the folder)\n{differences(before, fresh)}"
-            )
+            said = f"{self.work} holds unfinished work of another kind: continue it as it was begun, or start anew"
+            raise ValueError(f"{said} (again=true, or remove the folder)\n{differences(before, fresh)}")
         with explain_failure(self.work):
             self.work.mkdir(parents=True, exist_ok=True)
             if not same:

@@ -105,10 +105,8 @@ class DatasetWriter(ShardStore):
         with np.errstate(over="ignore"):
             stored = stored.astype(self.latents.dtype)
         if not np.isfinite(stored).all():
-            raise ValueError(
-                f"shard {number} holds numbers that are not finite in {self.latents.dtype}: they are too large for it "
-                "(dtype=float32), or were not finite before (an autoencoder in low precision: precision=fp32)"
-            )
+            said = f"shard {number} holds numbers that are not finite in {self.latents.dtype}"
+            raise ValueError(f"{said}: too large for it (dtype=float32), or broken before (precision=fp32)")
         arrays = {"file": stored, "labels": labels.astype(np.int64)}
         if self.pictures:
             arrays["pictures"] = pictures

@@ -132,36 +132,23 @@ class Guidance:
             raise ValueError(f"guidance.kind is {self.kind!r}, but must be one of {', '.join(KINDS)}")
         row = KINDS[self.kind]
         if self.kind == "none" and (ends_of(self.scale) != (1, 1) or self.interval is not None):
-            raise ValueError(
-                "guidance.scale or guidance.interval is given, but guidance=none; choose a kind: guidance=cfg, …"
-            )
+            raise ValueError("guidance.scale or guidance.interval is given, but guidance=none; choose a kind")
         for name in ("strong", "weak"):
             given = getattr(self, name)
             if not all(0 <= end < 1 for end in ends_of(given)):
-                raise ValueError(
-                    f"guidance.{name} is {_show(given)}, but must lie in [0, 1): the fraction of skipped tokens"
-                )
+                raise ValueError(f"guidance.{name} is {_show(given)}, but must lie in [0, 1), a fraction of the tokens")
             if not row.routed and any(ends_of(given)):
-                raise ValueError(
-                    f"guidance.{name} is {_show(given)}, but guidance={self.kind} runs all tokens; the kinds with "
-                    f"routes are {', '.join(kind for kind in KINDS if KINDS[kind].routed)}"
-                )
+                raise ValueError(f"guidance.{name} is {_show(given)}, but guidance={self.kind} runs all tokens")
         if not self.scheduled and self.checkpoint is None and self.strong > self.weak and not self.force:
-            raise ValueError(
-                f"guidance.strong {self.strong} is larger than guidance.weak {self.weak}, but the weak branch is the "
-                "one that sees fewer tokens (guidance.force=true allows it)"
-            )
+            above = f"guidance.strong {self.strong} is larger than guidance.weak {self.weak}"
+            raise ValueError(f"{above}, but the weak branch sees fewer tokens (guidance.force=true allows it)")
         if self.interval is not None and not (len(self.interval) == 2 and 0 <= self.interval[0] < self.interval[1]):
-            raise ValueError(
-                f"guidance.interval is {list(self.interval)}, but must be [lowest, highest] noise level, 0 <= lowest < "
-                "highest, of σ (edm) or t (rf)"
-            )
+            wanted = "[lowest, highest] noise level, 0 <= lowest < highest"
+            raise ValueError(f"guidance.interval is {list(self.interval)}, but must be {wanted}, of σ (edm) or t (rf)")
         if self.checkpoint is not None and row.weak_network == "never":
             raise ValueError(f"guidance.checkpoint is given, but guidance={self.kind} uses one network")
         if self.checkpoint is None and row.weak_network == "must":
-            raise ValueError(
-                f"guidance={self.kind} needs guidance.checkpoint=…: a weaker network's, or an earlier one of the run"
-            )
+            raise ValueError(f"guidance={self.kind} needs guidance.checkpoint=…, of a weaker or an earlier network")
         if self.weights != "ema" and self.checkpoint is None:
             raise ValueError(f"guidance.weights={self.weights} needs guidance.checkpoint, which is not given")
         if self.same_ids and not row.routed:
@@ -192,10 +179,8 @@ class Guidance:
         Schedule). Raises ValueError if no level lies in `interval`."""
         low, high = self.interval or (-math.inf, math.inf)
         if not any(low <= level <= high for level in levels):
-            raise ValueError(
-                f"guidance.interval is {list(self.interval)}, but none of the sampling's noise levels lies in it: "
-                f"they are {min(levels):.4g} to {max(levels):.4g}"
-            )
+            there = f"{min(levels):.4g} to {max(levels):.4g}"
+            raise ValueError(f"guidance.interval is {list(self.interval)}, but all noise levels lie beyond it: {there}")
         calls = []
         for level, u in zip(levels, progress):
             scale = _at(self.scale, u) if low <= level <= high and self.row.weak_class is not None else 1.0

@@ -18,10 +18,8 @@ Label = str | int | None  # a class's name or number; None: no class
 def check_labels(labels: Tensor, num_classes: int) -> None:
     """Raise ValueError unless labels (n,) lie in 0..num_classes; num_classes itself means no class (or no prompt)."""
     if not 0 <= int(labels.min()) <= int(labels.max()) <= num_classes:
-        raise ValueError(
-            f"classes lie in {int(labels.min())}..{int(labels.max())}, but must lie in 0..{num_classes - 1}, "
-            f"or be {num_classes} for no class"
-        )
+        lie = f"classes lie in {int(labels.min())}..{int(labels.max())}"
+        raise ValueError(f"{lie}, but must lie in 0..{num_classes - 1}, or be {num_classes} for no class")
 
 
 def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tensor:
@@ -52,14 +50,10 @@ def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: fl
     for unknown classes, and for None if training had label_drop 0, so that the null class was never trained."""
     for position, number in enumerate(classes):
         if number is not None and not 0 <= number < num_classes:
-            raise ValueError(
-                f"classes.{position} is {number}, but the classes are 0..{num_classes - 1}, and null is no class"
-            )
+            known = f"the classes are 0..{num_classes - 1}, and null is no class"
+            raise ValueError(f"classes.{position} is {number}, but {known}")
         if number is None and label_drop == 0:
-            raise ValueError(
-                f"classes.{position} is null, but the network knows no null class: train.label_drop was 0, so only "
-                f"0..{num_classes - 1} were trained"
-            )
+            raise ValueError(f"classes.{position} is null, but the network knows no null class: train.label_drop was 0")
     return [num_classes if number is None else number for number in classes]
 
 

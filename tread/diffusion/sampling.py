@@ -94,9 +94,7 @@ class Sampler:
         """Return each denoiser call's guidance, in order. Raises ValueError if the steps, solver or churn do not suit
         the process, or if no noise level lies in the guidance's interval."""
         if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
-            raise ValueError(
-                f"churn={self.churn.amount:g} needs EDM and solver=heun: only these can add noise between steps"
-            )
+            raise ValueError(f"churn={self.churn.amount:g} needs EDM and solver=heun, to add noise between steps")
         levels = process.schedule(self.steps).tolist()
         order = call_order(self.solver, self.steps)
         return self.guidance.plan([levels[i] for i in order], [i / max(1, order[-1]) for i in order])
@@ -125,10 +123,8 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
     tread/routing/ids.py), or if the guidance leaves out SPRINT's sparse part and the network has none."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
-        raise ValueError(
-            f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part, but this network has none: it was not "
-            "trained with model=sprint"
-        )
+        lacks = f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part, but this network has none"
+        raise ValueError(f"{lacks}: it was not trained with model=sprint")
     for name, branch in (("strong", model), ("weak", weak or model)):
         ratio = max(getattr(call, name) or 0.0 for call in plan)
         if ratio == 0:
@@ -301,7 +297,5 @@ def draw_pictures(
     raises ValueError for samples that are not finite, which would be scored as black pictures."""
     for x in draw(model, seeds, labels, sampler, weak, on_step):
         if check and not x.isfinite().all():
-            raise ValueError(
-                f"samples are not finite: the network's weights are broken, or {sampler.precision} is too coarse"
-            )
+            raise ValueError(f"samples are not finite: the weights are broken, or {sampler.precision} is too coarse")
         yield to_pictures(x, decoder, min(16, sampler.batch_size))

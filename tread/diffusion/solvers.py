@@ -32,10 +32,8 @@ class Churn:
 
     def __post_init__(self) -> None:
         if self.amount < 0 or self.noise <= 0 or not 0 <= self.sigma_min < self.sigma_max:
-            raise ValueError(
-                f"churn amount {self.amount}, noise {self.noise} and range {self.sigma_min}..{self.sigma_max} must "
-                "satisfy amount ≥ 0, noise > 0 and 0 ≤ sigma_min < sigma_max"
-            )
+            given = f"churn amount {self.amount}, noise {self.noise} and range {self.sigma_min}..{self.sigma_max}"
+            raise ValueError(f"{given} must satisfy amount ≥ 0, noise > 0 and 0 ≤ sigma_min < sigma_max")
 
 
 def call_order(solver: str, steps: int) -> list[int]:

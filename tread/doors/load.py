@@ -151,10 +151,8 @@ class TrainedModel:
         guide = read_guidance(guidance, {name: value for name, value in given.items() if value is not None})
         saved = self.saved if shift is None else self.saved.shifted(shift)
         other = open_weak(guide, saved)
-        seeds, prompts = (
-            [operator.index(seed) for seed in parse_seeds(seeds)],
-            (prompts,) if isinstance(prompts, str) else tuple(prompts),
-        )
+        seeds = [operator.index(seed) for seed in parse_seeds(seeds)]
+        prompts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
         columns, numbers = self._pairs(classes, labels, prompts, seeds)
         how = (steps, solver, min(batch_size, len(columns)), use_precision(self.precision, self.device), guide)
         sampler = Sampler.of(saved.process, *how, Churn(float(churn)) if isinstance(churn, (int, float)) else churn)

@@ -254,10 +254,8 @@ def find_weights(path: str | None = None) -> Path:
             check_answer(URL, lambda url, seconds: urlopen(Request(url, method="HEAD"), timeout=seconds).status or 200)
             torch.hub.download_url_to_file(URL, str(file), hash_prefix=SHA256)  # renamed after the check of its hash
         except (RuntimeError, OSError) as error:  # URLError is an OSError
-            raise FileNotFoundError(
-                f"the Inception weights could not be fetched ({error}). On a machine without internet, fetch {URL} "
-                f"elsewhere and name the file by inception=… or {VARIABLE}=/path"
-            ) from error
+            how = f"On a machine without internet, fetch {URL} elsewhere and name it by inception=… or {VARIABLE}=…"
+            raise FileNotFoundError(f"the Inception weights could not be fetched ({error}). {how}") from error
     if sha256(file) != SHA256:
         raise ValueError(f"{file} is damaged: its sha256 is not {SHA256}; remove it to fetch it again")
     return file

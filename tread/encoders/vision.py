@@ -84,21 +84,17 @@ class Encoder:
             made = self.run(pictures.to(self.device))
             features, pooled = made if isinstance(made, tuple) else (made, None)
             features = features.float()
-            shape, size = tuple(features.shape), pictures.shape[-1]
+            shape = tuple(features.shape)
             side = math.isqrt(shape[1]) if len(shape) == 3 else 0
             if not side or shape[:2] != (len(pictures), side**2):
-                raise ValueError(
-                    f"{self.name} makes {shape} of pictures {tuple(pictures.shape)}, but must make (B, T, z) with a "
-                    "square number T of tokens"
-                )
+                made = f"{self.name} makes {shape} of pictures {tuple(pictures.shape)}"
+                raise ValueError(f"{made}, but must make (B, T, z) with a square number T of tokens")
             pooled = None if not whole else pooled().float() if pooled else features.mean(dim=1)
             if self.grid is None or self.grid == side:
                 return features, pooled
             if self.grid > side:
-                raise ValueError(
-                    f"grid is {self.grid}, but {self.name} has {side}×{side} tokens of pictures of {size}×{size}: "
-                    f"choose grid={side} or less"
-                )
+                there = f"{side}×{side} tokens of pictures of {pictures.shape[-2]}×{pictures.shape[-1]}"
+                raise ValueError(f"grid is {self.grid}, but {self.name} has {there}: choose grid={side} or less")
             maps = features.transpose(1, 2).unflatten(2, (side, side))
             return F.adaptive_avg_pool2d(maps, self.grid).flatten(2).transpose(1, 2), pooled
 
@@ -108,9 +104,7 @@ class Encoder:
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             features = self.encode(torch.zeros(1, 3, height, height, dtype=torch.uint8))
         if not features.isfinite().all():
-            raise ValueError(
-                f"{self.name} makes features that are not finite of a black picture: are its weights whole?"
-            )
+            raise ValueError(f"{self.name} makes features that are not finite of a black picture: broken weights?")
         return Cost(*features.shape[1:], counter.get_total_flops())
 
 

@@ -208,10 +208,8 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
         check_damage(path, [] if skip else damaged, modes)
         if len(sizes) > 1:
             (here, first), (there, second), *_ = sizes.items()
-            raise ValueError(
-                f"{path}: pictures differ in size, {first} is {here[1]}×{here[0]}, {second} is {there[1]}×{there[0]}; "
-                "crop=256 takes ADM's centre crop of each"
-            )
+            sizes = f"{first} is {here[1]}×{here[0]}, {second} is {there[1]}×{there[0]}"
+            raise ValueError(f"{path}: pictures differ in size, {sizes}; crop=256 takes ADM's centre crop of each")
         return digest.hexdigest(), next(iter(sizes), (0, 0)), damaged
 
     def read(start: int, stop: int, damaged: Faults | None = None) -> np.ndarray:

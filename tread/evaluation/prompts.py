@@ -49,9 +49,7 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
     if saved.text is None:
         return class_labels(spread_classes(count, 10) if classes is None else classes, count, saved.label_drop)
     if classes is not None or not prompts:
-        raise ValueError(
-            f"{where} was trained with captions, and takes no classes: prompt='…' says what to draw, or prompts=<file>"
-        )
+        raise ValueError(f"{where} was trained with captions, and takes no classes: prompt='…', or prompts=<file>")
     return list(range(len(prompts)))
 
 
@@ -68,9 +66,7 @@ def encode_prompts(
     try:
         encoder = encoder_for(TextSpec(**asdict(saved.cfg.text)), device, place and str(Path(place).expanduser()))
     except (ValueError, OSError) as error:
-        raise ValueError(
-            f"{error}\nIf it has moved, text_encoder=<hub id or folder> names where it lies now"
-        ) from error
+        raise ValueError(f"{error}\nIf it has moved, text_encoder=<hub id or folder> names its new place") from error
     return encoder.encode(prompts), remarks(encoder, prompts)
 
 
@@ -115,10 +111,8 @@ def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPro
     wanted = TextSpec(**asdict(saved.cfg.text))
     data = LatentDataset(folder, text=wanted.encoder)
     if data.text_spec != wanted:
-        raise ValueError(
-            f"{folder} has other text than {saved.found.folder} was trained with: {data.text_spec.describe()}, and "
-            f"that was {wanted.describe()}"
-        )
+        theirs = f"{folder} has other text than {saved.found.folder} was trained with"
+        raise ValueError(f"{theirs}: {data.text_spec.describe()}, and that was {wanted.describe()}")
     index = read_index(folder)
     count = index["text"][text_encoder_name(wanted.encoder)]["captions"]
     parts = {"latents": latents_hash(index), "captions": index.get("captions"), "text": asdict(wanted)}

@@ -95,10 +95,8 @@ def _statistics(npz: Npz, mean_key: str, covariance_key: str, dimension: int) ->
     mean, whole = npz.read(mean_key), covariance_key in npz.names
     covariance = npz.read(covariance_key) if whole else symmetric(npz.read(covariance_key + TRIANGLE))
     if mean.shape != (dimension,) or covariance.shape != (dimension, dimension):
-        raise ValueError(
-            f"{npz.path}: {mean_key} {mean.shape} and {covariance_key} {covariance.shape} are statistics of another "
-            f"network: the Inception gives {dimension} features"
-        )
+        shapes = f"{mean_key} {mean.shape} and {covariance_key} {covariance.shape}"
+        raise ValueError(f"{npz.path}: {shapes} are statistics of another network: the Inception gives {dimension}")
     if not all(array.dtype.kind == "f" and np.isfinite(array).all() for array in (mean, covariance)):
         raise ValueError(f"{npz.path}: {mean_key} or {covariance_key} holds numbers that are not finite or not real")
     return mean.astype(np.float64), covariance.astype(np.float64)

@@ -260,9 +260,7 @@ def open_online_fid(
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
     scorer = open_scorer(reference, inception, None, processes)
     if "pool" not in scorer.reference.stated:
-        raise ValueError(
-            f"{reference} has no mu and sigma: python fid.py reference={reference} save_reference=stats.npz"
-        )
+        raise ValueError(f"{reference} has no mu and sigma: python fid.py reference={reference} save_reference=a.npz")
     pictures = decoder(torch.zeros(1, *latents.shape, device=processes.device))
     check_size("what this run's autoencoder decodes", tuple(pictures.shape[1:]), scorer.reference)
     return OnlineFID(scorer, decoder)

@@ -293,10 +293,9 @@ def plan_scoring(
     if judge.prompts:
         options = replace(options, labels="balanced")
     if not (options.save_samples or options.reference or judged or prompts):
-        raise ValueError(
-            f"{entry.folder} is of dataset {dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu "
-            "and sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
-        )
+        kinds = "ADM's .npz, an .npz with mu and sigma, a folder or a tar of pictures"
+        needs = f"which needs reference=…: {kinds} (save_samples=true draws without scoring)"
+        raise ValueError(f"{entry.folder} is of dataset {dataset.name}, {needs}")
     batch_size = min(options.batch_size, count)
     sampler = Sampler.of(saved.process, options.steps, options.solver, batch_size, precision, options.guidance)
     outlines = [network and network.without_weights(options.guidance) for network in (saved, weak)]
@@ -340,9 +339,7 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
         return options
     folders = {str(heldout_folder(plan.saved)) for plan in plans}
     if len(folders) > 1:
-        raise ValueError(
-            f"the checkpoints have other held-out data ({', '.join(sorted(folders))}): score them one by one"
-        )
+        raise ValueError(f"checkpoints have other held-out data ({', '.join(sorted(folders))}): score them one by one")
     return replace(options, reference=folders.pop())
 
 
@@ -389,10 +386,8 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
     for key, usual in (("orientation", "exif"), ("alpha", "white")):
         recorded = sorted({getattr(plan.saved.latents, key) for plan in plans}) or [usual]
         if len(recorded) > 1 and chosen[key] is None:
-            raise ValueError(
-                f"the checkpoints were trained on photos read with {key}={' and '.join(recorded)}: set {key}=…, or "
-                "score them one by one"
-            )
+            trained = f"the checkpoints were trained on photos read with {key}={' and '.join(recorded)}"
+            raise ValueError(f"{trained}: set {key}=…, or score them one by one")
         chosen[key] = chosen[key] or recorded[0]
     return Crop(options.crop, **chosen)
 

@@ -139,17 +139,13 @@ def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDatase
         text = saved.cfg.text.encoder if model.takes_text else None
         data = LatentDataset(place, text=text, class_token=model.class_token)
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error}; if the latents that {saved.found.folder} was trained on have moved: data=<folder>"
-        ) from error
+        raise FileNotFoundError(f"{error}; if the latents of the training have moved: data=<folder>") from error
     data.steps_per_epoch(1)
     trained, known = saved.latents, None not in (data.latents.fingerprint, saved.latents.fingerprint)
     for name in ("shape", "classes", "scale", "shift", "fingerprint" if known else "autoencoder"):
         there, here = getattr(trained, name), getattr(data.latents, name)
         if there != here:
-            raise ValueError(
-                f"{place} holds latents of another {name} than the network was trained on: {str(here)[:100]} in the "
-                f"place of {str(there)[:100]}; data=<folder> names others"
-            )
+            said = f"{place} holds latents of another {name} than the network was trained on"
+            raise ValueError(f"{said}: {str(here)[:100]}, not {str(there)[:100]}; data=<folder> names others")
     data.latents = replace(data.latents, channel_shift=trained.channel_shift, channel_scale=trained.channel_scale)
     return data

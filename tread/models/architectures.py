@@ -90,16 +90,12 @@ class NetworkOptions:
 
     def __post_init__(self) -> None:
         if not self.mlp_ratio and self.needs_mlp:
-            raise ValueError(
-                f"model.mlp_ratio is 0, but must be positive: the blocks of {self.architecture} need an MLP"
-            )
+            raise ValueError(f"model.mlp_ratio is 0, but must be positive: the blocks of {self.architecture} need it")
         for number, route in enumerate(self.routes):
             if route.select not in self.selects:
                 otherwise = ", or model.allow_token_routes=true" * ("allow_token_routes" in self.arguments())
-                raise ValueError(
-                    f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture} look at "
-                    f"neighbours in the token grid: it must be {' or '.join(self.selects)}{otherwise}"
-                )
+                given = f"model.routes.{number}.select is {route.select!r}, but the blocks of {self.architecture}"
+                raise ValueError(f"{given} look at neighbours: it must be {' or '.join(self.selects)}{otherwise}")
         self.check_routes()
 
     def check_routes(self) -> None:
@@ -191,9 +187,7 @@ class DiTOptions(NetworkOptions):
     def check_routes(self) -> None:
         super().check_routes()
         if self.value_residual and any(route.start == 0 for route in self.resolved_routes):
-            raise ValueError(
-                "value_residual is true, but a route starts at block 0, whose values every token needs: start it later"
-            )
+            raise ValueError("value_residual is true, but a route starts at block 0, whose values every token needs")
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
@@ -236,10 +230,7 @@ class TakesText:
 
     def all_arguments(self, size: int, channels: int, num_classes: int | None, text: TextSettings) -> dict[str, object]:
         if text.tokens is None:
-            raise ValueError(
-                f"text.tokens is null, but model={self.name} needs the tokens, and their width or vocabulary, that the "
-                f"dataset records for text.encoder={text.encoder}"
-            )
+            raise ValueError(f"text.tokens is null, but model={self.name} needs the text of a dataset (text.encoder=…)")
         words = text.vocabulary and len(text.vocabulary)
         shape = {"text_tokens": text.tokens, "text_width": text.width, "text_pooled": text.pooled, "vocabulary": words}
         return {"input_size": size, "in_channels": channels, **shape, **self.arguments()}

@@ -1,30 +1,27 @@
 """The parts that all networks share: latents → tokens → blocks under routes → latents.
 
-Embedders and last layer, their names and their initialisation are public DiT's (Peebles & Xie, ICCV 2023, arXiv
-2212.09748). The blocks are in dit.py, lightning.py, rwkv.py and mamba.py. Nothing random happens in a forward pass: the
-caller draws the routes' ids_keep and replaces dropped labels by the null class.
+Names and initialisation of embedders (embedders.py) and last layer are public DiT's. The blocks are in dit.py,
+lightning.py, rwkv.py and mamba.py. Nothing random happens in a forward pass: the caller draws the routes' ids_keep and
+replaces dropped labels by the null class.
 
 Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from routing_module import Record, Route, Routes, check_routes, readable, run_blocks
 from tread.models.class_token import ClassToken
+from tread.models.embedders import WAVES, LabelEmbedder, PatchEmbed, Residual, TimestepEmbedder, sincos_positions
 from tread.routing.ids import count_run
 from tread.runtime.schema import check
 
 Init = Literal["adaln_zero", "xavier"]
-Residual = Literal["fp32", "bf16"]
-WAVES = 256  # number of cosines and sines that embed the time input
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -33,80 +30,6 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
-
-
-def sincos_positions(dim: int, grid_size: int, scale: float = 1.0) -> Tensor:
-    """Return fixed 2-D sine-cosine positions, (grid_size², dim) fp32, computed in float64. As in public DiT
-    checkpoints, the first half of the channels holds the column, the second the row, each as sines, then cosines.
-    `scale` multiplies rows and columns. Raises ValueError unless dim is a multiple of 4."""
-    if dim % 4:
-        raise ValueError(f"hidden_size {dim} is not a multiple of 4 (2-D sine-cosine positions)")
-    frequency = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
-    angle = scale * torch.arange(grid_size, dtype=torch.float64)[:, None] * frequency
-    line = torch.cat([angle.sin(), angle.cos()], dim=1)
-    column, row = line.repeat(grid_size, 1), line.repeat_interleave(grid_size, dim=0)
-    return torch.cat([column, row], dim=1).float()
-
-
-class PatchEmbed(nn.Module):
-    """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D).
-    Under torch.compile a matrix product replaces the convolution; the results differ by rounding. With a bottleneck of
-    d channels the convolution maps to d without a bias, a linear layer to D (JiT; Li & He 2025, arXiv 2511.13720)."""
-
-    def __init__(self, in_channels: int, patch_size: int, hidden_size: int, bottleneck: int | None = None) -> None:
-        super().__init__()
-        sizes = (in_channels, bottleneck or hidden_size, patch_size)
-        self.proj = nn.Conv2d(*sizes, stride=patch_size, bias=bottleneck is None)
-        self.expand = nn.Linear(bottleneck, hidden_size) if bottleneck else nn.Identity()
-
-    def forward(self, x: Tensor, positions: Tensor | None = None, residual: Residual = "fp32") -> Tensor:
-        if torch.compiler.is_compiling():
-            p = self.proj.stride[0]
-            patches = x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5)  # (B, rows, columns, …)
-            tokens = F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
-        else:
-            tokens = self.proj(x).flatten(2).transpose(1, 2).contiguous()
-        tokens = self.expand(tokens)
-        if positions is None:
-            return tokens
-        return kept_as(residual, tokens + positions, tokens)
-
-
-def kept_as(residual: Residual, tokens: Tensor, product: Tensor) -> Tensor:
-    """Return tokens in the dtype of the residual stream. With residual="bf16" this is the dtype of `product`, a layer's
-    output: under autocast bf16, and later residual sums are then bf16 too. With "fp32" tokens are not changed."""
-    return tokens.to(product.dtype) if residual == "bf16" else tokens
-
-
-class TimestepEmbedder(nn.Module):
-    """Embed the scalar time input as cosines and sines, followed by a two-layer MLP: (B,) → (B, D)."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(WAVES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
-
-    def frequencies(self, t: Tensor) -> Tensor:
-        """Map t (B,) to cosines, then sines, of 128 frequencies: (B, 256) fp32."""
-        exponent = torch.arange(WAVES // 2, dtype=torch.float32, device=t.device) / (WAVES // 2)
-        angle = t.float()[:, None] * torch.exp(-math.log(10000.0) * exponent)
-        return torch.cat([angle.cos(), angle.sin()], dim=1)
-
-    def forward(self, t: Tensor) -> Tensor:
-        return self.mlp(self.frequencies(t))
-
-
-class LabelEmbedder(nn.Module):
-    """Embed class labels, (B,) int64 → (B, D); row num_classes is the null class."""
-
-    def __init__(self, num_classes: int, hidden_size: int) -> None:
-        super().__init__()
-        self.embedding_table = nn.Embedding(num_classes + 1, hidden_size)
-
-    def initialize(self) -> None:
-        nn.init.normal_(self.embedding_table.weight, std=0.02)
-
-    def forward(self, y: Tensor) -> Tensor:
-        return self.embedding_table(y)
 
 
 class FinalLayer(nn.Module):
@@ -142,17 +65,10 @@ def linear_products(block: nn.Module, tokens: int) -> int:
 
 
 def block_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Return the linear layers in the network's blocks (its ModuleLists), by their names in the network."""
-    lists = [(name, child) for name, child in network.named_children() if isinstance(child, nn.ModuleList)]
-    named = [pair for name, blocks in lists for pair in blocks.named_modules(prefix=name)]
+    """Return (name in the network, layer) for the linear layers in the network's blocks (its ModuleLists)."""
+    lists = {name for name, child in network.named_children() if isinstance(child, nn.ModuleList)}
+    named = [(name, module) for name, module in network.named_modules() if name.partition(".")[0] in lists]
     return [(name, layer) for name, layer in named if isinstance(layer, nn.Linear)]
-
-
-def block_matrices(network: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices of attention, MLP and other mixers: the weights of the linear layers in the network's blocks
-    except those of their adaLN modulations."""
-    weights = [layer.weight for name, layer in block_layers(network) if "adaLN_modulation" not in name]
-    return [weight for weight in weights if min(weight.shape) > 1]
 
 
 class Backbone(nn.Module):
@@ -262,10 +178,8 @@ class Backbone(nn.Module):
     def check_condition(self, y: Tensor, batch: int) -> None:
         """Raise ValueError unless y holds labels (or texts) for `batch` samples; values are checked on a CPU only."""
         if readable(y) and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
-            raise ValueError(
-                f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows "
-                f"0..{self.num_classes - 1} and the null class {self.num_classes}"
-            )
+            known = f"0..{self.num_classes - 1} and the null class {self.num_classes}"
+            raise ValueError(f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows {known}")
 
     def null(self, count: int) -> Tensor:
         """Return the condition that means "no condition" for `count` samples: the null class, (count,) int64."""
@@ -311,9 +225,9 @@ class Backbone(nn.Module):
                      velocity.
         class_token  (B, z) noised class token, of a network that has one.
         """
-        x, c, *shared = self.embed(x, t, y)
+        x, c, *shared = self.embed(x, t, y)  # (B, N, D), (B, D)
         if self.z_embedder is not None:
-            x = self.z_embedder.before(x, class_token)
+            x = self.z_embedder.before(x, class_token)  # (B, 1 + N, D)
         grid, along = self.grid if self.needs_grid else None, self.along(len(x))
         blocks, more = self.called(self.blocks), {"record": record, "leading": self.leading}
         x = run_blocks(blocks, x, c, *shared, routes=routes, along=along, grid=grid, **more)

@@ -8,20 +8,23 @@ Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dit import DiTBlock, Mlp, add_value_residual, mixed
-from tread.models.backbone import Backbone, modulate
+from dit import DiTBlock, Mlp
+from tread.models.backbone import Backbone
 from tread.models.rotary import TABLES, check_tables, rotary_angles, rotate
+from tread.models.value_residual import add_value_residual, mixed
 from tread.runtime.schema import check
 
 Norm = Literal["layer", "rms"]
 MlpKind = Literal["gelu", "swiglu"]
 Positions = Literal["sincos", "rope"]
+DIT_PARTS = {"norm": "layer", "mlp": "gelu", "positions": "sincos"}  # DiT's choices of these options
 
 
 class RotaryAttention(nn.Module):
@@ -34,7 +37,7 @@ class RotaryAttention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.q_norm, self.k_norm = (nn.RMSNorm(dim // num_heads, eps=1e-6) if qk_norm else None for _ in range(2))
         self.proj = nn.Linear(dim, dim)
-        self.v1_lambda = None  # see add_value_residual
+        self.v1_lambda = None  # see value_residual.py
 
     def forward(self, x: Tensor, *along: Tensor) -> tuple[Tensor, Tensor]:
         """Map x (B, N, D). `along`: rotary positions (B, N, d), see `rotate`, if any; then what `mixed` takes."""
@@ -74,7 +77,7 @@ class SwiGLU(nn.Module):
 class LightningBlock(nn.Module):
     """DiT's block (adaLN-Zero) with a choice of norms, MLP and positions."""
 
-    returns_values = False  # see add_value_residual
+    returns_values = False  # see value_residual.py
 
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool) -> None:
         super().__init__()
@@ -85,16 +88,7 @@ class LightningBlock(nn.Module):
         self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # as many weights in both
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
-    def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Map tokens x (B, N, D) as DiTBlock does. `given`: what its attention takes along, conditioning c (B, D)."""
-        *along, c = given
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
-        x = x + gate1.unsqueeze(1) * change
-        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return (x, values.contiguous()) if self.returns_values else x
-
-    multiply_adds = DiTBlock.multiply_adds
+    forward, multiply_adds = DiTBlock.forward, DiTBlock.multiply_adds  # `along` has the rotary positions, if any
 
 
 def make_norm(norm: Norm, dim: int) -> nn.Module:
@@ -111,39 +105,29 @@ class LightningDiT(Backbone):
                their token's position, as in public checkpoints.
     qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
     block      class or function that creates a block from LightningBlock's arguments.
-    value_residual  True: the first block's values are mixed into those of the later ones, see add_value_residual.
+    value_residual  True: the first block's values are mixed into those of the later ones, see value_residual.py.
     """
 
     def __init__(
         self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
+        *,
         hidden_size: int = 1152,
-        depth: int = 28,
         num_heads: int = 16,
         mlp_ratio: float = 4.0,
-        num_classes: int | None = 1000,
-        learn_sigma: bool = False,
-        init: str = "adaln_zero",
-        *,
         norm: Norm = "rms",
         mlp: MlpKind = "swiglu",
         positions: Positions = "rope",
         qk_norm: bool = False,
         block: Callable[..., nn.Module] = LightningBlock,
-        embedder: Callable[[int], nn.Module] | None = None,
-        bottleneck: int | None = None,
-        class_token: int | None = None,
         value_residual: bool = False,
+        **sizes: Any,
     ) -> None:
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}")
         for name, value, kind in (("norm", norm, Norm), ("mlp", mlp, MlpKind), ("positions", positions, Positions)):
             check(name, value, kind)
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_classes, learn_sigma, init, embedder)
-        more = {"bottleneck": bottleneck, "class_token": class_token}
-        super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm), *sizes, **more)
+        make_block = partial(block, hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm)
+        super().__init__(make_block, hidden_size=hidden_size, **sizes)
         self.final_layer.norm_final = make_norm(norm, hidden_size)
         if value_residual:
             add_value_residual(self.blocks)
@@ -173,7 +157,5 @@ def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str,
     check_tables(tables, network.num_tokens, "the state dict")
     for name, table in tables.items():
         if table.shape[1] != network.head_dim:
-            raise ValueError(
-                f"{name} of the state dict rotates heads of {table.shape[1]} channels, but this network "
-                f"{f'has heads of {network.head_dim}' if network.head_dim else 'needs positions=rope for that'}"
-            )
+            own = f"has heads of {network.head_dim}" if network.head_dim else "needs positions=rope for that"
+            raise ValueError(f"{name} rotates heads of {table.shape[1]} channels, but this network {own}")

@@ -12,7 +12,7 @@ Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E =
 import math
 from collections.abc import Callable
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dit import DiTBlock, Mlp
 from routing_module import Grid
-from tread.models.backbone import Backbone, Init, linear_products, modulate
+from tread.models.backbone import Backbone, linear_products, modulate
 from tread.models.ssd import causal_conv, fused_ssd, products, ssd
 from tread.runtime.schema import check
 
@@ -75,10 +75,7 @@ class Mamba2Mixer(nn.Module):
         """Mix tokens x (B, N, D) of the grid (H, W). Raises ValueError if four directions get no grid of N tokens."""
         ways = range(self.directions)
         if self.directions == 4 and (grid is None or math.prod(grid) != x.shape[1]):
-            raise ValueError(
-                f"directions 4 scans columns, but grid is {grid} for {x.shape[1]} tokens: it must be their (rows, "
-                "columns); with hooks, select has to pass the kept rows' grid"
-            )
+            raise ValueError(f"directions 4 scans columns, but grid is {grid} for {x.shape[1]} tokens (rows, columns)")
         z, x, dt = self.in_proj(x).split([self.width, self.width + 2 * self.state, len(self.A_log)], dim=2)
         x = torch.cat([in_order(x, way, grid) for way in ways], dim=2)
         dt = torch.cat([in_order(part, way, grid) for way, part in enumerate(dt.chunk(self.directions, dim=2))], dim=2)
@@ -150,16 +147,10 @@ class Mamba(Backbone):
 
     def __init__(
         self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
+        *,
         hidden_size: int = 768,
         depth: int = 12,
         mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: Init = "adaln_zero",
-        *,
         state: int = 64,
         head_dim: int = 64,
         expand: int = 2,
@@ -169,20 +160,15 @@ class Mamba(Backbone):
         num_heads: int = 12,
         kernel: Kernel = "torch",
         allow_token_routes: bool = False,
+        **sizes: Any,
     ) -> None:
         check("directions", directions, Directions)
         if expand * hidden_size % head_dim:
             raise ValueError(f"expand {expand} × hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
         if directions == 4 and allow_token_routes:
-            raise ValueError(
-                "directions 4 scans the columns of whole rows, but allow_token_routes lets single tokens through, "
-                "which have none: take directions 1 or 2, or routes of rows"
-            )
+            raise ValueError("directions 4 scans columns, which allow_token_routes takes apart: take directions 1 or 2")
         if attention_every == 1 or attention_every > depth:
-            raise ValueError(
-                f"attention_every is {attention_every}, but must be 0, for none, or 2 to {depth}, the depth, so that "
-                "there are blocks of both kinds"
-            )
+            raise ValueError(f"attention_every is {attention_every}, but must be 0, for none, or 2 to {depth}")
         if attention_every and not mlp_ratio:
             raise ValueError("mlp_ratio is 0, but attention_every asks for DiT's blocks, which have an MLP")
         numbers = count(1)
@@ -193,6 +179,5 @@ class Mamba(Backbone):
             mixer = Mamba2Mixer(hidden_size, state, head_dim, expand, conv, directions, kernel)
             return MambaBlock(hidden_size, mlp_ratio, mixer)
 
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(make_block, *sizes, num_classes, learn_sigma, init)
+        super().__init__(make_block, hidden_size=hidden_size, depth=depth, **sizes)
         self.needs_grid = not allow_token_routes

@@ -8,13 +8,15 @@ Shapes: B samples, N tokens, D hidden size, W the decoder's hidden size.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dit import DiT, DiTBlock
 from routing_module import Record, Route, Routes, gather_tokens, run_blocks, scatter_tokens, settle_ids
-from tread.models.backbone import FinalLayer, Init, kept_as, sincos_positions
+from tread.models.backbone import FinalLayer, Init
+from tread.models.embedders import kept_as, sincos_positions
 from tread.routing.ids import count_kept
 
 
@@ -26,29 +28,14 @@ class MaskDiT(DiT):
     skipped_return = False
 
     def __init__(
-        self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: Init = "adaln_zero",
-        decoder_hidden_size: int = 512,
-        decoder_depth: int = 8,
-        decoder_heads: int = 16,
-        *,
-        bottleneck: int | None = None,
-    ) -> None:
+        self, *, hidden_size: int = 1152, mlp_ratio: float = 4.0, init: Init = "adaln_zero",
+        decoder_hidden_size: int = 512, decoder_depth: int = 8, decoder_heads: int = 16, **sizes: Any,
+    ) -> None:  # fmt: skip
         if decoder_hidden_size % decoder_heads:
             raise ValueError(
                 f"decoder_hidden_size {decoder_hidden_size} is not a multiple of decoder_heads {decoder_heads}"
             )
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, bottleneck=bottleneck)
+        super().__init__(hidden_size=hidden_size, mlp_ratio=mlp_ratio, init=init, **sizes)
         self.decoder_hidden_size = width = decoder_hidden_size
         table = self.y_embedder.embedding_table
         table.padding_idx = self.num_classes  # no gradient for the null class
@@ -112,7 +99,5 @@ def check_spans(routes: Sequence[Route], depth: int) -> None:
         spans = (resolved.start, resolved.end, resolved.fp32, resolved.rejoin) == (0, depth - 1, "off", 0)
         if not spans or len(routes) > 1:
             given = ", ".join(f"{route.start}→{route.end} with fp32={route.fp32}" for route in routes)
-            raise ValueError(
-                f"the routes are {given}, but MaskDiT drops tokens before its encoder and puts mask tokens at their "
-                "places behind it: it takes one route, start 0, end -1, fp32 off, rejoin null"
-            )
+            taken = "one route, start 0, end -1, fp32 off, rejoin null"
+            raise ValueError(f"the routes are {given}, but MaskDiT drops tokens before its encoder: it takes {taken}")

@@ -18,10 +18,7 @@ def rotary_angles(head_dim: int, side: int, scale: float = 1.0) -> Tensor:
     of the pairs rotates by the token's row, the second by its column, with frequencies 10000^(−2k/(d/2)),
     k = 0 .. d/4−1. `scale` multiplies rows and columns. Raises ValueError unless d is a multiple of 4."""
     if head_dim % 4:
-        raise ValueError(
-            f"heads of {head_dim} channels have no rotary positions, which rotate pairs of channels by row and column: "
-            "hidden_size / num_heads must be a multiple of 4"
-        )
+        raise ValueError(f"heads of {head_dim} channels have no rotary positions, which take a multiple of 4")
     frequency = 10000.0 ** (-torch.arange(head_dim // 4, dtype=torch.float64) / (head_dim / 4))
     line = scale * torch.arange(side, dtype=torch.float64)[:, None] * frequency
     return torch.cat([line.repeat_interleave(side, dim=0), line.repeat(side, 1)], dim=1)
@@ -42,14 +39,8 @@ def check_tables(state: Mapping[str, Tensor], tokens: int, where: str) -> None:
             continue
         table, side = state[name], math.isqrt(tokens)
         if table.ndim != 2 or len(table) != tokens or side**2 != tokens:
-            raise ValueError(
-                f"{name} of {where} has shape {tuple(table.shape)}, but must be ({tokens}, d), one row for each token "
-                "of a square grid: input_size and patch_size decide how many there are"
-            )
+            raise ValueError(f"{name} of {where} is {tuple(table.shape)}, but must be ({tokens}, d), of a square grid")
         formula = function(rotary_angles(table.shape[1], side)).repeat_interleave(2, dim=1)
         off = (table.double().cpu() - formula).abs().max().item()
         if not off <= ROUNDING:
-            raise ValueError(
-                f"{name} of {where} differs by up to {off:.3g} from the rotary positions that this network computes, "
-                f"where rounding allows {ROUNDING:g}"
-            )
+            raise ValueError(f"{name} of {where} differs by up to {off:.3g} from the rotary positions here")

@@ -9,13 +9,14 @@ Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from routing_module import Grid
-from tread.models.backbone import Backbone, Init, linear_products, modulate
+from tread.models.backbone import Backbone, linear_products, modulate
 from tread.models.wkv import products, wkv
 
 DECAY_RANGE = 8.0  # at initialisation, channels have decays w = 0 .. 8 over the whole sequence
@@ -98,17 +99,6 @@ class RWKV(Backbone):
 
     needs_grid = True
 
-    def __init__(
-        self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 768,
-        depth: int = 12,
-        mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: Init = "adaln_zero",
-    ) -> None:
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        super().__init__(partial(RWKVBlock, hidden_size, mlp_ratio), *sizes, num_classes, learn_sigma, init)
+    def __init__(self, *, hidden_size: int = 768, depth: int = 12, mlp_ratio: float = 4.0, **sizes: Any) -> None:
+        make_block = partial(RWKVBlock, hidden_size, mlp_ratio)
+        super().__init__(make_block, hidden_size=hidden_size, depth=depth, **sizes)

@@ -9,13 +9,13 @@ Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from routing_module import Record, Route, Routes, check_routes, run_blocks
-from tread.models.backbone import Init
-from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
+from tread.models.lightning import DIT_PARTS, LightningDiT
 
 DENSE = 2  # number of blocks of f, and also of h
 
@@ -26,35 +26,13 @@ class Sprint(LightningDiT):
 
     skipped_return, drops_path = False, True
 
-    def __init__(
-        self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        num_classes: int = 1000,
-        learn_sigma: bool = False,
-        init: Init = "adaln_zero",
-        *,
-        norm: Norm = "layer",
-        mlp: MlpKind = "gelu",
-        positions: Positions = "sincos",
-        qk_norm: bool = False,
-        bottleneck: int | None = None,
-        value_residual: bool = False,
-    ) -> None:
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth)
-        choices = {"norm": norm, "mlp": mlp, "positions": positions, "qk_norm": qk_norm}
-        choices |= {"bottleneck": bottleneck, "value_residual": value_residual}
-        super().__init__(*sizes, num_heads, mlp_ratio, num_classes, learn_sigma, init, **choices)
-        check_sparse_part((), depth)
-        self.fusion_proj = nn.Linear(2 * hidden_size, hidden_size)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**DIT_PARTS | given)
+        check_sparse_part((), len(self.blocks))
+        self.fusion_proj = nn.Linear(2 * self.hidden_size, self.hidden_size)
         nn.init.xavier_uniform_(self.fusion_proj.weight)
         nn.init.zeros_(self.fusion_proj.bias)
-        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, hidden_size))
+        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, self.hidden_size))
 
     def forward(
         self,
@@ -87,9 +65,8 @@ class Sprint(LightningDiT):
         if path_drop is None or isinstance(path_drop, bool):
             return torch.full((*x.shape[:2], 1), not path_drop, device=x.device)
         if path_drop.shape != x.shape[:1] or path_drop.dtype != torch.bool:
-            raise ValueError(
-                f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}, but must be ({len(x)},) torch.bool, or True"
-            )
+            given = f"path_drop is {tuple(path_drop.shape)} {path_drop.dtype}"
+            raise ValueError(f"{given}, but must be ({len(x)},) torch.bool, or True")
         return ~path_drop[:, None, None].repeat(1, x.shape[1], 1)
 
     def fusing(
@@ -140,19 +117,12 @@ class Sprint(LightningDiT):
 def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
     """Raise ValueError unless SPRINT with `depth` blocks has a sparse part, and `routes` is () or one route over it."""
     if depth <= 2 * DENSE:
-        raise ValueError(
-            f"depth {depth} leaves no block for SPRINT's sparse part, which is all but the first and last {DENSE}"
-        )
+        raise ValueError(f"depth {depth} leaves no block for SPRINT's sparse part, all but the first and last {DENSE}")
     if len(routes) > 1:
         raise ValueError(f"{len(routes)} routes are given, but SPRINT has one sparse part: give one route, or none")
     for route in check_routes(routes, depth):
         if (route.start, route.end) != (DENSE, depth - 1 - DENSE):
-            raise ValueError(
-                f"route {route.start}→{route.end} is not over SPRINT's sparse part: of {depth} blocks start must be "
-                f"{DENSE} and end {depth - 1 - DENSE} (or -{DENSE + 1})"
-            )
+            wanted = f"start must be {DENSE} and end {depth - 1 - DENSE} (or -{DENSE + 1})"
+            raise ValueError(f"route {route.start}→{route.end} is not over SPRINT's sparse part: {wanted}")
         if route.rejoin != route.start:
-            raise ValueError(
-                f"route rejoin {route.rejoin} is given, but SPRINT puts mask tokens in the places of skipped ones: "
-                "leave rejoin unset (null)"
-            )
+            raise ValueError(f"route rejoin {route.rejoin} is given, but SPRINT puts mask tokens there: leave it null")

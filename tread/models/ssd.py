@@ -120,10 +120,7 @@ def fused_ssd() -> Callable[..., Tensor]:
     try:
         import mamba_ssm.ops.triton.ssd_combined  # noqa: F401
     except ImportError as error:
-        raise ValueError(
-            f"kernel mamba_ssm needs a package that is absent ({error}): pip install -r requirements-mamba.txt, or "
-            "take kernel torch, which needs none"
-        ) from error
+        raise ValueError(f"mamba_ssm is not installed ({error}): pip install -r requirements-mamba.txt") from error
 
     def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
         return _fused_scan(*(part.contiguous() for part in (x, dt, A, B, C))).float()

@@ -11,13 +11,14 @@ Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P chann
 """
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from routing_module import readable
-from tread.models.backbone import Init, modulate
+from tread.models.backbone import modulate
 from tread.models.conditions import Text
-from tread.models.lightning import LightningBlock, LightningDiT, MlpKind, Norm, Positions, attend, make_norm
+from tread.models.lightning import DIT_PARTS, LightningBlock, LightningDiT, MlpKind, Norm, attend, make_norm
 
 
 class CrossAttention(nn.Module):
@@ -74,14 +75,12 @@ class TextEmbedder(nn.Module):
     """
 
     def __init__(
-        self, text_tokens: int, width: int | None, pooled: int | None, vocabulary: int | None, dim: int, norm: Norm
+        self, dim: int, text_tokens: int, width: int | None, pooled: int | None, vocabulary: int | None, norm: Norm
     ) -> None:
         super().__init__()
         if (width is None) == (vocabulary is None) or (vocabulary and pooled):
-            raise ValueError(
-                f"text width {width}, pooled {pooled} and vocabulary {vocabulary} do not fit: give a width, with or "
-                "without pooled, or a vocabulary"
-            )
+            given = f"text width {width}, pooled {pooled} and vocabulary {vocabulary} do not fit"
+            raise ValueError(f"{given}: give a width, with or without pooled, or a vocabulary")
         self.text_tokens, self.width, self.pooled, self.vocabulary = text_tokens, width, pooled, vocabulary
         if vocabulary:
             self.words = nn.Embedding(vocabulary, dim)
@@ -133,41 +132,14 @@ class TextDiT(LightningDiT):
     text_tokens, text_width, text_pooled and vocabulary go to TextEmbedder. Buffers hold the encoded empty caption."""
 
     def __init__(
-        self,
-        input_size: int = 32,
-        patch_size: int = 2,
-        in_channels: int = 4,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        learn_sigma: bool = False,
-        init: Init = "adaln_zero",
-        *,
-        text_tokens: int,
-        text_width: int | None = None,
-        text_pooled: int | None = None,
-        vocabulary: int | None = None,
-        norm: Norm = "layer",
-        mlp: MlpKind = "gelu",
-        positions: Positions = "sincos",
-        qk_norm: bool = False,
-        bottleneck: int | None = None,
-        class_token: int | None = None,
-        value_residual: bool = False,
-    ) -> None:
-        sizes = (input_size, patch_size, in_channels, hidden_size, depth, num_heads, mlp_ratio, None, learn_sigma, init)
+        self, *, text_tokens: int, text_width: int | None = None, text_pooled: int | None = None,
+        vocabulary: int | None = None, **given: Any,
+    ) -> None:  # fmt: skip
+        given = DIT_PARTS | given
+        text = {"text_tokens": text_tokens, "width": text_width, "pooled": text_pooled, "vocabulary": vocabulary}
+        embedder = partial(TextEmbedder, **text, norm=given["norm"])
         super().__init__(
-            *sizes,
-            norm=norm,
-            mlp=mlp,
-            positions=positions,
-            qk_norm=qk_norm,
-            block=partial(TextBlock, text_tokens=text_tokens),
-            embedder=lambda dim: TextEmbedder(text_tokens, text_width, text_pooled, vocabulary, dim, norm),
-            bottleneck=bottleneck,
-            class_token=class_token,
-            value_residual=value_residual,
+            num_classes=None, block=partial(TextBlock, text_tokens=text_tokens), embedder=embedder, **given
         )
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()
         mask[:, 0] = True

@@ -90,10 +90,8 @@ class Tar:
                     tar.members = []  # tarfile would keep every header in memory
                 end = tar.offset
         except tarfile.TarError as error:
-            raise ValueError(
-                f"{self.path} is no tar, or damaged, truncated or compressed ({error}); a compressed tar must be "
-                "unpacked first, for its files are read in any order"
-            ) from error
+            said = f"{self.path} is no tar, or damaged, truncated or compressed ({error})"
+            raise ValueError(f"{said}; a compressed tar must be unpacked first") from error
         with self.path.open("rb") as file:  # tarfile stops without an error at a damaged header
             file.seek(end)
             if file.read(512) != bytes(512):

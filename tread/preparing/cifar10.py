@@ -82,9 +82,7 @@ def read_files(source: Path) -> dict[str, bytes]:
         paths = [(inner if inner.is_dir() else source) / name for name in wanted]
         return {path.name: path.read_bytes() for path in paths if path.is_file()}
     if not source.is_file():
-        raise FileNotFoundError(
-            f"{source} is not there: dataset.archive names {Path(URL).name}, or a folder of its files"
-        )
+        raise FileNotFoundError(f"{source} is not there: dataset.archive names {Path(URL).name} or a folder of it")
     try:
         with tarfile.open(source) as archive:
             members = {PurePosixPath(member.name).name: member for member in archive if member.isfile()}

@@ -7,9 +7,7 @@ import numpy as np
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 
-MEANING = LatentSpec(
-    shape=(1, 8, 8), classes=tuple(str(digit) for digit in range(10)), autoencoder="pixels", scale_applied=True
-)
+MEANING = LatentSpec((1, 8, 8), classes=tuple("0123456789"), autoencoder="pixels", scale_applied=True)
 HELDOUT_EVERY = 5  # of each class, every fifth scan is held out: 355, which leaves 1,442 to train on
 
 

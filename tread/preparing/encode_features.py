@@ -72,10 +72,7 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
             both = zip(*(encoder.encode_both(view) for view in views))
             features, pooled = (torch.stack(parts, dim=1).half() for parts in both)
             if not (features.isfinite().all() and pooled.isfinite().all()):
-                raise ValueError(
-                    f"{encoder.name} makes features of some picture that are not finite in float16: they are too large "
-                    "for it, or its weights are broken"
-                )
+                raise ValueError(f"{encoder.name} makes features of some picture that are not finite in float16")
             yield features.cpu().numpy(), pooled.cpu().numpy()
 
     batch_size = options.batch_size or (8 if processes.device.type == "cpu" else 64)
@@ -98,10 +95,8 @@ def open_source(
         photos, crop, chosen = find_again(data, Path(options.source), options.root, options.labels)
         return data, partial(read_again, data, photos, crop, chosen, workers), crop.size, photos.where
     if "pictures" not in index and not holds_pixels(LatentDataset(folder).latents):
-        raise ValueError(
-            f"{folder} keeps no pictures beside its latents: name the photos that it was made of, source=…, or prepare "
-            "it again by scripts/prepare_latents.py keep_pictures=true"
-        )
+        how = "name the photos that it was made of, source=…, or prepare it again with keep_pictures=true"
+        raise ValueError(f"{folder} keeps no pictures beside its latents: {how}")
     data = LatentDataset(folder, pictures=True)
 
     def stored(batches: Sequence[range]) -> Iterator[tuple[Tensor, ...]]:
@@ -123,16 +118,12 @@ def find_again(
     made = json.loads(report.read_text()) if report.is_file() else {}
     plan = made.get("plan", {})
     if not {"pictures", "resolution"} <= plan.keys():
-        raise ValueError(
-            f"{data.folder} does not say which photos it was made of: scripts/prepare_latents.py did not make it. "
-            "Prepare it from the photos, or take a dataset that keeps its pictures"
-        )
+        how = "prepare it from the photos, or take a dataset that keeps its pictures"
+        raise ValueError(f"{data.folder} does not say which photos it was made of: {how}")
     photos = find_photos(source, root, labels, plan.get("captions_in") if "captions" in plan else NONE)
     if source_hash(photos) != plan["pictures"]:
-        raise ValueError(
-            f"{photos.where} holds other pictures than {data.folder} was made of ({len(photos):,}, by names and "
-            "classes): name the same source=…, root=… and labels=… as then"
-        )
+        what = f"other pictures than {data.folder} was made of ({len(photos):,}, by names and classes)"
+        raise ValueError(f"{photos.where} holds {what}: name the same source=…, root=… and labels=… as then")
     out = held_out(photos.names, photos.labels, len(photos.classes), plan.get("heldout"))
     chosen = out if plan.get("part") == "heldout" else ~out
     left_out = {name for name, _ in made.get("left_out", [])}

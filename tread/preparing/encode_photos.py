@@ -88,10 +88,8 @@ def read_crops(
     try:
         yield from DataLoader(Crops(photos, crop), batch_sampler=[rows.tolist() for rows in batches], **options)
     except RuntimeError as error:  # PyTorch's, when a worker died
-        raise OSError(
-            f"a reading process ended: {error}\nIt may have had too little (shared) memory, or a file size limit: try "
-            "fewer workers, or a smaller batch_size. What was done before is kept"
-        ) from error
+        how = "It may have had too little (shared) memory: try fewer workers, or a smaller batch_size"
+        raise OSError(f"a reading process ended: {error}\n{how}. What was done before is kept") from error
 
 
 def source_hash(photos: Photos) -> str:
@@ -130,10 +128,8 @@ def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
         (listed,) = told("damaged pictures", damaged, DAMAGED)
-        raise ValueError(
-            f"{photos.where}: {listed}\nReplace or remove them and start the same command again: it goes on with what "
-            "is done. Or leave such files out with on_error=skip"
-        )
+        how = "Replace or remove them and start the same command again, or leave such files out with on_error=skip"
+        raise ValueError(f"{photos.where}: {listed}\n{how}")
 
 
 def check_sizes(photos: Photos, resolution: int) -> None:
@@ -274,18 +270,14 @@ def open_photos(options: PhotoOptions) -> Photos:
     """Return the pictures found in options.source, after checking them. Raises ValueError or OSError."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
-        raise ValueError(
-            f"out {out} lies inside source {source}, whose pictures it would be among; choose another place"
-        )
+        raise ValueError(f"out {out} lies inside source {source}, among its pictures; choose another place")
     if options.autoencoder == "none" and options.keep_pictures:
         raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
     photos = find_photos(source, options.root, options.labels, options.captions)
     photos.check(options.on_error == "skip", options.allow_empty)
     if photos.heldout and options.heldout is not None:
-        raise ValueError(
-            f"{photos.where} holds out {photos.heldout.rstrip('/')} itself: leave heldout={options.heldout} out, or "
-            "choose one split by root="
-        )
+        held = f"{photos.where} holds out {photos.heldout.rstrip('/')} itself"
+        raise ValueError(f"{held}: leave heldout={options.heldout} out, or choose one split by root=")
     if not options.enlarge:
         check_sizes(photos, options.resolution)
     return photos
@@ -392,10 +384,8 @@ def look_at(
     made = dataset_numbers(data)
     empty = [name for name, count in made["class_counts"].items() if not count]
     if empty and not options.allow_empty and part == "train":
-        raise ValueError(
-            f"no picture of {', '.join(empty[:5])} could be read; repair some of {photos.where} and start the same "
-            "command again, or set allow_empty=true"
-        )
+        how = f"repair some of {photos.where} and start the same command again, or set allow_empty=true"
+        raise ValueError(f"no picture of {', '.join(empty[:5])} could be read; {how}")
     made |= {
         "enlarged": sum(note["enlarged"] for note in notes),
         "much_enlarged": [name for note in notes for name in note["much_enlarged"]],

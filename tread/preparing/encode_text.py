@@ -78,10 +78,8 @@ def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Pr
     flat = list(itertools.chain(*captions))
     shape = like and LatentDataset(Path(like), text=options.encoder).text_spec
     if shape and options.tokens not in (None, shape.tokens):
-        raise ValueError(
-            f"tokens is {options.tokens}, but {like}, which {folder} goes with, has text of {shape.tokens}: leave "
-            f"tokens out, or encode both by dataset={like}"
-        )
+        theirs = f"{like}, which {folder} goes with, has text of {shape.tokens}"
+        raise ValueError(f"tokens is {options.tokens}, but {theirs}: leave it out, or encode both by dataset={like}")
     tokens, vocabulary = options.tokens or (shape and shape.tokens), shape and shape.vocabulary
     with processes.main_first():  # one process downloads the weights
         encoder = text_encoder(options.encoder, flat, tokens, vocabulary, processes.device)

@@ -101,9 +101,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     """Convert 16-bit grey to 8 bits, transparency to an alpha channel. Raises ValueError for grey beyond 16 bits."""
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
-        raise ValueError(
-            f"its grey lies in {values.min()}..{values.max()}; convert the picture to 8 or 16 bits a channel"
-        )
+        raise ValueError(f"its grey lies in {values.min()}..{values.max()}, not in 8 or 16 bits: convert the picture")
     grey = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     if "transparency" in image.info:
         opaque = values != image.info["transparency"]

@@ -155,10 +155,8 @@ def _maskdit(source: Path, options: "ImportOptions") -> ForeignSamples:
     count = length // 2 if options.flipped else length
     labels = [number(f"y-{index}") for index in range(length)]
     if options.flipped and labels[:count] != labels[count:]:
-        raise ValueError(
-            f"{source}: the labels of the first half of {length} entries are not those of the second, so that one does "
-            "not hold the flipped copies; if there are none, say flipped=false"
-        )
+        halves = f"the labels of the first half of {length} entries are not those of the second"
+        raise ValueError(f"{source}: {halves}: if there are no flipped copies, say flipped=false")
 
     def moments(key: str) -> np.ndarray:
         content = get(key)
@@ -189,10 +187,8 @@ def _tread(source: Path, options: "ImportOptions") -> ForeignSamples:
             parts.setdefault(f"{folder}/{key}", {})[extension] = name
         for key, sample in parts.items():
             if not {"latent.npy", "cls"} <= sample.keys():
-                raise ValueError(
-                    f"{tar.path}: sample {key.lstrip('/')} has {', '.join(sorted(sample))}, but must have latent.npy "
-                    f"and cls{_MASKDIT}"
-                )
+                has = f"{tar.path}: sample {key.lstrip('/')} has {', '.join(sorted(sample))}"
+                raise ValueError(f"{has}, but must have latent.npy and cls{_MASKDIT}")
             samples.append((tar, sample["latent.npy"]))
             labels.append(_number(tar.read(sample["cls"]), f"{tar.path}: {sample['cls']}"))
 
@@ -322,11 +318,9 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
         path = Path(options.captions)
         captions = list(read_coco(path.parent, path.name).values())
         if list(map(len, captions)) != counts.tolist():
-            raise ValueError(
-                f"{path} lists {len(captions):,} pictures with {sum(map(len, captions)):,} captions, but {source} "
-                f"holds {len(counts):,} with {counts.sum():,}, or others of them: name the annotations they were "
-                "extracted by"
-            )
+            ours = f"{source} holds {len(counts):,} with {counts.sum():,}"
+            lists = f"{path} lists {len(captions):,} pictures with {sum(map(len, captions)):,} captions"
+            raise ValueError(f"{lists}, but {ours}, or others of them: name the annotations they were extracted by")
     empty = source / "empty_context.npy"
     empty = empty if empty.is_file() else source.parent / empty.name
 

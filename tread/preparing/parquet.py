@@ -77,10 +77,8 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
         if label is not None:
             column = opened.read(columns=[label])[label]
             if column.null_count or not str(column.type).startswith(("int", "uint")):
-                raise ValueError(
-                    f"{path}: the column {label} is of {column.type} with {column.null_count} empty rows, but must "
-                    "hold a class's number in each"
-                )
+                given = f"is of {column.type} with {column.null_count} empty rows"
+                raise ValueError(f"{path}: the column {label} {given}, but must hold a class's number in each")
             labels += column.to_pylist()
     classes, numbers = ONE_CLASS, np.array(labels if label else [0] * len(names), dtype=np.int64)
     if label is not None:

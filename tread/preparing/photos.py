@@ -180,9 +180,8 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
     """Round shares to integers up to `most` with the sum `total`, by largest remainders; ValueError if impossible."""
     if total > most.sum():
-        raise ValueError(
-            f"heldout takes {total:,} pictures, but {most.sum():,} can be held out: each class keeps one for training"
-        )
+        most_out = f"{most.sum():,} can be held out: each class keeps one for training"
+        raise ValueError(f"heldout takes {total:,} pictures, but {most_out}")
     counts = np.minimum(np.floor(shares).astype(int), most)
     while left := total - counts.sum():
         order = np.argsort(counts - shares, kind="stable")

@@ -85,10 +85,8 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
         names = [name for name in names if name not in LABEL_FILES]
         numbers, classes = _by_table(where, names, label_table(chosen, content))
     elif isinstance(store, Tars) and not texts:
-        raise ValueError(
-            f"{where} holds tars without a text file beside any picture (a.txt, a.jpg), nor a labels file: one of both "
-            "is needed, for a tar's name is no class"
-        )
+        said = f"{where} holds tars without a text file beside any picture (a.txt, a.jpg), nor a labels file"
+        raise ValueError(f"{said}: one of both is needed, for a tar's name is no class")
     elif texts and (isinstance(store, Tars) or any(name.count("/") != 1 for name in names if is_picture(name))):
         numbers, classes = dict.fromkeys(filter(is_picture, names), 0), ONE_CLASS
     else:

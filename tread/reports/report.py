@@ -120,20 +120,16 @@ def troubles_of(run: Found) -> list[str]:
     texts += run.problems
     if bad := [record for record in run.records if record.get("bad_steps")]:
         before = [r["step"] for r in run.records if "bad_steps" in r and r["step"] < bad[0]["step"]]
-        texts.append(
-            f"{sum(record['bad_steps'] for record in bad):,.0f} steps were skipped, since loss or gradient was not "
-            f"finite: between steps {max(before, default=0):,} and {bad[-1]['step']:,}"
-        )
+        count, between = sum(r["bad_steps"] for r in bad), f"{max(before, default=0):,} and {bad[-1]['step']:,}"
+        texts.append(f"{count:,.0f} steps were skipped, since loss or gradient was not finite: between steps {between}")
     for name, called in heldout_titles().items():
         if absurd := [record for record in run.records if record.get(name, 0) > 1000]:
             texts.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
         losses = {record["step"]: record[name] for record in run.records if name in record}
         lowest, since = min(losses, key=losses.get, default=0), [*losses.values()][-2:]
         if [*losses][:-2].count(lowest) and min(since) > RISEN * losses[lowest]:
-            texts.append(
-                f"the {called} has risen, from {losses[lowest]:.4g} at step {lowest:,} to {since[-1]:.4g} at step "
-                f"{max(losses):,}, as when a network learns its training pictures by heart"
-            )
+            risen = f"from {losses[lowest]:.4g} at step {lowest:,} to {since[-1]:.4g} at step {max(losses):,}"
+            texts.append(f"the {called} has risen, {risen}, as when a network learns its training pictures by heart")
     if run.config and not value_at(run.config, "dataset.heldout"):
         texts.append("there is no held-out data, so no evaluation")
     texts += [str(text) for start in starts for text in start["warnings"]]

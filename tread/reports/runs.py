@@ -59,11 +59,8 @@ class Found:
         host, pid, time = self.status.get("host"), self.status.get("pid"), told_time(self.status.get("time"))
         if host != platform.node() or not isinstance(pid, int):
             return f"running on {host}, by what it wrote last at {time}"
-        return (
-            "running"
-            if psutil.pid_exists(pid)
-            else f"killed: process {pid} is gone without a word; it last wrote at {time}"
-        )
+        gone = f"killed: process {pid} is gone without a word; it last wrote at {time}"
+        return "running" if psutil.pid_exists(pid) else gone
 
 
 def told_time(stated: object) -> str | None:

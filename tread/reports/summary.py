@@ -7,8 +7,8 @@ from tread.models.backbone import count_parameters
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.runtime.schema import written
+from tread.training.draws import active_routes
 from tread.training.run import Run
-from tread.training.step import active_routes
 
 
 def describe(run: Run) -> str:

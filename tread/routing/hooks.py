@@ -55,10 +55,8 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
     """Return a block's inputs (args, kwargs) with the kept tokens alone in args[0], (B, N, D) → (B, K, D). All other
     inputs are unchanged. Raises ValueError if there are only keyword arguments."""
     if not args:
-        raise ValueError(
-            f"the block was called with keywords only ({', '.join(kwargs)}): give attach_routes a select and a join, "
-            "or tokens= (the keyword of the tokens)"
-        )
+        called = f"the block was called with keywords only ({', '.join(kwargs)})"
+        raise ValueError(f"{called}: give attach_routes tokens= (the keyword of the tokens), or a select and a join")
     return (gather_tokens(args[0], ids_keep), *args[1:]), kwargs
 
 
@@ -93,10 +91,7 @@ def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
     """Return all tokens (B, N, D): a block's output (B, K, D) put into the block's first input, saved[0][0]. Raises
     ValueError if the output is no tensor."""
     if not isinstance(output, Tensor):
-        raise ValueError(
-            f"the block returned a {type(output).__name__}, not the tokens alone: give attach_routes a join, or "
-            "output= (the tokens' index in a tuple)"
-        )
+        raise ValueError(f"the block returned a {type(output).__name__}, not the tokens alone: state output= or join=")
     return scatter_tokens(saved[0][0], output, ids_keep)
 
 
@@ -170,10 +165,8 @@ class Routing:
     def _check_rejoined(self) -> None:
         """Raise RuntimeError if a forward pass saved inputs for a route's `rejoin` that its last block did not use."""
         for route in [self.routes[number] for number, (_, _, forward) in self._rejoins.items() if forward]:
-            raise RuntimeError(
-                f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}: leave "
-                "rejoin out if the model may skip it (stochastic depth); after an error, enter the context anew"
-            )
+            said = f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}"
+            raise RuntimeError(f"{said}: leave rejoin out if blocks may be skipped; after errors, enter anew")
 
     def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._ids is not None:
@@ -189,16 +182,12 @@ class Routing:
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
-            raise RuntimeError(
-                f"block {index} was called without block {rejoin}, before which its route rejoins, as activation "
-                "checkpointing around single blocks does; hooks can't support that: leave rejoin out, or use run_blocks"
-            )
+            said = f"block {index} was called without block {rejoin}, before which its route rejoins"
+            advice = "activation checkpointing of single blocks does so: leave rejoin out, or use run_blocks"
+            raise RuntimeError(f"{said}; {advice}")
         saved, written, _ = self._rejoins.pop(number)
         if _written(*saved) != written:
-            raise RuntimeError(
-                f"the model wrote into the inputs of block {rejoin}, to which the skipped tokens return behind block "
-                f"{index}: leave rejoin out"
-            )
+            raise RuntimeError(f"the model wrote into the inputs of block {rejoin}, which are saved: leave rejoin out")
         return saved
 
     def _before(self, number: int, index: int, module: nn.Module, args: tuple, kwargs: dict) -> Inputs | None:
@@ -287,10 +276,7 @@ class Routing:
         for ids, count in zip(ids_keep, counts, strict=True):
             check_ids(ids, len(ids) if ids.ndim else 0, count)
         if any(self._blocks & other._blocks for other in _ON):
-            raise RuntimeError(
-                "routes of these blocks are on already: leave that context before entering another (routes that run "
-                "together go into one attach_routes)"
-            )
+            raise RuntimeError("routes of these blocks are on already: one attach_routes takes all that run together")
         if not self._handles:
             raise RuntimeError("the routes were removed from the model: attach them anew")
         self._ids, self._tokens, self._ran = ids_keep, counts, False
@@ -369,15 +355,11 @@ def attach_routes(
     routes = [routes] if isinstance(routes, Route) else routes
     for route in routes:
         if not route.rejoins.removes or RULES[route.select].scores is not None:
-            raise ValueError(
-                f"the route {route.start}→{route.end} has rejoin={route.rejoin}, select={route.select}, which only "
-                "run_blocks supports"
-            )
+            given = f"rejoin={route.rejoin}, select={route.select}"
+            raise ValueError(f"the route {route.start}→{route.end} has {given}, which only run_blocks supports")
         if route.fp32 not in ("auto", "off"):
-            raise ValueError(
-                f"the route {route.start}→{route.end} has fp32={route.fp32!r}, but hooks do not change a block's "
-                'precision: use fp32="off", and keep that block in fp32 yourself'
-            )
+            named = f"the route {route.start}→{route.end} has fp32={route.fp32!r}"
+            raise ValueError(f'{named}, but hooks do not change a block\'s precision: use fp32="off"')
     if len({id(block) for block in blocks}) < len(blocks):
         raise ValueError("a block is in the list more than once: hooks can't tell its calls apart")
     for index, block in enumerate(blocks):
@@ -392,6 +374,5 @@ def attach_routes(
             raise ValueError(f"tokens is {tokens!r}, but must name the first input of the blocks")
     resolved = [route.resolve(len(blocks)) for route in routes]
     check_routes(resolved, len(blocks))
-    return Routing(
-        blocks, tuple(replace(route, fp32="off") for route in resolved), select, join, tokens, output, verify
-    )
+    settled = tuple(replace(route, fp32="off") for route in resolved)
+    return Routing(blocks, settled, select, join, tokens, output, verify)

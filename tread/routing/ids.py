@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from routing_module import RULES, Grid, Route, check_count, draw_ids, num_keep
+from routing_module import RULES, Grid, Route, check_count, draw_ids, keep_prefix, num_keep
 
 Some = Tensor | None
 
@@ -30,10 +30,8 @@ def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
     _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
-        raise ValueError(
-            f"force_keep holds {most} of a sample's {noise.shape[1]} tokens (or rows), but selection_ratio "
-            f"{selection_ratio} keeps {kept}"
-        )
+        held = f"force_keep holds {most} of a sample's {noise.shape[1]} tokens (or rows)"
+        raise ValueError(f"{held}, but selection_ratio {selection_ratio} keeps {kept}")
     return noise.masked_fill(keep, -math.inf)
 
 
@@ -77,10 +75,8 @@ def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Te
 def check_groups(grid: Grid) -> None:
     """Raise ValueError unless both sides of the grid (H, W) are even."""
     if grid[0] % 2 or grid[1] % 2:
-        raise ValueError(
-            f"select=group keeps one token of each 2×2 group, but a grid of {grid[0]}×{grid[1]} tokens is odd: "
-            "select=token takes any grid"
-        )
+        grown = f"a grid of {grid[0]}×{grid[1]} tokens is odd: select=token takes any"
+        raise ValueError(f"select=group keeps one token of each 2×2 group, but {grown}")
 
 
 def _by_groups(values: Tensor, grid: Grid) -> Tensor:
@@ -115,9 +111,7 @@ class Token:
         """Return ids_keep (B, K): the tokens with the largest scores (B, N) or, if scores is None, the smallest uniform
         draws (B, N). `keep` (B, N) bool marks tokens that must be kept (None: none; over K: ValueError)."""
         if scores is not None and scores.shape != draws.shape:
-            raise ValueError(
-                f"scores of select={route.select} are {tuple(scores.shape)}, but must be {tuple(draws.shape)}, (B, N)"
-            )
+            raise ValueError(f"scores of {route.select} are {tuple(scores.shape)}, but must be {tuple(draws.shape)}")
         draws = draws if scores is None else -scores
         if keep is not None:
             draws = force(draws, keep, route.selection_ratio)
@@ -130,10 +124,8 @@ class Token:
     def check_route(self, route: Route) -> None:
         """Raise ValueError if the rule does not support the route's selection_ratio."""
         if self.ratio not in (None, route.selection_ratio):
-            raise ValueError(
-                f"selection_ratio is {route.selection_ratio}, but must be {self.ratio} with select={route.select}: "
-                "select=token takes other ratios"
-            )
+            given = f"selection_ratio is {route.selection_ratio}"
+            raise ValueError(f"{given}, but must be {self.ratio} with select={route.select}")
 
     def check_grid(self, grid: Grid) -> tuple[str, int]:
         """Return the unit that the rule selects and the number of such units in a grid (H, W), e.g. ("row", H), for
@@ -231,10 +223,7 @@ def choose_ids(
     """
     rule = RULES[route.select]
     if rule.scores is not None:
-        raise ValueError(
-            f'select="{route.select}" scores the tokens before the route: give run_blocks the pair (route, draws), and '
-            "it chooses"
-        )
+        raise ValueError(f'select="{route.select}" scores the tokens before the route: run_blocks takes (route, draws)')
     ids = rule.choose(route, noise, grid, force_keep, None)
     check_count(route, ids, noise.shape[1], grid)
     return keep_prefix(ids, prefix) if prefix else ids
@@ -244,12 +233,6 @@ def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
     """Return one entry for a network's argument `routes`: (route, ids_keep (B, K)), chosen by the uniform numbers
     `draws` (B, N). If the route's rule scores tokens: (route, draws), as run_blocks then calls the rule."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
-
-
-def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
-    """Shift the indices by `prefix` and put 0..prefix−1 before them: (B, K) → (B, prefix + K)."""
-    first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
-    return torch.cat([first, ids_keep + prefix], dim=1)
 
 
 def with_ratio(route: Route, ratio: float) -> Route:
@@ -280,22 +263,16 @@ def check_ratio(route: Route, grid: Grid, key: str) -> None:
     ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
     unit, units = RULES[route.select].check_grid(grid)
     if ratio and kept == tokens:
-        raise ValueError(
-            f"{key} {ratio:g} routes nothing around: it is less than one {unit} of the {grid[0]}×{grid[1]} tokens"
-        )
+        less = f"less than one {unit} of the {grid[0]}×{grid[1]} tokens"
+        raise ValueError(f"{key} {ratio:g} routes nothing around: it is {less}")
     if ratio and kept == 1:
-        raise ValueError(
-            f"{key} {ratio:g} keeps a single token of the {grid[0]}×{grid[1]}, which would see no other: "
-            f"a ratio of at most {1 - 2 / units:.4g} keeps more"
-        )
+        alone = f"{key} {ratio:g} keeps a single token of the {grid[0]}×{grid[1]}, which would see no other"
+        raise ValueError(f"{alone}: a ratio of at most {1 - 2 / units:.4g} keeps more")
 
 
 def _check_grid(noise: Tensor, grid: Grid | None) -> Grid:
     if grid is None or noise.shape[1:] != (math.prod(grid),):
-        raise ValueError(
-            f"noise has shape {tuple(noise.shape)} and grid is {grid}, but must be (rows, columns), as many tokens as "
-            "noise has columns"
-        )
+        raise ValueError(f"noise has shape {tuple(noise.shape)} and grid is {grid}, but must be its (rows, columns)")
     return grid
 
 

@@ -26,10 +26,8 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
     Raises ValueError if the launch is neither one device nor DDP, or has another number of processes than `processes`
     (None: any number will do). For cpu_threads see use_cores."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise ValueError(
-            "accelerate was asked for several processes and started one, as it does on CPUs: launch them by "
-            "torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
-        )
+        how = "launch them by torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
+        raise ValueError(f"accelerate was asked for several processes and started one, as it does on CPUs: {how}")
     use_expandable_segments()
     # device.autocast sets the precision, as in sampling; without cpu=True, torchrun on CPUs would start one process
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=PATIENCE)]

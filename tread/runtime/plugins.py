@@ -34,10 +34,8 @@ def import_plugins(names: Sequence[str]) -> None:
             _imported[module] = digest
         except Exception as error:
             sys.modules.pop(place, None)
-            raise ValueError(
-                f"plugins names {name}, which can't be imported: {type(error).__name__}: {error}; it must be a module "
-                "that Python finds, or the path of a .py file"
-            ) from error
+            said = f"plugins names {name}, which can't be imported: {type(error).__name__}: {error}"
+            raise ValueError(f"{said}; it must be a module that Python finds, or the path of a .py file") from error
 
 
 def plugin_hashes(names: Sequence[str]) -> dict[str, str]:

@@ -53,10 +53,8 @@ def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, T
     if kind in parts:
         return kind, plain_names(_tensors(*parts[kind]))
     if weights == "ema":
-        raise ValueError(
-            f"{path} holds raw weights and no averaged ones: init_weights=model starts a run from those, "
-            "take=model imports them"
-        )
+        raw = f"{path} holds raw weights and no averaged ones"
+        raise ValueError(f"{raw}: init_weights=model starts a run from those, take=model imports them")
     raise ValueError(f"{path} holds averaged weights (ema) and no raw ones")
 
 

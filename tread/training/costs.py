@@ -30,8 +30,8 @@ from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import Alive, autocast, wait_for
 from tread.runtime.files import size_text
 from tread.training.alignment import Aligned, Aligner, build_projector
+from tread.training.draws import active_routes
 from tread.training.settings import Settings
-from tread.training.step import active_routes
 
 Kind = tuple[tuple[Route, ...], bool]  # of steps: their routes, and whether they align
 USABLE = 0.94  # share of a device's memory for tensors; CUDA and fragmentation take the rest

@@ -12,8 +12,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from tread.runtime.compiling import first_line
 from tread.runtime.device import autocast
 from tread.runtime.signals import INTERRUPTED, Stop, leave_at_once
+from tread.training.draws import step_draws
 from tread.training.run import Failure, Run, note_failure
-from tread.training.step import loss, step_draws, training_step
+from tread.training.step import loss, training_step
 
 
 class Launch:

@@ -19,9 +19,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tread.runtime.compiling import first_line
 from tread.runtime.device import beside
+from tread.training.draws import Draws
 from tread.training.optimizer import is_fused
 from tread.training.run import Failure, Run
-from tread.training.step import Draws, Inputs, step_on
+from tread.training.step import Inputs, step_on
 
 Replay = Callable[[], list[Tensor]]  # does the step, and returns what step_on returned
 CLOSE = {"rtol": 0.01, "atol": 1e-6, "equal_nan": True}  # of losses and gradient norms in bf16

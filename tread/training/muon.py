@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tread.models.backbone import block_matrices
+from tread.models.backbone import block_layers
 
 Scale = Literal["original", "match_rms"]
 SCALES = {  # r of a matrix with so many rows and columns
@@ -22,6 +22,13 @@ SCALES = {  # r of a matrix with so many rows and columns
     "match_rms": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,  # AdamW's step size (arXiv 2502.16982)
 }
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of an iteration: σ → a·σ + b·σ³ + c·σ⁵ for each singular value σ
+
+
+def block_matrices(network: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices of attention, MLP and other mixers: the weights of the linear layers in the network's blocks
+    except those of their adaLN modulations."""
+    weights = [layer.weight for name, layer in block_layers(network) if "adaLN_modulation" not in name]
+    return [weight for weight in weights if min(weight.shape) > 1]
 
 
 def groups_of(parameters: Iterable[nn.Parameter], network: nn.Module) -> list[dict]:

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from routing_module import Table
-from tread.models.backbone import block_matrices
 from tread.runtime.schema import BelowOne, CountOrZero, Positive, PositiveOrZero, written
 from tread.runtime.tensor_files import listed
-from tread.training.muon import Muon, Scale, groups_of
+from tread.training.muon import Muon, Scale, block_matrices, groups_of
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,8 @@ class Optim:
             signature.bind((), **given, **(self.options or {}))
         except TypeError as error:
             takes = ", ".join(name for name in [*signature.parameters][1:] if name not in given)
-            raise ValueError(
-                f"optim.options is {written(self.options)}, but optim.name={self.name} takes {takes} there ({error}); "
-                "optim.options=null gives none"
-            ) from error
+            said = f"optim.options is {written(self.options)}, but optim.name={self.name} takes {takes} there ({error})"
+            raise ValueError(f"{said}; optim.options=null gives none") from error
 
     def _arguments(self) -> dict:
         return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}

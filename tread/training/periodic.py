@@ -31,9 +31,9 @@ from tread.runtime.files import explain_failure
 from tread.runtime.hub import revision_in
 from tread.runtime.plugins import plugin_hashes
 from tread.training.costs import sample_flops, training_flops
+from tread.training.draws import active_routes, step_draws
 from tread.training.optimizer import learning_rate
 from tread.training.run import Failure, Run, StepStatistics
-from tread.training.step import active_routes, step_draws
 
 
 class Clock:

@@ -15,7 +15,7 @@ from tread.data.index import prepared_heldout
 from tread.diffusion.edm import EDM
 from tread.diffusion.solvers import Solver
 from tread.models.architectures import CHOSEN, AnyOptions, TextSettings
-from tread.models.backbone import Residual
+from tread.models.embedders import Residual
 from tread.preparing import cifar10, digits, emoji
 from tread.routing.ids import RULES, RatioSchedule, check_ratio
 from tread.runtime import schema
@@ -208,10 +208,8 @@ class Settings:
                 asked = " or ".join(f"alignment={choice}" for choice in kinds)
                 raise ValueError(f"{given}, which belongs to {asked}, not to alignment={kind}")
         if self.alignment.kind == "repa" and self.alignment.encoder is None:
-            raise ValueError(
-                "alignment.encoder is null, but alignment=repa needs one: dinov2-s, -b, -l, -g, a hub id or folder of "
-                "DINOv2, inception, or module:function"
-            )
+            encoders = "dinov2-s, -b, -l, -g, a hub id or folder of DINOv2, inception, or module:function"
+            raise ValueError(f"alignment.encoder is null, but alignment=repa needs one: {encoders}")
         settle_shifts(self)
         process, steps = process_of(self), self.sampling.steps
         if self.rf.shift != "auto":  # else `complete` settles it; raises ValueError for impossible steps
@@ -270,10 +268,8 @@ def read_text_settings(cfg: Settings) -> TextSettings:
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():
         if (given := getattr(cfg.text, key)) not in (getattr(TextSettings, key), value):
-            raise ValueError(
-                f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {str(value)[:80]} in "
-                f"{cfg.dataset.path}: leave it null, or name=<another name> starts a run of its own"
-            )
+            there = f"{str(value)[:80]} in {cfg.dataset.path}: leave it null, or name=… starts a run of its own"
+            raise ValueError(f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {there}")
     return TextSettings(**stored)
 
 

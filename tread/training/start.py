@@ -440,7 +440,5 @@ def open_dataset(
     measures = (*data.latents.shape, len(data.latents.classes))
     if measures != expected:
         keys = "dataset.channels, size, size and num_classes"
-        raise ValueError(
-            f"{path} holds latents and classes {measures}, but {keys} say {expected} (own pictures: dataset=folder)"
-        )
+        raise ValueError(f"{path} holds latents and classes {measures}, but {keys} say {expected} (dataset=folder?)")
     return data

@@ -1,90 +1,26 @@
-"""One training step: its random numbers, the loss of each sample, and the update of weights and averages."""
+"""One training step: the loss of each sample, and the update of weights and averages."""
 
 import contextlib
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from routing_module import Record, Route
+from routing_module import Record
 from tread.checkpoints.network import process_of
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec, to_network
 from tread.diffusion.token_beside import noised_token, token_loss
 from tread.diffusion.token_losses import kept_terms
 from tread.models.conditions import Condition, drop
-from tread.routing.ids import pair
 from tread.runtime.device import autocast
-from tread.runtime.randomness import generator
 from tread.training.alignment import Aligner
+from tread.training.draws import Draws, step_draws
 from tread.training.optimizer import backward, is_fused, learning_rate, optimizer_step
 from tread.training.run import Run
 from tread.training.settings import Settings
-
-
-@dataclass(frozen=True)
-class Draws:
-    """The random numbers of one training step, for the B samples of a batch."""
-
-    level: Tensor  # (B,) standard normal, to become noise levels
-    noise: Tensor  # (B, C, S, S) standard normal, to be added to the latents
-    drop: Tensor  # (B,) uniform, to drop labels or texts
-    routes: tuple[tuple[Route, Tensor], ...]  # with ids_keep (B, K); draws (B, N) if the rule scores tokens
-    posterior: Tensor | None  # (B, C, S, S) standard normal, to sample latents from moments; None if they are plain
-    back: Tensor | None = None  # (B,) uniform, lowers the noise of alignment=self's teacher
-    path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
-    token: Tensor | None = None  # (B, z) standard normal, to be added to class tokens; None without them
-
-    def rows(self, rows: slice, beyond: int = 0) -> "Draws":
-        """Return the random numbers of the samples in the slice `rows` of the batch. Noise and posterior also cover the
-        `beyond` samples after them; the batch's first sample follows its last."""
-        routes = tuple((route, chosen[rows]) for route, chosen in self.routes)
-        drawn = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        if beyond:
-            numbers = torch.arange(rows.start, rows.stop + beyond, device=self.noise.device) % len(self.noise)
-            drawn |= {name: getattr(self, name)[numbers] for name in ("noise", "posterior") if name in drawn}
-        return replace(self, **drawn, routes=routes)
-
-
-def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
-    """Return the model's routes at step `step` (0, 1, …), with the ratio of train.ratio_schedule if that is set; ()
-    from step train.routes_until on."""
-    until, schedule = cfg.train.routes_until, cfg.train.ratio_schedule
-    if until is not None and step >= until:
-        return ()
-    routes = cfg.model.resolved_routes
-    return schedule.apply(routes, step) if schedule else routes
-
-
-def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
-    """Draw all random numbers of a training step, for the global batch, each kind from its own random stream: runs with
-    and without routes see the same noise."""
-
-    def normal(stream: str, *size: int) -> Tensor:
-        return torch.randn(size, generator=generator(cfg.seed, step, stream, device=device), device=device)
-
-    def uniform(stream: str, *size: int) -> Tensor:
-        return torch.rand(size, generator=generator(cfg.seed, step, stream, device=device), device=device)
-
-    batch_size = cfg.train.batch_size
-    grid = (latents.shape[1] // cfg.model.patch_size, latents.shape[2] // cfg.model.patch_size)
-    return Draws(
-        level=normal("sigma", batch_size),
-        noise=normal("noise", batch_size, *latents.shape),
-        drop=uniform("drop", batch_size),
-        routes=tuple(
-            pair(route, uniform(f"route {number}", batch_size, math.prod(grid)), grid)
-            for number, route in enumerate(active_routes(cfg, step))
-        ),
-        posterior=normal("posterior", batch_size, *latents.shape) if latents.content == "moments" else None,
-        back=uniform("back", batch_size) if cfg.alignment.kind == "self" and cfg.alignment.weight_at(step) else None,
-        path=uniform("path", batch_size) if cfg.train.path_drop else None,
-        token=normal("class token", batch_size, cfg.model.class_token) if cfg.model.class_token else None,
-    )
 
 
 def loss(
