@@ -51,6 +51,8 @@ class Options:
             raise ValueError("public=true writes MaskDiT's released names, which format=diffusers does not use")
         if self.format == "tread" and self.include_autoencoder is not None:
             raise ValueError(f"include_autoencoder={self.include_autoencoder} needs format=diffusers")
+        if self.license and self.format == "tread" and self.push is None:
+            raise ValueError(f"license={self.license} is for the model card, which needs format=diffusers or push=…")
 
 
 @door(Options)

@@ -79,6 +79,7 @@ def refused(said, opened=pipe, **given):
         raise AssertionError(said)
 refused("output_type is 'jpg', but must be one of pil", output_type="jpg")
 refused("solver is 'dpm', but must be one of heun, euler", solver="dpm")
+refused("batch_size is 0, but must be positive", batch_size=0)
 refused("trained by EDM", shift=2)
 refused("a second network", guidance="autoguidance")
 plain = open_pipeline("plain")
@@ -195,6 +196,7 @@ def test_what_is_refused(exports, autoencoder, tmp_path, monkeypatch):
         ([*given, "include_autoencoder=false"], "autoencoder=… names one"),
         ([*given, "public=true"], "MaskDiT"),
         ([*given, "format=tread", "include_autoencoder=true"], "needs format=diffusers"),
+        ([*given, "format=tread", "license=mit"], "license=mit is for the model card"),
         ([*given, "push=nobody"], "such as push=user/name"),
     )
     info = read_json(next((exports / "dit").glob("step_*")) / "info.json")

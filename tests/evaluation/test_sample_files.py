@@ -46,7 +46,7 @@ def refusal(folder, *overrides: str) -> str:
 
 def test_a_grid_says_what_made_it_and_names_its_rows(tmp_path, drawn):
     said = launch(tmp_path, "out=new/folder/grid.png", "guidance=cfg", "guidance.scale=1")
-    assert "grid.png: rows are classes [1, 4], columns seeds 0-2; step 3, ema weights" in said
+    assert "grid.png: rows are classes [1 (b), 4 (e)], columns seeds 0-2; step 3, ema weights" in said
     assert names_in(tmp_path) == {"results", "new"}
     image = Image.open(tmp_path / "new/folder/grid.png")
     facts = json.loads(image.text[FACTS])
@@ -78,7 +78,9 @@ def test_the_weak_network_of_a_guidance_is_told_by_its_hash(tmp_path, drawn, com
 def test_single_files_in_a_folder(tmp_path, drawn):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/other.txt").write_text("kept")
-    assert "mine: 6 pictures of classes [1, 4], seeds 0-2; step 3" in launch(tmp_path, "out=mine", "batch_size=4")
+    assert "mine: 6 pictures of classes [1 (b), 4 (e)], seeds 0-2; step 3" in launch(
+        tmp_path, "out=mine", "batch_size=4"
+    )
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {*SINGLE, "other.txt"}
     for number, (label, seed) in enumerate([(label, seed) for label in (1, 4) for seed in range(3)]):
         image = Image.open(tmp_path / f"mine/seed{seed:06d}_class{label}.png")
@@ -155,7 +157,9 @@ def test_latents_are_the_autoencoders_own_and_need_none(tmp_path, composed):
     labels = torch.tensor([1, 1, 1, 4, 4, 4])
     (x,) = draw(model, [0, 1, 2] * 2, labels, Sampler(steps=2, batch_size=6))
     for name in ("samples.safetensors", "samples-1.safetensors"):
-        assert f"{name}: 6 latents of classes [1, 4], seeds 0-2; step 3" in launch(tmp_path, "save_latents=true")
+        assert f"{name}: 6 latents of classes [1 (b), 4 (e)], seeds 0-2; step 3" in launch(
+            tmp_path, "save_latents=true"
+        )
         found, metadata = read_latents(tmp_path / name)
         shift, scale = (torch.tensor(value).view(3, 1, 1) for value in normalised.values())
         assert_close(found["latents"], (x / scale + shift) / 0.25 + 5)

@@ -147,7 +147,9 @@ def test_pictures_made_elsewhere_and_statistics(tmp_path, pictures_of):
     launch(tmp_path, "samples=ours", "reference=theirs", "out=folders")
     text = launch(tmp_path, "reference=theirs", "save_reference=stats/theirs.npz")
     assert "statistics of 10 pictures" in text
-    launch(tmp_path, "samples=ours.npz", "reference=stats/theirs.npz", "out=statistics")
+    assert "crop=" not in launch(tmp_path, "samples=ours.npz", "reference=stats/theirs.npz", "out=statistics")
+    text = launch(tmp_path, "samples=ours", "reference=stats/theirs.npz", "out=cropped", "crop=16")
+    assert "crop=16 is of the samples: the statistics of stats/theirs.npz stay as they are" in text
     names = ("ours.fid.json", "folders/fid.json", "statistics/fid.json")
     npz, folders, statistics = (read_json(tmp_path / name) for name in names)
     assert npz["count"] == 8 and npz["fid"] > 0.1
@@ -367,11 +369,13 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, pictures_
         ("name one of checkpoint",),
         ("checkpoint=results/a", "needs reference=…"),
         ("samples=reference.npz", "reference=… is needed"),
+        ("samples=large.npz", "reference=a.npz", "num_samples=2", "guidance=cfg", "num_samples, guidance: of samples"),
         ("checkpoint=results/a", "reference=large.npz", "16×16, but those of large.npz are 32×32"),
         ("samples=large.npz", "reference=reference.npz", "32×32, but those of reference.npz are 16×16"),
         ("checkpoint=results/raw", "reference=reference.npz", "holds no ema part.*weights=model"),
         ("checkpoint=results/a", "reference=reference.npz", "inception=nowhere", "nowhere is not there"),
         ("checkpoint=results/a", "reference=reference.npz", "alpha=white", "alpha=white is for .* crop="),
+        ("checkpoint=results/a", "reference=cifar10", "crop=16", "crop=16 is for folders and tars of photos, but none"),
         ("reference=stats.npz", "save_reference=new.npz", "holds no pictures to make statistics of"),
         ("checkpoint=results/a", "reference=reference.npz", "out=reference.npz", "could not be written"),
         ("samples=reference.npz", "reference=fid_stats.npz", "another network: the Inception gives 128"),

@@ -6,7 +6,9 @@ import http.server
 import io
 import tarfile
 import threading
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from tread.encoders.autoencoder import load_decoder
 from tread.preparing import cifar10
 from tread.preparing.cifar10 import TEST, TRAIN, prepare_cifar10
 from tread.runtime import files as our_files
-from tread.training.start import open_datasets
+from tread.training.start import data_warnings, open_datasets
 
 FILES = cifar10.standin()
 
@@ -132,6 +134,10 @@ def test_training_makes_both_parts_and_flips_its_own_alone(tmp_path, read_config
     before = (train.folder / "index.json").stat()
     prepare_cifar10(train.folder, "standin")
     assert (train.folder / "index.json").stat() == before and len(LatentDataset(heldout.folder, "full")) == 20
+    made_of = partial(SimpleNamespace, data=train, heldout=None, aligner=None, earlier=None)
+    assert not data_warnings(made_of(cfg=read_config(*words)))
+    (said,) = data_warnings(made_of(cfg=read_config(*words, "dataset.archive=a.tar.gz")))
+    assert said.endswith("was there already, made of standin: dataset.archive=a.tar.gz was not read")
 
 
 def test_latents_are_not_flipped_and_not_stored_in_bytes(tmp_path):

@@ -712,6 +712,9 @@ def test_a_context_in_which_nothing_was_routed_says_so(how):
         run = torch.compile(model, backend="aot_eager")
         run(torch.randn(2, 6, 8))
     routing, x = attach_routes(nn.ModuleList(model), Route(1, 2)), torch.randn(2, 6, 8)
+    with pytest.warns(UserWarning, match="its context not entered"):
+        routing.on(torch.rand(2, 6))
+        model(x)
     with pytest.warns(UserWarning, match="nothing was routed"), routing.on(torch.rand(2, 6)):
         run(x) if how == "compiled before" else model[2].forward(x)
     with warnings.catch_warnings(record=True) as said, routing.on(torch.rand(2, 6)):

@@ -232,6 +232,12 @@ def test_bad_values_are_refused_by_name(composed, path, value, shown):
         (["model=dit", "train.routes_until=3"], ["train.routes_until has no effect without routes"]),
         (["init_weights=model"], ["init_weights=model has no effect without init_from"]),
         (["eval.fid_reference=x.npz"], ["eval.fid_reference has no effect without eval.fid_every"]),
+        (["eval.fid_samples=9", "wandb.project=x"], ["eval.fid_samples has no", "wandb.project has no effect but"]),
+        (["eval.inception=x.pth"], ["eval.inception has no effect"]),
+        (["train.routes_until=9", "train.steps=9"], ["train.routes_until is not below train.steps"]),
+        (["train.class_token_weight=0.5"], ["train.class_token_weight has no effect"]),
+        (["dataset=folder", "dataset.path=x", "eval.demo_samples=9"], ["eval.demo_samples has no effect but with"]),
+        (["model=tread_text", "dataset=emoji", "eval.inception=x.pth"], []),
     ],
 )
 def test_settings_that_have_no_effect_are_warned_of(read_config, overrides, warned):

@@ -25,7 +25,10 @@ from tread.runtime.versions import git_revision
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CHECK = '''def check(name, value, kind):
-    """Raise ValueError unless value is one of those that a Literal lists; others were checked when this was written."""
+    """Raise ValueError unless value is one of those that a Literal lists, or in the range of an annotated number."""
+    for limit in getattr(kind, "__metadata__", ()):
+        if not limit.holds(value):
+            raise ValueError(f"{name} is {value!r}, but must {limit.must}")
     listed = getattr(kind, "__args__", ())
     if listed and all(isinstance(one, str) for one in listed) and value not in listed:
         raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(listed)}")'''

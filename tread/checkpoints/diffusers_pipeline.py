@@ -23,7 +23,7 @@ from tread.diffusion.solvers import Churn
 from tread.encoders.autoencoder import decoded
 from tread.encoders.language import encoder_for
 from tread.runtime.device import exact
-from tread.runtime.schema import check
+from tread.runtime.schema import Count, check
 
 
 class TreadPipeline(DiffusionPipeline):
@@ -114,6 +114,7 @@ class TreadPipeline(DiffusionPipeline):
         Raises ValueError for arguments that do not fit together or with the network.
         """
         check("output_type", output_type, Output)
+        check("batch_size", batch_size, Count)
         if shift is not None and self.config.objective != "rf":
             raise ValueError(f"shift={shift:g} is of rectified flow, but this network was trained by EDM")
         given = {} if shift is None else {"shift": shift}

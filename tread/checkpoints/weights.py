@@ -31,6 +31,7 @@ def fit(
     where: str,
     ours: Mapping[str, object] | None = None,
     recorded: Mapping[str, object] | None = None,
+    adapter: bool = False,
 ) -> dict[str, Tensor]:
     """Return the weights to load into a network, converted to its dtypes, after checking that they fit.
 
@@ -38,6 +39,7 @@ def fit(
     where     the file of the weights, for messages.
     ours      the network's settings by dotted name, to check those that shapes do not show; None: unchecked.
     recorded  the settings recorded with the weights, by dotted name; None: there is no record.
+    adapter   whether LoRA's adapters were merged into the weights: names that differ are then no news.
 
     Positions and rotary tables are constants: the network's own are used if the file has none, and ones that differ are
     refused. Raises ValueError if names, shapes or recorded settings do not match; it suggests settings that would.
@@ -76,6 +78,8 @@ def fit(
         _check_numbers(whole, expected, where)
         check_tables(tables, expected["pos_embed"].shape[1], where)
         return {name: whole[name].to(expected[name].dtype) for name in expected}
+    if adapter:
+        refusal, problems = f"{refusal} they are an adapter (LoRA) of another network;", []
     problems.append(f"the file is of {describe(theirs)}")
     theirs |= unlike
     kind, plain = _kind_of(theirs), _usual(theirs)
@@ -87,7 +91,7 @@ def fit(
     ways = {"dataset.num_classes": "init_classes for other classes", "dataset.size": "init_positions for another size"}
     if others := [way for key, way in ways.items() if key in fitting]:
         problems.append(f"or train.py takes {', '.join(others)}")
-    raise ValueError("\n  ".join([refusal, *problems]))
+    raise ValueError(f"{refusal} {'; '.join(problems)}" if adapter else "\n  ".join([refusal, *problems]))
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
@@ -192,7 +196,8 @@ class StoredWeights:
         Raises ValueError unless names, shapes and recorded settings match (with None: names and shapes alone)."""
         state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
         texts = text.decisive if model and text and model.takes_text else {}
-        return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded())
+        adapter = self.source is not None and "adapter" in self.source.info
+        return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded(), adapter)
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str | None = None) -> list[str]:
         """Return lines that warn of settings that differ from those of the weights' training, or were not recorded.

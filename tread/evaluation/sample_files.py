@@ -166,7 +166,9 @@ class SampleFiles:
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
         """Return a line of text on the files at `path`. grey=True notes that grey pictures were written as RGB; `seeds`
         are shown as the user wrote them."""
-        what = f"classes {json.dumps([None if label == len(self.classes) else label for label in self.labels])}"
+        told = [(label, self._name(label)) for label in self.labels]
+        shown = [f"{n}" if name == str(n) else f"{n} ({name})" if n < len(self.classes) else "null" for n, name in told]
+        what = f"classes [{', '.join(shown)}]"
         if self.prompts:
             first = json.dumps(brief(self.classes[0]), ensure_ascii=False)
             what = f"{len(self.classes)} prompts from {first} on" if self.classes[1:] else f"prompt {first}"

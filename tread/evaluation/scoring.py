@@ -94,6 +94,12 @@ class ScoringOptions:
             raise ValueError("name one of checkpoint=… and samples=… to score, or reference=… save_reference=stats.npz")
         if self.samples and (self.prompts or self.clip):
             raise ValueError("prompts=… and clip=… are for a checkpoint; samples=… are scored without their captions")
+        usual = {"num_samples": None, "first_seed": 0, "labels": "random", "steps": None, "solver": None, "shift": None}
+        usual |= {"weights": "ema", "autoencoder": None, "decode_precision": "fp32", "save_samples": False}
+        drawing = [key for key, value in usual.items() if getattr(self, key) != value]
+        drawing += ["guidance"] * (self.guidance.kind != "none")
+        if drawing and self.checkpoint is None:
+            raise ValueError(f"{', '.join(drawing)}: of samples that a checkpoint draws, but checkpoint=… is not given")
         if self.reference is None and (self.samples or self.save_reference):
             raise ValueError("reference=… is needed: ADM's .npz, an .npz with mu and sigma, a folder or a tar")
         if self.reference_features and self.reference not in SHIPPED:
@@ -103,7 +109,7 @@ class ScoringOptions:
         if self.save_reference and Path(self.save_reference).suffix != ".npz":
             raise ValueError(f"save_reference is {self.save_reference!r}, but must end in .npz")
         paths = [Path(path) for path in (self.samples, self.reference) if path]
-        if self.crop and all(path.suffix == ".npz" for path in paths):
+        if self.crop and all(path.suffix == ".npz" or (str(path) in SHIPPED and not path.exists()) for path in paths):
             raise ValueError(f"crop={self.crop} is for folders and tars of photos, but none is named")
         for key in ("orientation", "alpha"):
             if (value := getattr(self, key)) and not self.crop:
@@ -140,6 +146,8 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes, skip)
     if options.reference in SHIPPED and not Path(options.reference).exists():
         add_shipped_pictures(against, options, plans, processes)
+    if crop and samples and against.reference.pictures is None:
+        processes.say(f"crop={crop.size} is of the samples: the statistics of {options.reference} stay as they are")
     with processes.main_first():  # one process fetches the weights
         clip = options.clip and ClipScore(options.clip, processes.device)
     scorings = [CheckpointScoring(plan, against or plan.judge, clip, processes) for plan in plans]

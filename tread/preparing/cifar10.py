@@ -42,7 +42,7 @@ def prepare_cifar10(folder: Path, archive: str | None = None) -> None:
     exist. Several processes may call this at once.
 
     archive  the official archive, or a folder of its .bin files; None: it is fetched once, and kept beside `folder`;
-             "standin": 120 synthetic pictures of the same layout, for trials of code.
+             "standin": 120 synthetic pictures of the same layout, for trials of code. Recorded in index.json.
 
     Files of another length than the official ones are accepted only if the folder's name has "standin" in it. Raises
     FileNotFoundError, ValueError or OSError before anything is written, or OSError if the disk is full later.
@@ -61,6 +61,7 @@ def prepare_cifar10(folder: Path, archive: str | None = None) -> None:
         check_files(files, archive or URL, small=STANDIN in folder.name)
         for place in missing:
             other = {"heldout": f"../{heldout_of(folder).name}"} if place == folder else {"train": f"../{folder.name}"}
+            other["archive"] = archive or URL
             with explain_failure(place):
                 write_dataset(place, MEANING, [pictures_of(files[name]) for name in parts[place]], once=True, **other)
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tread.preparing.archives import Store
-from tread.preparing.images import HEAD, no_picture
+from tread.preparing.images import HEAD, no_picture, read_rgb
 from tread.runtime.files import content_hash
 from tread.runtime.tensor_files import listed
 
@@ -20,6 +20,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
 OTHERS = (".gif", ".heic", ".heif", ".avif", ".bmp", ".jxl")  # pictures in formats that are not supported
 NAMED = 20  # files that an error message names at most
 LOOKED = 100_000  # with more pictures, first bytes are not checked before the work
+DECODED = 10_000  # with more pictures, a refusal does not decode them all to name those that are damaged further in
 THREADS = 16  # number of threads that check first bytes
 ONE_CLASS = ("all",)  # for captioned pictures without classes
 Faults = list[tuple[str, str]]  # (name, why)
@@ -65,21 +66,22 @@ class Photos:
         """The names of the pictures whose files were not removed."""
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
-    def no_pictures(self) -> Faults:
-        """Read each file's first bytes, and return (name, reason) for those that are not pictures or can't be read.
-        Reads nothing and returns [] if there are more than LOOKED files, or if `heads` is False."""
+    def no_pictures(self, whole: bool = False) -> Faults:
+        """Read each file's first bytes, or decode it if `whole`, and return (name, reason) for those that are not
+        pictures or can't be read. Reads nothing and returns [] if there are more than LOOKED files (DECODED, if
+        `whole`), or if `heads` is False."""
 
         def look(first: int) -> Faults:
             found = []
             for picture, (read, name) in zip(self.names[first::THREADS], self.files[first::THREADS]):
                 try:
-                    why = no_picture(read(name, HEAD))
-                except OSError as error:
+                    why = read_rgb(read(name)) and None if whole else no_picture(read(name, HEAD))
+                except (OSError, ValueError) as error:
                     why = str(error)
                 found += [(picture, why)] if why else []
             return found
 
-        if not self.heads or len(self) > LOOKED:
+        if not self.heads or len(self) > (DECODED if whole else LOOKED):
             return []
         with ThreadPoolExecutor(THREADS) as pool:  # network disks are slow to open a file
             return sorted(sum(pool.map(look, range(THREADS)), []))
@@ -91,10 +93,12 @@ class Photos:
         if not self.names:
             raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
         texts = [] if skip else told("files that can't be used", self.faults)
-        if not skip:
-            texts += told("damaged pictures by their first bytes", self.no_pictures(), DAMAGED)
-        texts += ["Mend or remove them, or leave them out with on_error=skip"] * bool(texts)
         empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
+        damaged = [] if skip else self.no_pictures()
+        if not skip and (self.faults or damaged or (empty and not allow_empty)):
+            damaged = self.no_pictures(whole=True) or damaged  # it stops here anyway: name all of them at once
+        texts += told("damaged pictures", damaged, DAMAGED)
+        texts += ["Mend or remove them, or leave them out with on_error=skip"] * bool(texts)
         if empty and not allow_empty:
             remedy = "Remove what is empty, or set allow_empty=true to keep the class"
             texts.append(f"classes without a picture: {listed(empty)}. {remedy}")

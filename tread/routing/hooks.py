@@ -119,6 +119,7 @@ class Routing:
         self._rejoins: dict[int, tuple[Inputs, list[int], bool]] = {}  # route → inputs, write counts, _in_forward()
         self._last, self._handles = -1, []  # _last: the block that was called last
         self._ran = False  # whether a block on a route was called in the context that is on
+        self._waiting = False  # whether `on` was called, and its context not entered since
         self._unwatched = {index for route in routes for index in range(route.start + 1, route.end + 1) if verify}
         self._entered: tuple[int, Tensor] | None = None  # a block, and all tokens as it got them
         for index, block in enumerate(blocks) if any(route.rejoin < route.start for route in routes) else ():
@@ -192,6 +193,12 @@ class Routing:
     def _before(self, number: int, index: int, module: nn.Module, args: tuple, kwargs: dict) -> Inputs | None:
         self._running.pop(index, None)
         if self._ids is None:
+            if self._waiting:
+                self._waiting = False
+                said = (
+                    "routing.on(…) was called, but its context not entered, so nothing is routed: with routing.on(…):"
+                )
+                warnings.warn(said, stacklevel=2)
             return None
         self._ran = True
         args, kwargs = self._tokens_first(number, index, args, kwargs)
@@ -262,6 +269,7 @@ class Routing:
         `tokens` is N, or each route's N: blocks called with another number of tokens raise ValueError (None: any number
         will do). Raises ValueError for ids_keep that check_ids refuses, RuntimeError if these blocks' routes are on
         already or were removed. Warns at the end if no block on a route was called."""
+        self._waiting = False
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         counts = tuple(tokens) if isinstance(tokens, Sequence) else (tokens,) * len(self.routes)
@@ -308,6 +316,7 @@ class Routing:
             raise ValueError(f"{len(noise)} tensors of noise for {len(self.routes)} routes: give one for each, or one")
         routes = self.routes if ratio is None else [with_ratio(route, ratio) for route in self.routes]
         ids = [choose_ids(route, u, grid, force_keep, prefix) for route, u in zip(routes, each)]
+        self._waiting = True
         return self.on_ids(*ids, tokens=[prefix + u.shape[1] for u in each])
 
     def remove(self) -> None:

@@ -326,7 +326,11 @@ def settings_warnings(cfg: Settings) -> list[str]:
     rf = RF() if cfg.objective == "edm" else cfg.rf  # for edm it is told above
     no_normal = rf.time == "uniform" and (rf.time_mean, rf.time_std) != (RF.time_mean, RF.time_std)
     no_text = not cfg.model.takes_text and cfg.text != TextSettings()
-    snapshots, archive = cfg.ema.snapshot_every, cfg.dataset.archive
+    snapshots, archive, scored = cfg.ema.snapshot_every, cfg.dataset.archive, cfg.eval
+    live = alignment.kind == "repa" and alignment.source == "live" and alignment.encoder == "inception"
+    judged, odd_weight = cfg.dataset.embedded in ("digits", "emoji"), cfg.train.class_token_weight != 0.03
+    until = (cfg.train.routes_until or 0) if cfg.model.routes else 0
+    seen = scored.fid_every or live or (cfg.dataset.embedded == "emoji" and scored.demo_samples)
     idle = [  # whether a warning is due, and the warning
         (optim.warmup_steps >= cfg.train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
         *((True, f"alignment.{key} has no effect with alignment={alignment.kind}") for key in sorted(aligning)),
@@ -338,9 +342,15 @@ def settings_warnings(cfg: Settings) -> list[str]:
         (archive and cfg.dataset.embedded != "cifar10", "dataset.archive has no effect but with dataset=cifar10"),
         (optim.schedule == "constant" and optim.final_lr, "optim.final_lr has no effect with optim.schedule=constant"),
         (cfg.train.routes_until and not cfg.model.routes, "train.routes_until has no effect without routes"),
+        (until >= cfg.train.steps, "train.routes_until is not below train.steps: the routes stay to the end"),
+        (odd_weight and not cfg.model.class_token, "train.class_token_weight has no effect without model.class_token"),
+        (scored.demo_samples and not judged, "eval.demo_samples has no effect but with dataset=digits or emoji"),
         (cfg.lora.rank is None and cfg.lora != Lora(), "section lora has no effect without lora.rank"),
         (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
-        (cfg.eval.fid_reference and not cfg.eval.fid_every, "eval.fid_reference has no effect without eval.fid_every"),
+        (scored.fid_reference and not scored.fid_every, "eval.fid_reference has no effect without eval.fid_every"),
+        (scored.fid_samples != 5000 and not scored.fid_every, "eval.fid_samples has no effect without eval.fid_every"),
+        (scored.inception and not seen, "eval.inception has no effect: no FID, emoji's judge or alignment reads it"),
+        (cfg.tracker != "wandb" and cfg.wandb.project != "tread", "wandb.project has no effect but with tracker=wandb"),
     ]
     warnings += [said for due, said in idle if due]
     if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
@@ -351,7 +361,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 def data_warnings(run: Run) -> list[str]:
     """Return warnings for: held-out files that are also trained on; held-out photos decoded with other options than the
-    training photos; an encoder or plugin that has changed since the run's last checkpoint."""
+    training photos; a dataset made of another archive than dataset.archive; an encoder or plugin that has changed
+    since the run's last checkpoint."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data.folder)), files_of(run.heldout.folder) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
@@ -363,6 +374,10 @@ def data_warnings(run: Run) -> list[str]:
         if here != there:
             photos = f"{dataset.heldout} holds photos of {key}={there}, {dataset.path} of {key}={here}"
             warnings.append(f"{photos}: where that shows, the evaluation loss is of other pictures")
+    made_of = read_index(run.data.folder).get("archive", "an archive that is not recorded")
+    if dataset.embedded == "cifar10" and dataset.archive not in (None, made_of):
+        said = f"{dataset.path} was there already, made of {made_of}: dataset.archive={dataset.archive} was not read"
+        warnings.append(said)
     before = run.earlier and run.earlier.info.get("encoder")
     if before and aligner and aligner.fingerprint not in (None, before):
         name = aligner.settings.encoder
