@@ -31,8 +31,9 @@ def serve(root: Path) -> Iterator[str]:
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-        def missing(self, kind: str) -> None:
-            self.answer(b"{}", 404, X_Error_Code=kind, X_Error_Message=f"{kind}: no such thing here")
+        def missing(self, kind: str) -> None:  # as the hub answers who is not logged in
+            status, said = {"RepoNotFound": (401, "Invalid username or password.")}.get(kind, (404, "Invalid rev id"))
+            self.answer(b"{}", status, X_Error_Code=kind, X_Error_Message=said)
 
         def commit(self, folder: Path) -> str:
             return hashlib.sha1(str(folder.relative_to(root)).encode()).hexdigest()

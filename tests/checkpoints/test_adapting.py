@@ -86,6 +86,7 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
     assert_refused(
         lambda *more: launch(tmp_path, *large, *kind, "name=scaled", *more),
         ("init_classes=new", "holds a run with other settings"),
+        ("init_classes={a:a,3:1}", "init_classes.3: 0 there, 1 here"),
         ("init_positions=recomputed", "init_positions: scaled there, recomputed here"),
     )
     launch(tmp_path, *large, *kind, "init_from=results/scaled", "init_positions=scaled", "name=again", "train.steps=1")
@@ -109,6 +110,10 @@ def test_a_file_in_public_dit_s_layout_starts_other_classes_at_another_size(tmp_
     torch.save(public, tmp_path / "DiT.pt")
     how = ("model.learn_sigma=true", "edm.predicts=ddpm_noise", "init_classes={7:x}", "init_positions=scaled")
     frozen = "optim.groups=[{match: y_embedder, lr: 0}]"
+    assert_refused(
+        lambda *more: launch(tmp_path, *large, *how, "init_from=DiT.pt", "name=own", *more),
+        ("model.hidden_size=64", "of other shapes(?s:.*)settings that fit it: model.hidden_size=32"),
+    )
     told = launch(tmp_path, *large, *how, "init_from=DiT.pt", frozen, "name=own", "train.steps=1")
     assert "(7 → x), the others anew" in told and "they span the old range" in told and "position_scale" not in told
     state = opened(tmp_path / "results/own").load("cpu").network.state_dict()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -12,13 +13,14 @@ import export_checkpoint
 import numpy as np
 import pytest
 import torch
-from conftest import RGB, assert_refused, launch_door, randomized, read_json
+from conftest import RGB, assert_refused, launch_door, opened, randomized, read_json, write_json
 from safetensors.torch import load_file
 
 import tread
 from routing_module import REJOINS, Rejoin
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
+from tread.reports.card import card
 from tread.routing.ids import RULES, Token
 
 SMALL = ("model.hidden_size=32", "model.depth=6", "model.patch_size=4", "train.path_drop=0.1")
@@ -167,9 +169,15 @@ def test_what_the_folder_holds(exports):
     index = json.loads((folder / "model_index.json").read_text())
     assert index["vae"] == ["diffusers", "AutoencoderKL"] and index["autoencoder"] is None
     assert index["process"]["sigma_data"] == 0.5 and index["latents"]["scale"] == 0.3
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    assert "license: mit" in card and "r(2→2)" in card and "a, b, c, d, e\\udce9" in card
+    told = (folder / "README.md").read_text(encoding="utf-8")
+    assert "license: mit" in told and "r(2→2)" in told and "a, b, c, d, e\\udce9" in told
     assert "imported from a.pt |" in (exports / "exports/rwkv/README.md").read_text(encoding="utf-8")
+    found = checkpoint.find(exports / "dit")
+    score = {"label_agreement": 0.9, "counts": {"label_agreement": 500}, "unavailable": {}, "warnings": []}
+    write_json(found.folder / "fid.json", score | {"settings": {"sampler": "heun", "steps": 18, "guidance": "cfg 1.5"}})
+    told = card(opened(exports / "dit"), {**found.info, "attribution": "Photos by Ann"}, "fp32", True)
+    assert "heun, 18 steps, guidance cfg 1.5" in told and re.search("label_agreement +0.9 +500 samples", told)
+    assert told.endswith("## Licence\n\nNot stated.\n\nPhotos by Ann\n")
     commands = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9", str(exports / "exports")]
     assert subprocess.run(commands, capture_output=True).returncode == 0
 

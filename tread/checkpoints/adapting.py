@@ -44,7 +44,8 @@ def new_classes(
     for which, listed, known in (("old", [a for a, _ in pairs], names), ("new", [b for _, b in pairs], classes)):
         if twice := [number for number in listed if listed.count(number) > 1]:
             raise ValueError(f"init_classes names the {which} class {known[twice[0]]!r} ({twice[0]}) twice")
-    rows = table.detach().clone()
+    fits = old.shape[1] == table.shape[1]  # else `fit` will refuse the weights, and name the settings for their width
+    rows = table.detach().clone() if fits else old.new_zeros(len(table), old.shape[1])
     rows[-1] = old[-1]
     for before, now in pairs:
         rows[now] = old[before]

@@ -40,8 +40,7 @@ def local(source: str | Path) -> Path:
     """
     if not str(source).startswith(PREFIX):
         return Path(source).expanduser()
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub import constants, errors, snapshot_download
     from huggingface_hub.utils import disable_progress_bars, get_session
 
     name, at, revision = str(source).removeprefix(PREFIX).partition("@")
@@ -53,12 +52,16 @@ def local(source: str | Path) -> Path:
     try:
         check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds))
         folder = Path(snapshot_download(**fetch))
-    except HfHubHTTPError as error:
-        raise ValueError(f"{source}: {str(error).strip().splitlines()[-1]}") from error
+    except errors.RepositoryNotFoundError as error:  # whose own text asks for a login, even if no such name is there
+        raise ValueError(f"{source}: there is no {name} on the hub, or this login can't read it") from error
+    except errors.RevisionNotFoundError as error:
+        raise ValueError(f"{source}: {name} has no revision {revision or 'main'}") from error
+    except errors.HfHubHTTPError as error:
+        raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
     except OSError as error:
         try:
             folder = Path(snapshot_download(**fetch, local_files_only=True))
-        except LocalEntryNotFoundError:
+        except errors.LocalEntryNotFoundError:
             raise OSError(f"{source} is not in the cache, and {error}") from error
     if not any(folder.rglob("*.safetensors")):
         raise ValueError(f"{source} holds no .safetensors; pickles (.pt, .bin, .ckpt) are not taken from the hub")
@@ -95,7 +98,7 @@ def push(folder: Path, name: str) -> str:
         hub.create_repo(name, exist_ok=True)
         return str(hub.upload_folder(repo_id=name, folder_path=folder))
     except (HfHubHTTPError, OSError) as error:
-        raise OSError(f"{folder} was written, but not uploaded to {name}: {error}") from error
+        raise OSError(f"{folder} was written, but not uploaded to {name}: {' '.join(str(error).split())}") from error
 
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:

@@ -14,7 +14,7 @@ from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import check_overrides, written
 from tread.runtime.tensor_files import listed
 from tread.training.run_folder import LAUNCH, NOTHING, decisive, migrate
-from tread.training.settings import known_keys
+from tread.training.settings import as_recorded, known_keys
 
 ON_DONE = ("report", "plugins")  # settings that may change when a finished run is started again
 # folder in configs/ → the key in it that states which of its files was chosen
@@ -54,7 +54,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     if "plugins" not in typed:  # recorded settings may need the recorded plugins
         import_plugins(recorded.get("plugins", ()))
         check_record(recorded, folder / "run.json" if starts else checkpoint.folder / "info.json")
-    recorded = migrate(recorded)
+    recorded, composed = migrate(recorded), as_recorded(composed)
     keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
     for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
         begun = any(f"{group}={choice}" in start.get("command", ()) for start in starts)
@@ -131,7 +131,8 @@ def find_run(run: str) -> Path:
 def leaves(key: str, value: object) -> list[str]:
     """Return the dotted keys that key=value on the command line sets: the key, or for a dict value all keys in it."""
     if isinstance(value, str) and re.fullmatch(r"\{.+:.+\}", value):
-        value = OmegaConf.to_container(OmegaConf.create(value))
+        spaced = re.sub(r"([{,]\s*[^:{},]+):", r"\1: ", value)  # Hydra reads {a:1} as a dict, YAML only {a: 1}
+        value = OmegaConf.to_container(OmegaConf.create(spaced))
     if not isinstance(value, dict):
         return [key]
     return [leaf for part, inner in value.items() for leaf in leaves(f"{key}.{part}", inner)]

@@ -228,6 +228,13 @@ add_unstated = partial(schema.add_unstated, kind=Settings)
 MEASURES = ("channels", "size", "num_classes")
 
 
+def as_recorded(config: dict) -> dict:
+    """Return a config with the old classes of init_classes as strings, as JSON has them in a run's record."""
+    if not isinstance(asked := config.get("init_classes"), dict):
+        return config
+    return {**config, "init_classes": {str(old): new for old, new in asked.items()}}
+
+
 def complete(config: dict) -> tuple[Settings, dict]:
     """Return a config composed by Hydra as Settings and as a dict, both completed.
 
@@ -237,8 +244,7 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
     Raises ValueError for settings that do not fit together, FileNotFoundError for missing data.
     """
-    if isinstance(asked := config.get("init_classes"), dict):
-        config = {**config, "init_classes": {str(old): new for old, new in asked.items()}}  # as in a JSON record
+    config = as_recorded(config)
     cfg = read(config)
     config = schema.as_read(config, cfg)
     dataset, text = cfg.dataset, cfg.text
