@@ -254,7 +254,8 @@ def rehearsed(study: Study) -> Study:
 
 
 def _over(base: dict, said: dict) -> dict:
-    """Return the dict `base` updated by `said`, except that the lists "overrides" and "scoring" are joined."""
+    """Return the dict `base` updated by `said`, except that the lists "overrides" and "scoring", which
+    `base` has, are joined; of several overrides of one key the last remains."""
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
