@@ -277,8 +277,8 @@ def _trials(study: Study) -> set[str]:
 
 
 def _chosen(study: Study, name: str, made: Mapping[str, dict] | None) -> Arm | None:
-    """Return an arm with the override that its trials found best; None if a trial is not made yet. For `made` see
-    `plan`."""
+    """Return the arm `name`, with the override added that did best in its trials, if it has any; None if a trial is not
+    trained yet. For `made` see `plan`."""
     arm, trials = study.arms[name], study.trials.get(name, {})
     if not trials:
         return arm

@@ -329,8 +329,9 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
     """Return the options, with a reference "cifar10-test" or "heldout" replaced by the folder that it means: CIFAR-10's
     test pictures, or the networks' held-out data. A text-conditional network without reference is scored against
-    "heldout" too, unless EmojiJudge scores it or save_samples is set. Raises ValueError or FileNotFoundError if the
-    networks have different held-out data, or none."""
+    "heldout" too, unless EmojiJudge scores it or save_samples is set. CIFAR-10 is made first if it is missing (errors
+    as of prepare_cifar10). Raises ValueError or FileNotFoundError if the networks have different held-out data, or
+    none."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if options.reference == "cifar10-test":  # the test pictures of CIFAR-10
