@@ -123,8 +123,9 @@ def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
 
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
-    """Return a job per training. Its folder is the one in `results` where any study began the training, else a new one
-    in `place`."""
+    """Return a job per training, with the scores of all runs that share it. `place` is this study's folder,
+    <results>/<study>/<scale>. A training's folder is the one where any study began it at this scale, else a new one in
+    `place`."""
     by_key, jobs = defaultdict(list), []
     for run in runs:
         by_key[run.training.key].append(run)

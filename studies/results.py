@@ -57,8 +57,9 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return {arm of the study: its complete runs, else those trained, else the one with the most points}. An arm that
-    only scores another's trainings has none before it has scored one."""
+    """Return {arm: its runs to show}, from the records `made` (see `finished`): those trained and scored as planned; if
+    there are none, those trained; else the one with the most points of training. A training that belongs to an earlier
+    arm too is shown only once this arm has its scores."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():

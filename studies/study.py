@@ -254,7 +254,8 @@ def rehearsed(study: Study) -> Study:
 
 
 def _over(base: dict, said: dict) -> dict:
-    """Return the dict `base` updated by `said`, except that the lists "overrides" and "scoring" are joined."""
+    """Return the dict `base` updated by `said`, except that the lists "overrides" and "scoring", which
+    `base` has, are joined; of several overrides of one key the last remains."""
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
@@ -276,8 +277,8 @@ def _trials(study: Study) -> set[str]:
 
 
 def _chosen(study: Study, name: str, made: Mapping[str, dict] | None) -> Arm | None:
-    """Return an arm with the override that its trials found best; None if a trial is not made yet. For `made` see
-    `plan`."""
+    """Return the arm `name`, with the override added that did best in its trials, if it has any; None if a trial is not
+    trained yet. For `made` see `plan`."""
     arm, trials = study.arms[name], study.trials.get(name, {})
     if not trials:
         return arm

@@ -79,7 +79,8 @@ class LatentDataset:
     pictures   read pictures too: stored ones, or the latents if they are pixels; `picture_size` is their side.
     text       the name of a text encoder whose encoded captions are read too; `text_spec` describes them.
     flip       `batch` mirrors each sample with probability ½; for datasets of pixels with a single stored view only.
-    class_token  read stored features of pictures as a whole, of so many channels, too.
+    class_token  number of channels of the stored features that describe each picture as a whole (one vector a picture),
+                 which are read too; None: they are not. The dataset must have such features, of this number.
     """
 
     folder: Path

@@ -53,8 +53,9 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the part {key: value} of the section in index.json that lists its shards. `entries` has a dict per
-        shard: {"count": rows, kind: file name, kind_sha256: hash}."""
+        """Return the keys and values that list the shards in this section of index.json. `entries` has a dict per
+        shard: "count", its number of rows, and for each of its files, by kind ("file", "lengths" or "pooled"), the
+        file's name under the kind and its hash under "<kind>_sha256"."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:

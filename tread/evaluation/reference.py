@@ -174,10 +174,12 @@ class FeatureSets:
         more_than: int = 0,
     ) -> T:
         """Return measure(reference, samples, seen) for the pool features of both sets, with a progress bar that shows
-        the title. A later call with the same title returns the stored result.
+        the title; measure calls seen(number of rows just done). If the device's memory does not suffice, it is called
+        again with CPU tensors. A later call with the same title returns the stored result. Raises Unavailable if the
+        reference has no pictures, or a set has too few.
 
         passes     how many times `measure` goes through all reference rows, and all sample rows; (0, 0): no bar.
-        more_than  number of pictures that each set must exceed.
+        more_than  each set must have more pictures than this.
         """
         if title in self._compared:
             return self._compared[title]

@@ -329,8 +329,9 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
     """Return the options, with a reference "cifar10-test" or "heldout" replaced by the folder that it means: CIFAR-10's
     test pictures, or the networks' held-out data. A text-conditional network without reference is scored against
-    "heldout" too, unless EmojiJudge scores it or save_samples is set. Raises ValueError or FileNotFoundError if the
-    networks have different held-out data, or none."""
+    "heldout" too, unless EmojiJudge scores it or save_samples is set. CIFAR-10 is made first if it is missing (errors
+    as of prepare_cifar10). Raises ValueError or FileNotFoundError if the networks have different held-out data, or
+    none."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if options.reference == "cifar10-test":  # the test pictures of CIFAR-10
@@ -356,9 +357,10 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures to the reference "cifar10", which has only statistics, if reference_features is
-    set or their features are cached. With reference_features, raises ValueError if the folder can't be opened, or holds
-    another number of pictures than the statistics were made of."""
+    """Add CIFAR-10's training pictures, in the folder that find_cifar10 gives for `plans`, to the scorer's reference
+    "cifar10", which has only statistics. Without options.reference_features this is done only if the pictures are there
+    and their features are cached. With it, missing pictures are made first (errors as of prepare_cifar10), and
+    ValueError is raised if they can't be read, or are not as many as the statistics were made of."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():

@@ -137,7 +137,8 @@ class Token:
         return replace(route, selection_ratio=ratio)
 
     def for_sampling(self, route: Route) -> Route:
-        """Return the route to use in sampling: its rule chooses a sample's tokens by that sample's draws alone."""
+        """Return the route to use in sampling, where a sample's tokens must not depend on the other samples of its
+        batch: the same one or, if this rule looks at other samples, the route with a rule that does not."""
         return route
 
 

@@ -85,9 +85,12 @@ class Graphs:
         self.run.say(f"warning: going on without CUDA graphs: {problem}")
 
     def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
-        """Record a graph of a step and compare its losses with the usual step's; returns a function that replays it.
-        The run stays unchanged. An error in one process is raised in all. `leaves` and `layout` are the step's
-        inputs, flattened by tree_flatten."""
+        """Record a graph of a step, and return a function that replays it on the inputs in `kind.buffers`, which is set
+        here. `leaves` and `layout` are a step's inputs, flattened by tree_flatten. The run stays unchanged.
+
+        Raises AssertionError unless the graph gives the losses and gradient norms of a step without a graph, on these
+        inputs and on `kind.last`. This error and those of recording are raised in all processes; if a step of the check
+        fails, only this process raises: Failure if there are several, else the step's error."""
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
         inputs, run = tree_unflatten(clones, layout), self.run

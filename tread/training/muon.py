@@ -53,7 +53,9 @@ def orthogonalized(matrices: Tensor, iterations: int, dtype: torch.dtype) -> Ten
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the first of two groups, fused AdamW for the second; arguments are named as the settings.
+    """Muon for the first of two parameter groups (matrices), fused AdamW for the second. Arguments are those of the
+    config's section optim; lr, betas and eps are AdamW's. The first group's rate is lr until the caller multiplies it
+    by the group's entry lr_factor = muon_lr / lr, as optimizer_step does.
 
     Like fused AdamW it divides gradients by `grad_scale`, changes nothing if `found_inf` is 1 (both 0-d, or None), and
     takes rates as tensors. Matrices of one shape are orthogonalized together, in bf16 on a GPU and in fp32 on a CPU,
