@@ -245,6 +245,14 @@ def test_settings_that_have_no_effect_are_warned_of(read_config, overrides, warn
     assert len(warnings) == len(warned) and all(map(str.startswith, warnings, warned))
 
 
+@pytest.mark.parametrize("given", ["rf.predicts=x", "rf.loss_of=noise", "rf.contrastive=0.05", "rf.train_shift=2.0"])
+def test_what_rectified_flow_alone_has_is_refused_for_edm(read_config, given):
+    told = f"{given.replace('=', ' is ')}, but belongs to objective=rf, not to edm"
+    with pytest.raises(ValueError, match=f"^{told}{'; for edm add ln s to edm.P_mean' * ('shift' in given)}$"):
+        read_config(given)
+    read_config("objective=rf", given)
+
+
 def chains(path):
     """All attribute chains of a file as dotted text, e.g. run.cfg.train.steps."""
     return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}

@@ -188,6 +188,10 @@ class Settings:
             raise ValueError(f"text.encoder is null, but {named} takes texts: scripts/prepare_text.py encodes captions")
         if model.takes_text and self.eval.fid_every:
             raise ValueError(f"eval.fid_every scores classes, which {named} has not: fid.py scores its checkpoints")
+        for key in ("predicts", "loss_of", "contrastive", "train_shift") if self.objective == "edm" else ():
+            if (value := getattr(self.rf, key)) != getattr(RF, key):
+                instead = "; for edm add ln s to edm.P_mean" * (key == "train_shift")
+                raise ValueError(f"rf.{key} is {written(value)}, but belongs to objective=rf, not to edm{instead}")
         for key in ("init_classes", "init_positions"):
             if getattr(self, key) is not None and self.init_from is None:
                 raise ValueError(f"{key} is given, but init_from=… is not, whose weights it changes")
