@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -157,10 +157,9 @@ def measure(kinds: Kinds, pairs: int) -> dict:
             row |= {"ratio": statistics.median(ratios), "ratio_95": interval(ratios), "ideal": ideal}
             row |= {"of_ideal": row["ratio"] / ideal, "of_ideal_95": [bound / ideal for bound in row["ratio_95"]]}
     for name, row in rows.items():
-        try:
+        row["stages"] = {}
+        with suppress(torch.OutOfMemoryError):  # the CUDA graphs still hold the memory of a step
             row["stages"] = stages(*kinds[name])
-        except torch.OutOfMemoryError:  # the CUDA graphs still hold the memory of a step
-            row["stages"] = {}
     return {
         "name": run.cfg.name,
         "parameters": count_parameters(run.network),

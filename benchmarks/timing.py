@@ -86,8 +86,8 @@ class Turns(NamedTuple):
     """The measured costs of a function that was called repeatedly, in turns with other functions.
 
     first    seconds of its first call, with compilation.
-    held     peak bytes of tensors during a call, less those held before it: on a GPU during the first one, as a CUDA
-             graph recorded then reuses its memory; on a CPU during the second, as gradients are kept from the first.
+    held     peak bytes of tensors during a call, less those held before it: the first on a GPU, where graphs hide it
+             later; the second on a CPU, as gradients are kept from the first.
     seconds  the seconds of each measured call.
     """
 

@@ -25,7 +25,7 @@ from tread.checkpoints.exporting import Dtype, Paths, as_dtype, public_names, re
 from tread.checkpoints.for_sampling import open_network
 from tread.reports.card import card
 from tread.runtime.cli import door, open_door
-from tread.runtime.files import check_place, explain_failure, sha256, size_text, whole_folder
+from tread.runtime.files import check_place, explain_failure, size_text, whole_folder
 from tread.runtime.hub import check_repository, push
 from tread.runtime.tensor_files import Weights, save_tensors
 
@@ -70,6 +70,12 @@ def main(options: Options) -> None:
         print(f"  uploaded: {push(out, options.push)}")
 
 
+def published(source: checkpoint.Checkpoint, options: Options) -> dict:
+    """Return info.json's content for publication, with the revision of a checkpoint from the hub."""
+    revision = {"revision": source.revision} if source.revision else {}
+    return record(source.info | revision, options.paths, options.autoencoder)
+
+
 def export_for_diffusers(options: Options) -> str:
     """Write a folder for diffusers, and return a text to print; if writing fails, nothing is left. Raises ValueError or
     OSError."""
@@ -77,7 +83,7 @@ def export_for_diffusers(options: Options) -> str:
 
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
     source.verify(options.weights)
-    saved, info = open_network(source, options.weights), record(source.info, options.paths, options.autoencoder)
+    saved, info = open_network(source, options.weights), published(source, options)
     tensors = as_dtype(source.tensors(options.weights), options.dtype)
     name = options.autoencoder or source.info["latents"]["autoencoder"]  # not shortened, as info may have it
     inside = name if diffusers_export.goes_inside(name, options.include_autoencoder) else None
@@ -96,7 +102,7 @@ def export(options: Options) -> checkpoint.Checkpoint:
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
     source.verify(options.weights)
     name = f"{options.weights}.safetensors"
-    info, stated = record(source.info, options.paths, options.autoencoder), source.info["files"][name]
+    info, stated = published(source, options), source.info["files"][name]
     copied = options.dtype == stored_dtype(info) and "adapter" not in source.info  # LoRA's are merged
     tensors = {} if copied and not options.public else as_dtype(source.tensors(options.weights), options.dtype)
     theirs = public_names(tensors) if options.public else {}
@@ -107,9 +113,8 @@ def export(options: Options) -> checkpoint.Checkpoint:
         if copied:
             shutil.copyfile(source.folder / name, path)
         else:
-            save_tensors(path, tensors)
             info |= {"dtype": options.dtype, "made_from": stated["sha256"]}
-            stated = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            stated = {"sha256": save_tensors(path, tensors), "bytes": path.stat().st_size}
         if theirs:
             save_tensors(partial / f"{options.weights}-public.safetensors", theirs)
         (partial / "info.json").write_text(json.dumps({**info, "files": {name: stated}}, indent=1) + "\n")

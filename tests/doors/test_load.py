@@ -165,6 +165,8 @@ def test_from_the_hub_and_without_it_from_its_cache(tmp_path, monkeypatch):
         take_samples(tmp_path, "checkpoint=hf:ann/digits@main", "steps=2", "seeds=0", "out=grid.png")
         facts = json.loads(Image.open(tmp_path / "grid.png").text[FACTS])
         assert facts["network"]["revision"] == found.revision
+        launch_door(export_checkpoint.main, "export_checkpoint", tmp_path, "checkpoint=hf:ann/digits", "out=out")
+        assert checkpoint.find(tmp_path / "out").info["revision"] == found.revision
         sizes = ("model.hidden_size=96", "model.depth=8", "model.num_heads=4")
         launch(tmp_path, *sizes, "init_from=hf:ann/digits", "name=begun", "train.steps=1", "sampling.steps=2")
         assert checkpoint.find(tmp_path / "results/begun").info["init_revision"] == found.revision

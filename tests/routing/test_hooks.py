@@ -712,7 +712,7 @@ def test_a_context_in_which_nothing_was_routed_says_so(how):
         run = torch.compile(model, backend="aot_eager")
         run(torch.randn(2, 6, 8))
     routing, x = attach_routes(nn.ModuleList(model), Route(1, 2)), torch.randn(2, 6, 8)
-    with pytest.warns(UserWarning, match="its context not entered"):
+    with pytest.warns(UserWarning, match="was called without `with`"):
         routing.on(torch.rand(2, 6))
         model(x)
     with pytest.warns(UserWarning, match="nothing was routed"), routing.on(torch.rand(2, 6)):

@@ -262,9 +262,7 @@ def load_decoder(
     ValueError if it can't be loaded, has other channels or, unless `autoencoder` is given, did not make the latents."""
     if latents.autoencoder == "pixels":
         if autoencoder is not None:
-            raise ValueError(
-                f"autoencoder={autoencoder} would decode latents, but this network draws pixels: leave it out"
-            )
+            raise ValueError(f"autoencoder={autoencoder} is of latents, but this network draws pixels: leave it out")
         return lambda x: to_uint8(from_network(x, latents))
     name = _chosen(latents, autoencoder)
     try:

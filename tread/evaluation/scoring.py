@@ -525,6 +525,7 @@ class CheckpointScoring:
             record["prompts"] = str(plan.prompts.data.folder)
         return record | {
             "checkpoint": str(plan.folder),
+            "revision": plan.saved.found.revision,
             "step": plan.saved.found.step,
             "resolution": list(parts.first("pictures", 1).shape[2:]),
             "ema": plan.saved.weights == "ema",

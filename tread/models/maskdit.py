@@ -32,9 +32,7 @@ class MaskDiT(DiT):
         decoder_hidden_size: int = 512, decoder_depth: int = 8, decoder_heads: int = 16, **sizes: Any,
     ) -> None:  # fmt: skip
         if decoder_hidden_size % decoder_heads:
-            raise ValueError(
-                f"decoder_hidden_size {decoder_hidden_size} is not a multiple of decoder_heads {decoder_heads}"
-            )
+            raise ValueError(f"decoder_hidden_size {decoder_hidden_size} is not a multiple of {decoder_heads} heads")
         super().__init__(hidden_size=hidden_size, mlp_ratio=mlp_ratio, init=init, **sizes)
         self.decoder_hidden_size = width = decoder_hidden_size
         table = self.y_embedder.embedding_table

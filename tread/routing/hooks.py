@@ -195,10 +195,7 @@ class Routing:
         if self._ids is None:
             if self._waiting:
                 self._waiting = False
-                said = (
-                    "routing.on(…) was called, but its context not entered, so nothing is routed: with routing.on(…):"
-                )
-                warnings.warn(said, stacklevel=2)
+                warnings.warn("routing.on(…) was called without `with`, so nothing is routed", stacklevel=2)
             return None
         self._ran = True
         args, kwargs = self._tokens_first(number, index, args, kwargs)

@@ -88,9 +88,8 @@ class Graphs:
         """Record a graph of a step, and return a function that replays it on the inputs in `kind.buffers`, which is set
         here. `leaves` and `layout` are a step's inputs, flattened by tree_flatten. The run stays unchanged.
 
-        Raises AssertionError unless the graph gives the losses and gradient norms of a step without a graph, on these
-        inputs and on `kind.last`. This error and those of recording are raised in all processes; if a step of the check
-        fails, only this process raises: Failure if there are several, else the step's error."""
+        Raises AssertionError unless the graph's losses and gradient norms are those of a usual step, for these inputs
+        and kind.last; this and errors of recording in all processes. If a step fails, this process alone raises."""
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
         inputs, run = tree_unflatten(clones, layout), self.run
