@@ -173,7 +173,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     for name in order:
         tensor, begin = tensors[name], end
         end += tensor.nbytes
-        kind = str(tensor.dtype)[6:].replace("float", "f").replace("uint", "u").replace("int", "i").upper()
+        kind = str(tensor.dtype)[6:].replace("float", "f").replace("uint", "u").replace("int", "i").upper()  # F32
         header[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [begin, end]}
     words = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     words += b" " * (-len(words) % 8)
