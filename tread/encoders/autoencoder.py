@@ -258,7 +258,7 @@ def load_decoder(
     precision: Decoding = "fp32",
 ) -> Decoder:
     """Return a function from network latents (B, C, S, S) to pictures (B, 1 or 3, H, W) uint8. `autoencoder` (a name as
-    in load_autoencoder) replaces latents.autoencoder, but "pixels" takes neither; for `precision` see `computing`. Raises
+    in load_autoencoder) replaces latents.autoencoder, but "pixels" takes none; for `precision` see `computing`. Raises
     ValueError if it can't be loaded, has other channels or, unless `autoencoder` is given, did not make the latents."""
     if latents.autoencoder == "pixels":
         if autoencoder is not None or precision != "fp32":
