@@ -1,14 +1,13 @@
-"""Opens references that samples are scored against: ADM's reference batches, statistics, or pictures of one's own.
+"""Opens references that samples are scored against: ADM's reference batches, statistics, or your own pictures.
 
-    .npz with mu, sigma      mean and covariance of pool features, for FID (EDM's and TTUR's files)
+    .npz with mu, sigma      mean and covariance of pool features, for FID, as EDM and pytorch-fid write them
     .npz with mu_s, sigma_s  mean and covariance of spatial features too, for sFID
-    .npz with sigma_triu     the upper triangle of sigma, row by row, in its place; likewise sigma_s_triu for sigma_s
+    .npz with sigma_triu     instead of sigma, only its upper triangle, row by row; likewise sigma_s_triu for sigma_s
     .npz with arr_0          pictures; ADM's batches have pictures and all four statistics
-    folder or tar            pictures, as in image_sets.py
+    folder or tar            pictures, as image_sets.py reads them
     cifar10                  the statistics of CIFAR-10's 50,000 training pictures, unflipped; included in this package
 
-If a file has statistics and pictures, FID and sFID use the statistics, and precision, recall and KID the pictures, as
-in ADM's evaluator.
+If a file has both, FID and sFID use its statistics, and precision, recall and KID its pictures, as in ADM's evaluator.
 """
 
 import functools
@@ -42,12 +41,12 @@ SHIPPED = {"cifar10": Path(__file__).with_name("cifar10.npz")}  # save_reference
 
 @dataclass(frozen=True)
 class Reference:
-    """An opened reference: statistics, pictures, or both. `where` and `sha256` are those of its file or folder.
+    """An opened reference: statistics, pictures, or both. `where` is its path, `sha256` the hash of its content.
 
-    stated      statistics stored in the file: (mean, covariance) by kind of features, "pool" or "spatial".
+    stated      statistics stored in the file: {kind of features, "pool" or "spatial": (mean, covariance)}.
     pictures    the pictures, from whose features missing statistics are computed; None: there are none.
-    resolution  (H, W); None: unknown.
-    count       number of its pictures, or of those behind its statistics; None: unknown.
+    resolution  (H, W) of the pictures; None: unknown.
+    count       number of pictures in the reference, or from which its statistics were made; None: unknown.
     lacking     why `pictures` is None, as a message for metrics that need pictures.
     """
 
@@ -68,10 +67,13 @@ class Reference:
 def open_reference(
     path: Path, crop: Crop | None, processes: Processes, sizes: Mapping[str, int], skip: bool = False
 ) -> Reference:
-    """Open a reference, a path or the name "cifar10", without decoding its pictures. `sizes` are the numbers of
-    features that stored statistics must have, {"pool": D, "spatial": D}; other arguments as in open_pictures. Raises
-    FileNotFoundError, or ValueError if the file is damaged, has statistics of another Inception network, or holds
-    neither statistics nor pictures."""
+    """Open a reference, given by a path or the name "cifar10", without decoding its pictures. Raises FileNotFoundError,
+    or ValueError if the file is damaged, has statistics of another Inception network, or holds nothing to compare with.
+
+    crop   how photos of a folder or tar are cropped; None: its pictures are taken as they are.
+    sizes  the numbers of features that stored statistics must have, {"pool": D, "spatial": D}.
+    skip   True: damaged files of a folder or tar are left out; False: they raise ValueError.
+    """
     if path.suffix in (".pkl", ".pt", ".pth"):
         raise ValueError(f"{path} may hold pickled objects, which are not read: convert it to an .npz with mu, sigma")
     if str(path) in SHIPPED and not path.exists():
@@ -111,7 +113,7 @@ def symmetric(triangle: np.ndarray) -> np.ndarray:
 
 
 def statistics(what: str, features: ShardStore, kind: str, processes: Processes) -> Statistics:
-    """Return mean and covariance of "pool" or "spatial" features; `what` names the pictures in a progress bar."""
+    """Return mean and covariance of the "pool" or "spatial" features; `what` names the set in a progress bar."""
     with processes.bar(f"mean and covariance of {what}, {kind}", sum(map(len, features.ranges))) as progress:
 
         def parts() -> Iterator[np.ndarray]:
@@ -133,8 +135,8 @@ class Unavailable(ValueError):
 
 @dataclass(frozen=True)
 class FeatureSets:
-    """Inception features from which metrics are computed: those of the samples (`samples`) and of the reference's
-    pictures (`features`; None: it has no pictures). Methods raise Unavailable if something they need is missing."""
+    """Inception features that metrics compare: `samples` has the samples' features, `features` those of the reference's
+    pictures (None: it has no pictures). Methods raise Unavailable if something they need is missing."""
 
     samples: ShardStore
     features: ShardStore | None
@@ -144,7 +146,7 @@ class FeatureSets:
     _compared: dict = field(default_factory=dict)
 
     def gaussians(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return mean (D,), covariance (D, D) of the samples' "pool" or "spatial" features, then the reference's."""
+        """Return mean (D,) and covariance (D, D) of the samples' "pool" or "spatial" features, then the reference's."""
         expected = self.reference.stated.get(kind)
         if expected is None and self.features is None:
             raise Unavailable("the reference has neither pictures (arr_0) nor mu_s, sigma_s")
@@ -161,7 +163,7 @@ class FeatureSets:
 
     @functools.cached_property
     def pools(self) -> tuple[Tensor, Tensor]:
-        """The features "pool" of the reference (n, D) and of the samples (m, D), fp32."""
+        """The "pool" features, (n, D) of the reference's pictures and (m, D) of the samples, both fp32."""
         if self.features is None:
             raise Unavailable(self.reference.lacking)
         return tuple(torch.from_numpy(store.whole("pool")) for store in (self.features, self.samples))
@@ -173,11 +175,11 @@ class FeatureSets:
         passes: tuple[int, int] = (0, 0),
         more_than: int = 0,
     ) -> T:
-        """Return measure(reference, samples, seen) for the pool features of both sets, with a progress bar that shows
-        the title; measure calls seen(number of rows just done). If the device's memory does not suffice, it is called
-        again with CPU tensors. A later call with the same title returns the stored result. Raises Unavailable if the
-        reference has no pictures, or a set has too few.
+        """Return measure(reference, samples, seen) for the "pool" features, (n, D) and (m, D), of the two sets. Later
+        calls with the same title return the stored result. If the device runs out of memory, `measure` is called again
+        with CPU tensors. Raises Unavailable if the reference has no pictures, or a set has too few.
 
+        measure    calls seen(number of rows just done), which advances a progress bar with the title.
         passes     how many times `measure` goes through all reference rows, and all sample rows; (0, 0): no bar.
         more_than  each set must have more pictures than this.
         """
@@ -217,7 +219,7 @@ def save_statistics(
 
 
 def check_size(where: object, size: tuple[int, ...], reference: Reference) -> None:
-    """Raise ValueError unless pictures of `size` (channels, H, W) can be compared with the reference's."""
+    """Raise ValueError unless pictures of `size` (channels, H, W) from `where` are RGB and of the reference's size."""
     if size[0] != 3:
         raise ValueError(f"{where} gives grey pictures, but RGB is scored; digits are scored without reference=…")
     if reference.resolution not in (None, size[1:]):

@@ -26,8 +26,7 @@ MEANING = "the autoencoder's z, which its decoder takes: the network's latents, 
 
 
 def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
-    """Return the seeds as a sequence: "0-15" as range(16), a number or a list of numbers as a list. Raises ValueError
-    for anything else."""
+    """Return seeds as a sequence: "0-15" as range(16), a number or list as a list. Raises ValueError otherwise."""
     if isinstance(seeds, str) and (match := re.fullmatch(r"(\d+)-(\d+)", seeds)) and int(match[1]) <= int(match[2]):
         return range(int(match[1]), int(match[2]) + 1)
     seeds = [seeds] if isinstance(seeds, int) else seeds
@@ -37,8 +36,8 @@ def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
 
 
 def check_name(out: str | None, latents: bool) -> None:
-    """Raise ValueError unless `out` can be a grid's .png, a batch's .npz or a folder or, if `latents` is set, a
-    .safetensors file. None, which stands for the default name, is allowed."""
+    """Raise ValueError unless `out` is a valid output path: with `latents`, a .safetensors file; else a .png file (a
+    grid), a .npz file (a batch in ADM's format) or a folder. None stands for the default name."""
     suffix = ".safetensors" if out is None and latents else Path(out or "").suffix.lower()
     if latents != (suffix == ".safetensors"):
         raise ValueError(f"out is {out!r}, but save_latents=true writes a .safetensors file, and nothing else does")
@@ -48,9 +47,8 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """Return how samples were made, as a dict for JSON: the networks, NFE, versions, and `settings`. `settings` are
-    the user's options, which may be null; values of `sampler` and the network's time shift replace them. `weak` is the
-    guidance's second network, if any."""
+    """Return how samples were made, as a dict for JSON: networks, NFE, versions and the user's `settings`. `sampler`
+    and `saved` give the values of settings that the user left null. `weak` is the guidance's second network, if any."""
 
     def network(source: SavedNetwork) -> dict:
         told = {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
@@ -70,7 +68,7 @@ def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: Sav
 
 
 def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> str:
-    """Return a text on how samples are generated; `cost` is the ratio of FLOPs to sampling without guidance."""
+    """Describe in a line how samples are generated. `cost` is the number of FLOPs divided by that without guidance."""
     shift = f" and shift {network.shift:g}" if network.shift not in (None, 1) else ""
     churn = f" and churn {sampler.churn.amount:g}" if sampler.churn.amount else ""
     relative = "" if sampler.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
@@ -85,14 +83,13 @@ def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> st
 class SampleFiles:
     """Writes samples as a grid (x.png), in ADM's format (x.npz), as latents (x.safetensors), or as files in a folder.
 
-    A file of latents holds `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,); its metadata say what the numbers
-    mean and how they were made.
+    A file of latents holds `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,); metadata say how they were made.
 
     out        the path. None: samples.png (latents: samples.safetensors), or samples-1.png, … if that exists.
     overwrite  whether existing files are replaced.
-    seeds      one for each column of the grid.
-    labels     one for each row of the grid.
-    classes    the dataset's class names, or the prompts; a label beyond them means no class.
+    seeds      the seeds; the grid has a column for each.
+    labels     the labels; the grid has a row for each.
+    classes    the dataset's class names, or the prompts. A label ≥ len(classes) means no class.
     latents    whether latents are written instead of pictures.
     prompts    whether labels are indices of prompts, not of classes.
     """
@@ -117,8 +114,8 @@ class SampleFiles:
         return list(itertools.product(self.labels, self.seeds))
 
     def check(self) -> None:
-        """Create the folder. Raises OSError if it is not writable. Raises ValueError if existing files may not be
-        replaced, two pictures would have the same name, or latents' seeds do not fit into 64 bits."""
+        """Create the output folder. Raises OSError if it is not writable; ValueError if existing files may not be
+        replaced, two pictures would have the same name, or seeds of latents do not fit into 64 bits."""
         if self.latents and (large := [seed for seed in self.seeds if not -(2**63) <= seed < 2**63]):
             raise ValueError(f"seed {large[0]} does not fit into the 64 bits that a file of latents has for it")
         if self.out is None:
@@ -134,9 +131,8 @@ class SampleFiles:
         check_place(self.out if self.form == "folder" else self.out.parent, 0)
 
     def write(self, batches: Iterable[np.ndarray], facts: Mapping) -> tuple[Path, bool]:
-        """Write batches of pictures (b, 1 or 3, H, W) uint8 or of latents, in the order of self.pairs, with `facts` as
-        metadata. Returns the path, and whether grey pictures were written as RGB, as they are in a folder and in ADM's
-        format."""
+        """Write batches of pictures (b, 1 or 3, H, W) uint8, or of latents, in the order of self.pairs; `facts` become
+        metadata. Returns the path, and whether grey pictures were converted to RGB, as an .npz or a folder requires."""
         grey, labels = False, [label for label, _ in self.pairs]
         grid_facts = {**facts, "rows": [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]}
 
@@ -164,8 +160,7 @@ class SampleFiles:
         return path, grey
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
-        """Return a line of text on the files at `path`. grey=True notes that grey pictures were written as RGB; `seeds`
-        are shown as the user wrote them."""
+        """Describe in a line what was written to `path`. grey=True: grey pictures were converted to RGB."""
         told = [(label, self._name(label)) for label in self.labels]
         shown = [f"{n}" if name == str(n) else f"{n} ({name})" if n < len(self.classes) else "null" for n, name in told]
         what = f"classes [{', '.join(shown)}]"
@@ -194,7 +189,7 @@ class SampleFiles:
         return {"prompt": name} if self.prompts else {"class": label, "class_name": name}
 
     def grid(self, pictures: np.ndarray) -> Image.Image:
-        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid; rows are named unless all names are class numbers."""
+        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid, with the names of classes or prompts beside its rows."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
         if self.prompts:
             return name_rows(grid, names)

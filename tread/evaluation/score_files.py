@@ -1,5 +1,5 @@
-"""Reads and writes a score's files: fid.json beside the checkpoint or the pictures, and a line in the run's fid.csv.
-fid.json holds the newest score; older ones with other settings are kept as fid-1.json, fid-2.json, …"""
+"""Reads and writes the files of a score: fid.json beside the checkpoint or the pictures, and a line in fid.csv.
+fid.json holds the newest score; older scores with other settings are kept as fid-1.json, fid-2.json, …"""
 
 import csv
 import itertools
@@ -15,23 +15,20 @@ NAMES = ("samples.npz", "fid.png", "fid.json")
 
 class ScoreFiles:
     """The files fid.json, fid.png and samples.npz of the scores in a folder. Their names begin with `stem`: "" for a
-    checkpoint, "photos." for the pictures in photos.npz or photos/, as other sets may be scored in the same folder."""
+    checkpoint; "photos." for the pictures of photos.npz or photos/, as one folder may hold scores of several sets."""
 
     def __init__(self, folder: Path, stem: str = "") -> None:
         self.folder, self.stem = folder, stem
 
     def path(self, name: str, number: int | None = None) -> Path:
-        """Return the path of the file `name`, such as "fid.json", of the newest score; with a `number` that of an older
-        score, such as fid-1.json."""
+        """Return the path of the newest score's file `name`, e.g. fid.json; number=1 is for the older fid-1.json."""
         head, _, suffix = name.rpartition(".")
         return self.folder / f"{self.stem}{head}{'' if number is None else f'-{number}'}.{suffix}"
 
     def _there(self, number: int | None = None) -> list[str]:
-        """Return which of the three file names exist for the score with this number (None: the newest)."""
         return [name for name in NAMES if self.path(name, number).exists()]
 
     def _free(self) -> int:
-        """Return the lowest number that no stored score has."""
         return next(number for number in itertools.count(1) if not self._there(number))
 
     def _is(self, number: int | None, settings: dict) -> dict | None:
@@ -44,8 +41,8 @@ class ScoreFiles:
         return record if same else None
 
     def find(self, settings: dict, with_samples: bool = False, **values: str) -> tuple[Path, dict] | None:
-        """Return (path, content) of the first of fid.json, fid-1.json, … that has these settings and the entries
-        `values`; None if none has. with_samples=True: the score must have a samples.npz too."""
+        """Return (path, content) of the first of fid.json, fid-1.json, … that was made with these settings and has the
+        items `values`; None if there is none. with_samples=True: there must also be a samples.npz."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
             same = record and all(record.get(key) == value for key, value in values.items())
@@ -61,15 +58,15 @@ class ScoreFiles:
                 self.path(name).replace(self.path(name, number))
 
     def write(self, record: dict) -> Path:
-        """Write `record` as the newest score's fid.json, which it replaces (see make_room); return the path."""
+        """Write `record` as fid.json, and return its path. Replaces an older fid.json, unless make_room renamed it."""
         path = self.path("fid.json")
         write_whole(path, json.dumps(record, indent=1) + "\n")
         return path
 
 
 def table(record: dict) -> str:
-    """Format fid.json's content for people: a line for each value (with its counts), each unavailable metric, and each
-    note or warning."""
+    """Format fid.json's content for people. There is a line for each metric, with its value and number of samples or
+    the reason why it is unavailable, and for each warning."""
     pictures = f" against {record['reference_count']:,}" if record.get("reference_count") else ""
     against = {"pictures": pictures, "statistics": pictures * (record.get("reference_statistics") == "pictures")}
 
@@ -88,22 +85,22 @@ def table(record: dict) -> str:
 
 
 def sampler_told(values: Mapping) -> str | None:
-    """Return the sampler recorded in fid.json's `values` as text, with the time shift unless that is 1 or null; None if
-    the scored pictures were read from files."""
+    """Return the sampler recorded in `values`, fid.json's content, as text, with the time shift if that is not 1.
+    Returns None if the scored pictures were read from files."""
     shift = values.get("shift")
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 
 
 def columns(record: Mapping) -> list[str]:
-    """Return the columns of fid.csv for fid.json's content `record`."""
+    """Return the names of fid.csv's columns for the score `record`, fid.json's content."""
     head = ["time", "step", "count", *scored_names(record), "reference", "reference_count"]
     head += ["sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network"]
     return [*head, "labels", "first_seed", "weights", "dtype", "checkpoint"]
 
 
 def add_line(path: Path, record: dict) -> None:
-    """Append fid.json's content to the .csv `path`. If that file has other columns than columns(record), it is first
-    renamed, and a new one begun."""
+    """Append the score `record`, fid.json's content, to the .csv file at `path`. If that file has other columns, it is
+    renamed first, and a new file begun."""
     head = columns(record)
     if path.exists() and path.read_text().partition("\n")[0].strip() != ",".join(head):
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())

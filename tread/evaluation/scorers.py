@@ -37,11 +37,11 @@ Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]
 class Scorer(Protocol):
     """The interface of a scorer.
 
-    metrics    keys of METRICS that it may compute, the most important one first.
+    metrics    names of the metrics that it may compute, the most important one first.
     reference  the reference that samples are compared with, opened from a path; None: the scorer has none.
     seconds    time that extracting the reference's features took.
-    prompts    captions that the scorer wants sampled, each equally often; None: options labels=… and prompts=… choose.
-    hashes     {"reference": sha256, "inception": sha256}, of files that decide its numbers; fid.json records them.
+    prompts    captions to draw samples for, each equally often; None: the user's options choose labels or prompts.
+    hashes     {"reference": sha256, "inception": sha256} of the files that scores depend on; fid.json records them.
     """
 
     metrics: Collection[str] = ()
@@ -56,8 +56,8 @@ class Scorer(Protocol):
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
-        """Score a store of samples: pictures, labels and the arrays of `prepare`. Returns {metric: value}, {metric:
-        reason for a missing value}, and {metric: number of pictures} where that is not the number of samples."""
+        """Score a store of samples: pictures, labels and the arrays of `prepare`. Returns {metric: value}, {metric: why
+        it has no value}, and {metric: number of pictures}, for metrics where this is not the number of samples."""
 
     def warnings(self, samples: int) -> list[str]:
         """Return warnings to record with a score of `samples` samples."""
@@ -92,11 +92,10 @@ class ReferenceScorer:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """{"reference": sha256, "inception": sha256}, as fid.json records them."""
         return {"reference": self.reference.sha256, "inception": self.network.sha256}
 
     def extract_reference(self, cache: Path) -> None:
-        """Extract the features of the reference's pictures, if it has any; all processes must call this together."""
+        """Extract the reference pictures' features, if any, or read them from the folder `cache`, in all processes."""
         if self.reference.pictures is not None:
             began = time.perf_counter()
             pictures, self.features = extract_all(self.reference.pictures, cache, self.network, self.processes)
@@ -104,11 +103,10 @@ class ReferenceScorer:
             self.seconds = time.perf_counter() - began
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Return {kind: features (n, …)} of pictures (n, 3, H, W) uint8, as `extract` does."""
+        """Return the Inception outputs of pictures (n, 3, H, W) uint8: {kind, such as "pool": (n, …) fp32}."""
         return extract(self.network, pictures)
 
     def score(self, samples: ShardStore) -> Scores:
-        """Score the samples' features; each metric gets a value or a reason why it is unavailable."""
         sets = FeatureSets(samples, self.features, self.reference, self.network, self.processes)
         values, unavailable = {}, {}
         for name in feature_metrics():
@@ -121,7 +119,7 @@ class ReferenceScorer:
         return values, unavailable, {}
 
     def warnings(self, samples: int) -> list[str]:
-        """Return notes if there are too few pictures for FID, or the Inception network is narrower than FID's."""
+        """Return warnings if samples or reference pictures are too few, or Inception has fewer channels than FID's."""
         dimensions, narrow = self.network.sizes["pool"], self.network.narrow
         counts = {"samples": samples}
         # ADM's mu comes from many more pictures than its arr_0 holds
@@ -140,7 +138,9 @@ class ReferenceScorer:
 def open_scorer(
     reference: Path, inception: str | None, crop: Crop | None, processes: Processes, skip: bool = False
 ) -> ReferenceScorer:
-    """Open a reference and Inception, with the errors of open_reference and find_weights; no features are extracted."""
+    """Open a reference, and Inception from the weight file `inception` (None: pytorch-fid's file, downloaded if
+    needed); features are not extracted. `crop` says how photos of the reference are cropped (None: not at all); with
+    `skip`, damaged ones are left out. Raises FileNotFoundError or ValueError if either can't be opened."""
     with processes.main_first():  # one process fetches the weights
         weights = find_weights(inception)
     network = load_inception(weights, processes.device)
@@ -150,9 +150,9 @@ def open_scorer(
 def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Score generated digits: pictures (n, 1, 8, 8) uint8 in 0..255, labels (n,) of the classes they were drawn for.
 
-    label_agreement       share that a nearest-neighbour classifier, fitted on training digits, assigns to the label.
+    label_agreement       share whose label a 3-nearest-neighbour classifier, fitted on training digits, predicts.
     label_agreement_real  the same share for the held-out digits: what to expect of perfect samples.
-    frechet_pixels        squared Fréchet distance to the held-out digits in pixels (64, scaled to 0..16).
+    frechet_pixels        squared Fréchet distance to the held-out digits, of vectors of 64 pixels scaled to 0..16.
     frechet_pixels_real   the same distance between the training and the held-out digits.
     """
     from sklearn.neighbors import KNeighborsClassifier
@@ -180,9 +180,10 @@ class DigitsJudge(Scorer):
 
 
 class EmojiJudge(Scorer):
-    """Scores `count` samples with `judge_emoji`, not by FID. Their captions are those of the emoji that `ask` chooses.
+    """Scores `count` samples of emoji, without FID: half have captions of training emoji, half of held-out emoji.
 
-    inception  weight file of the Inception network, by whose features emoji are compared too; None: see `find_at_hand`.
+    inception  weight file of an Inception network, by whose features samples are compared too. None: the file that
+               TREAD_INCEPTION names, else pytorch-fid's, if it is on the disk; otherwise only pixels are compared.
 
     Raises FileNotFoundError or ValueError if the emoji cannot be opened, or the weight file does not exist.
     """
@@ -219,7 +220,7 @@ EMBEDDED: dict[tuple, Callable[..., Scorer]] = {
 
 @dataclass(frozen=True)
 class OnlineFID:
-    """Computes the FID of a few samples during training, to show a trend, with the same functions as fid.py."""
+    """Computes the FID of a few samples during training, to show a trend; fid.py computes its FID by the same code."""
 
     scorer: ReferenceScorer
     decoder: Decoder
@@ -241,7 +242,7 @@ class OnlineFID:
 
     def fid(self, samples: Moments, cpu_threads: int | None = None) -> float:
         """Return the FID, given the moments of the features of all processes' samples. Call it in one process while the
-        others wait; it may use `cpu_threads` threads (None: see use_cores)."""
+        others wait. It may use `cpu_threads` threads; None: OMP_NUM_THREADS, else all cores."""
         threads = torch.get_num_threads()
         use_cores(cpu_threads, processes=1)
         try:
@@ -253,9 +254,9 @@ class OnlineFID:
 def open_online_fid(
     reference: Path, samples: int, inception: str | None, latents: LatentSpec, decoder: Decoder, processes: Processes
 ) -> OnlineFID:
-    """Open a reference that has mu and sigma, and an Inception network (see find_weights). `samples` is the number of
-    samples of all processes together. Raises FileNotFoundError or ValueError if that fails, and ValueError if there is
-    less than one sample for each process, or decoded pictures have another size than the reference's."""
+    """Open a reference that has mu and sigma, and Inception from the weight file `inception` (None: pytorch-fid's file,
+    downloaded if needed). Raises FileNotFoundError or ValueError if that fails; ValueError if `samples`, the number for
+    all processes together, is less than one for each, or if decoded pictures are not of the reference's size."""
     if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
     scorer = open_scorer(reference, inception, None, processes)

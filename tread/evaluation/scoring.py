@@ -1,5 +1,5 @@
-"""Scores checkpoints or pictures, see `run`. All checks come before the long work. The work is split into parts, which
-the processes share; after an interruption, the same command makes only the missing parts."""
+"""Scores checkpoints or pictures (`run`). All checks come before the long work. The processes share the work in small
+portions, and if it was interrupted, the same command does only what is missing."""
 
 import datetime
 import glob
@@ -128,8 +128,8 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict; None
-    for new scores in processes other than the main one; [] for pictures. Raises ValueError or OSError."""
+    """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict, or
+    [] for pictures. In processes other than the main one, new scores are None. Raises ValueError or OSError."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -180,9 +180,9 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
 
 
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
-    """Resolve the checkpoints' paths once, because `latest` may soon name another checkpoint. Returns the options with
-    the weak network's path resolved, and the folders of the checkpoints to score, each once, sorted by run and step.
-    options.checkpoint names these: a path, or a pattern with *. Raises FileNotFoundError or ValueError."""
+    """Find the checkpoints that options.checkpoint names, a path or a pattern with *. This is done once, because
+    `latest` may soon name another checkpoint. Returns the options, with the weak network's path resolved, and the
+    checkpoints' distinct folders, sorted by run and step. Raises FileNotFoundError or ValueError."""
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
     if pattern and not Path(pattern).exists():
@@ -230,12 +230,12 @@ class ScoringPlan:
 
     @property
     def decode_precision(self) -> str | None:
-        """The precision of decoding, as part of the fingerprint; None for fp32."""
+        """The precision in which latents are decoded, as the settings of a score record it; None stands for fp32."""
         return None if self.options.decode_precision == "fp32" else self.options.decode_precision
 
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
-        """Return everything that decides a score, as a dict for JSON. An earlier score with an equal dict need not be
-        made again. Arguments are the sha256 of the reference, of Inception's weights and of CLIP's; None: not used."""
+        """Return everything that decides a score, as a dict for JSON: scores with equal dicts are the same. The
+        arguments are the sha256 of the reference, of Inception's weights and of CLIP's; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
         routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
@@ -272,8 +272,8 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """Return a process's constants by name. Constants that older scores did not record are left out if they have their
-    default, so that the settings equal those recorded then."""
+    """Return the constants of a diffusion process, {name: value}. Those that older scores did not record are left out
+    if they have their default, so that older scores are still found."""
     added = ("direction", "shift", "train_shift", "predicts", "loss_of", "clamp", "contrastive")
     given = asdict(process).items()
     return {key: value for key, value in given if key not in added or value != getattr(type(process), key)}
@@ -282,8 +282,8 @@ def _constants(process: Process) -> dict:
 def plan_scoring(
     options: ScoringOptions, entry: checkpoint.Checkpoint, precision: str, compiled: bool = False
 ) -> ScoringPlan:
-    """Decide how the checkpoint `entry` is scored, except for the reference. `precision` and `compiled` must suit the
-    device. Raises ValueError or FileNotFoundError if the options do not suit the checkpoint."""
+    """Decide how the checkpoint `entry` is scored, without opening the reference. The device must support `precision`
+    and, if `compiled`, torch.compile. Raises ValueError or FileNotFoundError if the options do not fit."""
     saved = open_network(entry, options.weights, options.shift)
     weak, dataset = open_weak(options.guidance, saved), saved.cfg.dataset
     kind = (dataset.embedded, saved.cfg.model.takes_text)
@@ -318,7 +318,7 @@ def plan_scoring(
 
 def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPrompts | None:
     """Open the captions on which a text-conditional network is scored; return None for a class-conditional one. Raises
-    the errors of open_prompts, and ValueError if options.prompts or options.clip is set for a class-conditional one."""
+    ValueError if the latter has options.prompts or options.clip; also FileNotFoundError if captions can't be opened."""
     if saved.text is not None:
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
     for key in ("prompts", "clip"):
@@ -328,11 +328,10 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """Return the options, with a reference "cifar10-test" or "heldout" replaced by the folder that it means: CIFAR-10's
-    test pictures, or the networks' held-out data. A text-conditional network without reference is scored against
-    "heldout" too, unless EmojiJudge scores it or save_samples is set. CIFAR-10 is made first if it is missing (errors
-    as of prepare_cifar10). Raises ValueError or FileNotFoundError if the networks have different held-out data, or
-    none."""
+    """Return the options with the reference "cifar10-test" replaced by the folder of CIFAR-10's test pictures, and
+    "heldout" by that of the networks' held-out data. Without a reference, text-conditional networks are scored against
+    "heldout" too, unless their scorer is EmojiJudge or save_samples is set. CIFAR-10 is downloaded if missing. Raises
+    OSError or ValueError if that fails, or if the networks have no held-out data, or different ones."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if options.reference == "cifar10-test":  # the test pictures of CIFAR-10
@@ -346,8 +345,9 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
-    """Return the folder of CIFAR-10's training pictures: the one a planned network was trained on, else data/cifar10.
-    If `make`, training and test pictures are written if missing. Raises the errors of prepare_cifar10."""
+    """Return the folder of CIFAR-10's training pictures: the one that a network of `plans` was trained on, else
+    data/cifar10. With `make`, missing pictures are written, from a download if needed; raises ValueError or OSError if
+    that fails."""
     datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
     folder = Path(datasets[0].path if datasets else "data/cifar10")
     if make:
@@ -358,10 +358,9 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures, in the folder that find_cifar10 gives for `plans`, to the scorer's reference
-    "cifar10", which has only statistics. Without options.reference_features this is done only if the pictures are there
-    and their features are cached. With it, missing pictures are made first (errors as of prepare_cifar10), and
-    ValueError is raised if they can't be read, or are not as many as the statistics were made of."""
+    """Add CIFAR-10's training pictures to the scorer's reference "cifar10", which has only statistics. With
+    options.reference_features, missing pictures are downloaded first, and ValueError is raised if they can't be read,
+    or are not as many as the statistics were made of. Without it, they are added only if their features are cached."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():
@@ -380,9 +379,9 @@ def add_shipped_pictures(
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """Return how photos of a reference or of samples are cropped and read; None if options.crop is null. Orientation
-    and alpha are those of the options, else those of the training photos, else "exif" and "white". Raises ValueError
-    if the checkpoints' training photos differ in one of these, and the options do not set it."""
+    """Return how photos of the reference and of the samples are cropped; None if options.crop is null. Handling of the
+    EXIF orientation and of alpha is taken from the options, else from the training photos, else it is "exif" and
+    "white". Raises ValueError if it is to be taken from training photos, but these differ between checkpoints."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}
@@ -396,8 +395,7 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
-    """Return the files for the score of options.samples: in the folder options.out, or if that is null, beside the
-    samples and named after them."""
+    """Return the files for the score of options.samples: in options.out or, if that is null, beside the samples."""
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
@@ -416,7 +414,7 @@ def check_target(path: Path, reference: Reference) -> None:
 class CheckpointScoring:
     """Scores one checkpoint as `plan` says: by `scorer` and, unless it is None, by `clip`, the CLIP score.
 
-    settings  everything that decides the score, a ScoringPlan.fingerprint.
+    settings  everything that decides the score, as ScoringPlan.fingerprint returns it.
     files     files of the score.
     lines     path of the .csv to which a line is appended.
     parts     store of the samples and their features, kept until they are scored; usable for any reference.
@@ -483,8 +481,8 @@ class CheckpointScoring:
         return record
 
     def _draw(self, decoder: autoencoder.Decoder, numbers: list[int], done: Callable[[int], object]) -> None:
-        """Draw samples for the pieces `numbers` of self.parts, and store them with the arrays that Scorer.prepare
-        returns. `done` is called with the number of samples in each batch."""
+        """Draw samples for the shards `numbers` of the store self.parts, and store them with the arrays that
+        Scorer.prepare returns. `done` is called with the number of samples in each batch."""
         if not numbers:
             return
         plan, guidance, device = self.plan, self.plan.sampler.guidance, self.processes.device
@@ -510,7 +508,6 @@ class CheckpointScoring:
             self.seconds.update(seconds)
 
     def _record(self) -> dict:
-        """Score the generated samples and return the content of fid.json."""
         plan, parts, began, total = self.plan, self.parts, time.perf_counter(), Counter()
         parts.check_complete(self.processes)
         for note in parts.notes():
@@ -561,9 +558,9 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """Return the entries that every fid.json has: the metrics' values and the number of samples behind each (`count`,
-    or the scorer's), warnings, the reference, and time, command, device and versions. `pictures` are the samples if
-    they were read from files; their damaged ones are counted. None: the samples were generated."""
+    """Return the items that every fid.json has: the metrics' values and the number of samples behind each (`count`,
+    unless the scorer gives another one), warnings, the reference, and time, command, device and versions. `pictures`
+    are samples that were read from files, whose damaged ones are counted; None: the samples were generated."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {

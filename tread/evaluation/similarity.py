@@ -1,9 +1,9 @@
 """Measures how alike the tokens between a network's blocks are: the cosine similarity of each pair of states.
 
-A state is the whole sequence between two blocks: state 0 is the embedding, state k follows block k − 1, after a route
-that ends there has returned its tokens. Within a route the sequence holds only the kept tokens, so two states are
-compared on the tokens that both hold, matched by position in the grid. Skipped tokens count once they are back, with
-their values before the route (or before block `rejoin`, if that is earlier), but never where mask tokens replace them.
+State 0 is the embedded sequence of tokens, state k + 1 the output of block k. Within a route, a range of blocks that
+some tokens skip, a state holds only the other tokens. Two states are compared on the tokens that both hold, matched by
+position in the grid. At the route's end the skipped tokens return with earlier values (those before the route or before
+block `rejoin`) and count again, unless the network puts mask tokens in their places.
 
 Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
 """
@@ -43,7 +43,8 @@ class States(NamedTuple):
 def block_states(
     network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), **more: Tensor
 ) -> tuple[Tensor, States]:
-    """Return a network's output for inputs as in Backbone.forward, and the tokens between its blocks."""
+    """Return a network's output (B, C, S, S) for the arguments of Backbone.forward (latents x, time input t, labels or
+    texts y, pairs of routes and kept tokens, and a class token in `more`), and the tokens between its blocks."""
     embedded: list[Tensor] = []
     hook = network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output))
     record = Record(blocks=range(len(network.blocks)))
@@ -72,9 +73,8 @@ def block_states(
 
 
 def similarity(batches: Iterable[States]) -> Tensor:
-    """Return the mean cosine similarity of each pair of states over the tokens that both hold, as a matrix
-    (L + 1, L + 1) fp64 on the CPU. The states are the tokens before the first and after each of the L blocks; within a
-    route, only the kept ones.
+    """Return the mean cosine similarity of each pair of states over the tokens that both hold: (L + 1, L + 1) fp64, on
+    the CPU. The states are the tokens before the first and after each of the L blocks, without those that skip it.
 
     All tokens of all samples weigh the same; NaN for two states that never hold the same token. One batch is in memory
     at a time. A token whose channels are all 0 has similarity 0 to every token, itself included.
@@ -91,9 +91,9 @@ def similarity(batches: Iterable[States]) -> Tensor:
 def noised_states(
     model: Model, data: LatentDataset, samples: int, noise_levels: int, seed: int, batch_size: int
 ) -> Iterator[States]:
-    """Yield batches of States, the tokens between the model's blocks under its routes, for `samples` evaluation points
-    (samples of `data` at noise levels, see heldout_loss.py). A point's noise and kept tokens depend on `seed` and its
-    number alone, even for routes that keep the same tokens for all samples of a training batch."""
+    """Yield batches of States, the tokens between the model's blocks under its routes, for `samples` noised samples of
+    `data`, spread evenly over the dataset and over `noise_levels` noise levels. Noise and kept tokens of a sample
+    depend only on `seed` and its number, even for routes that keep the same tokens in a whole training batch."""
     network, device = model.network, next(model.network.parameters()).device
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
@@ -114,7 +114,7 @@ def adjacent(matrix: Tensor) -> float:
 
 def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
     """Return the routes `asked` (None: the network's), sorted, with negative block numbers resolved. Raises ValueError
-    for routes that the network can't run, and for asked ones that skip no token or keep a single one."""
+    if the network can't run them, or if a route of `asked` skips no token or keeps only one."""
     model, grid = saved.cfg.model, (saved.latents.shape[1] // saved.cfg.model.patch_size,) * 2
     routes = model.routes if asked is None else tuple(asked)
     try:
@@ -127,9 +127,9 @@ def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[R
 
 
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
-    """Open the held-out latents of a network's run, else its training latents, normalised as the network sees them.
-    `folder` is where they are now; None: where the checkpoint's settings say, and dataset=digits is written there if
-    missing. Raises FileNotFoundError, or ValueError if the network was trained on another kind of latents."""
+    """Open the held-out latents of a network's run, or its training latents if there are none, normalised as in
+    training. `folder` is where they are; None: the folder in the checkpoint's settings, into which the digits dataset
+    is written if missing. Raises FileNotFoundError, or ValueError if the network was trained on other latents."""
     dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":

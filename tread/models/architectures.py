@@ -35,9 +35,10 @@ class TextSettings:
 
     fingerprint    hash of the encoder or of the vocabulary; None: unknown.
     tokens         T, the number of text tokens.
-    width, pooled  channels C of each token and P of the pooled text; None: the encoder has no such output.
+    width          channels C of each token; None: the encoder gives word numbers.
+    pooled         channels P of the pooled text; None: the encoder has no pooled output.
     vocabulary     the words that the encoder "words" knows, in the order of their numbers.
-    padding        True: padding tokens count as words, and no token is masked.
+    padding        True: padding tokens are attended to like words, so no token is masked.
     """
 
     encoder: str | None = None
@@ -50,24 +51,24 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """The settings that change what trained weights compute, as {"text.<name>": value}. The vocabulary is left out,
+        """{"text.<name>": value} of the settings that change what trained weights compute. The vocabulary is left out,
         as `fingerprint` is its hash."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """The options that all architectures share, named like their network's arguments; position_scale multiplies rows
-    and columns in the fixed positions. Subclasses override these attributes:
+    """The options that all architectures share, named like their network's arguments. `routes` let some tokens skip
+    blocks; position_scale multiplies rows and columns of fixed position embeddings. Subclasses override:
 
     network     the class that is built.
     takes_text  True: the network takes texts instead of labels.
     has_path    True: it has a sparse part, as SPRINT does, that training can drop in some samples (train.path_drop).
-    class_token channels of a class token, an option of some architectures; None: there is none.
+    class_token channels of a class token, as in REG; None: there is none.
     masks       True: after a route, mask tokens replace the skipped tokens, so sampling runs all tokens.
     along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
-    constants   names of attributes that change what trained weights compute; in other architectures they are options.
+    constants   names of attributes that change what trained weights compute, and are options in other architectures.
     undecisive  names of options that do not change what trained weights compute.
     marks       tensor names; a state dict that has one of them is of this architecture.
     """
@@ -104,7 +105,7 @@ class NetworkOptions:
 
     @property
     def selects(self) -> tuple[str, ...]:
-        """Names of the rules (Route.select) that this architecture's routes can use, the usual one first."""
+        """Names of the rules (Route.select) that can choose the kept tokens in this architecture, the default first."""
         in_grid = tuple(name for name, rule in RULES.items() if rule.keeps_grid)
         if self.along_grid and not self.allow_token_routes:
             return in_grid
@@ -112,12 +113,12 @@ class NetworkOptions:
 
     @property
     def resolved_routes(self) -> tuple[Route, ...]:
-        """The network's routes, resolved for its depth, in the given order."""
+        """The routes in the given order, with negative block numbers and defaults made explicit for the depth."""
         return tuple(route.resolve(self.depth) for route in self.routes)
 
     @property
     def usual_route(self) -> Route:
-        """The architecture's default route, r(2→depth−4) unless overridden. Raises ValueError for a depth below 6."""
+        """The default route; unless overridden, tokens skip blocks 2 to depth − 4. Raises ValueError if depth < 6."""
         return Route.for_depth(self.depth, select=self.selects[0])
 
     @property
@@ -144,8 +145,8 @@ class NetworkOptions:
         return {f"model.{name}": getattr(self, name) for name in self.deciding()}
 
     def build(self, size: int, channels: int, num_classes: int, text: TextSettings) -> Backbone:
-        """Create the network for latents (channels, size, size) on the default device, initialised from torch's global
-        generator. Raises ValueError for sizes that do not fit together."""
+        """Create the network for latents (channels, size, size) on torch's default device, with random weights from
+        torch's global generator. `text` describes the text encoder, if any. Raises ValueError if sizes do not fit."""
         network = self.network(**self.all_arguments(size, channels, num_classes, text))
         if self.position_scale != 1:
             network.scale_positions(self.position_scale)
@@ -162,7 +163,7 @@ class NetworkOptions:
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        """Return whether a state dict is of this architecture; if several match, `recognize` returns the last one."""
+        """Return whether a state dict can be of this architecture, given the shapes of its tensors by name."""
         return any(name in shapes for name in cls.marks)
 
     @classmethod
@@ -301,7 +302,7 @@ class MambaOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class MaskDiTOptions(DiTOptions):
-    """Options of MaskDiT. A decoder_… size of None becomes the published one, or a smaller one if hidden_size < 384."""
+    """Options of MaskDiT. A decoder option of None becomes the published value, or less if hidden_size < 384."""
 
     decoder_hidden_size: Count | None = 512
     decoder_depth: Count | None = 8
@@ -349,7 +350,7 @@ class SprintOptions(LightningOptions):
 
     @property
     def usual_route(self) -> Route:
-        """SPRINT's default route, over all blocks of its sparse part."""
+        """SPRINT's default route: ¾ of the tokens skip all blocks but the first two and the last two."""
         return Route(2, -3, 0.75, "off")
 
 

@@ -1,8 +1,8 @@
-"""The parts that all networks share: latents → tokens → blocks under routes → latents.
+"""The parts that all networks share: latents → tokens → blocks, of which routes let tokens skip some → latents.
 
 Names and initialisation of embedders (embedders.py) and last layer are public DiT's. The blocks are in dit.py,
-lightning.py, rwkv.py and mamba.py. Nothing random happens in a forward pass: the caller draws the routes' ids_keep and
-replaces dropped labels by the null class.
+lightning.py, rwkv.py and mamba.py. Nothing random happens in a forward pass: the caller draws the indices of tokens
+that do not skip (ids_keep) and replaces dropped labels by the null class.
 
 Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
 """
@@ -25,15 +25,15 @@ Init = Literal["adaln_zero", "xavier"]
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D). Under autocast this is computed in fp32, also on
-    CPUs, whose norms return bf16 for bf16 tokens."""
+    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D), in fp32 under autocast. On CPUs, bf16 tokens are
+    cast for that, since norms return bf16 there."""
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
 class FinalLayer(nn.Module):
-    """LayerNorm modulated by adaLN, then a linear layer: (B, N, dim), c (B, conditioning) → (B, N, values)."""
+    """LayerNorm modulated by c (adaLN), then a linear layer: (B, N, dim), c (B, conditioning) → (B, N, values)."""
 
     def __init__(self, dim: int, values: int, conditioning: int) -> None:
         super().__init__()
@@ -50,8 +50,7 @@ class FinalLayer(nn.Module):
 
 
 def count_parameters(network: nn.Module, trained: bool = False) -> int:
-    """Return the total number of values in a network's parameters, or in those that are trained; buffers are not
-    counted."""
+    """Return the number of values in a network's parameters, or only in trained ones; buffers are not counted."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad or not trained)
 
 
@@ -74,17 +73,17 @@ def block_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
 class Backbone(nn.Module):
     """The network F(x; t, y): embedders, `depth` blocks and a last layer. Arguments are named as in public DiT.
 
-    make_block   function that creates a block, called depth times. A block maps tokens (B, N, D), the tensors of
-                 along(B) and conditioning (B, D) to tokens; if needs_grid is set, it also gets grid=(rows, columns). It
-                 has a linear layer adaLN_modulation[1], and multiply_adds(tokens, attention) for one sample.
+    make_block   called without arguments, creates a block that maps tokens (B, N, D), the tensors of along(B) and
+                 conditioning (B, D) to tokens; if needs_grid is set, it also gets grid=(rows, columns). A block has a
+                 linear layer adaLN_modulation[1], and a method multiply_adds(tokens, attention) for one sample.
     input_size   height and width S of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
     learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.
     init         "adaln_zero" (the paper's): modulations and last layer start at zero, so an untrained network outputs
                  0. "xavier": Xavier-uniform linear layers overwrite the zeros, as in the released TREAD code.
-    embedder     function of hidden_size that creates the embedder of texts or other conditions; None: LabelEmbedder.
-    bottleneck   channels between a patch and its token, see PatchEmbed; None: no bottleneck.
-    class_token  channels of a class token, see class_token.py; None: the network has none.
+    embedder     function that takes hidden_size and creates the embedder of y; None: y are labels.
+    bottleneck   channels to which patches are projected before the linear layer to D channels (JiT); None: D at once.
+    class_token  channels of a class token, as in REG; None: the network has none.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -151,15 +150,15 @@ class Backbone(nn.Module):
             nn.init.zeros_(self.z_embedder.out.weight)
 
     def scale_positions(self, scale: float) -> None:
-        """Multiply rows and columns in the fixed positions by `scale` (NetworkOptions.position_scale)."""
+        """Recompute the fixed position embeddings from rows and columns that are multiplied by `scale`."""
         self.pos_embed.copy_(sincos_positions(self.hidden_size, self.grid[0], scale)[None])
 
     def compiled(self) -> list[nn.Module]:
-        """Return the modules to pass to torch.compile; blocks of equal sizes share their graphs."""
+        """Return the modules to pass to torch.compile one by one; blocks of equal sizes then share a compiled graph."""
         return [self.x_embedder, *self.blocks, self.final_layer]
 
     def along(self, batch: int) -> Sequence[Tensor]:
-        """Return the blocks' inputs that have one row per token, each (B, N, …), e.g. rotary tables; here none."""
+        """Return the blocks' inputs (B, N, …) that have a row for each token, such as rotary tables. Here: none."""
         return ()
 
     def unpatchify(self, x: Tensor) -> Tensor:
@@ -197,7 +196,7 @@ class Backbone(nn.Module):
         """Return the FLOPs of one sample's forward pass: two per multiply-add of matrix products and token mixing.
 
         attention  False: linear layers only, without token mixing (in DiT the products of queries, keys and values).
-        upto       index of the last block to count (see output_of); None: count all blocks and the last layer.
+        upto       index of the last block to count, without the last layer; None: count all.
         """
         D, last = self.hidden_size, len(self.blocks) if upto is None else upto + 1
         run = (K + self.leading for K in self.tokens_run(routes))
@@ -220,7 +219,7 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S).
 
-        routes       pairs (Route, ids_keep (B, K)), see run_blocks in routing_module.py; () runs all tokens.
+        routes       pairs (Route, ids_keep (B, K)): a route's blocks run only on the K tokens with these indices.
         record       receives each route's ids_keep, the outputs of the blocks in record.blocks, and the class token's
                      velocity.
         class_token  (B, z) noised class token, of a network that has one.
@@ -236,7 +235,7 @@ class Backbone(nn.Module):
         return self.unpatchify(self.final_layer(x[:, self.leading :], c))
 
     def called(self, blocks: Iterable[nn.Module]) -> list[Callable[..., Tensor]]:
-        """Return the blocks, wrapped in activation checkpointing if activation_checkpointing is on."""
+        """Return the blocks, each wrapped in activation checkpointing if self.activation_checkpointing is set."""
         if not self.activation_checkpointing:
             return list(blocks)
         # nothing in the blocks is random, so no generator state is kept
@@ -251,7 +250,7 @@ class Backbone(nn.Module):
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)[:, self.leading :]
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Return tokens (B, N, D), conditioning (B, D) and any further inputs of the blocks. Routes gather the tokens
-        only. Raises ValueError for inputs that do not fit."""
+        """Return tokens (B, N, D), conditioning (B, D) and any further inputs of the blocks, which are the same for all
+        tokens. Raises ValueError for inputs that do not fit."""
         self.check_inputs(x, y)
         return self.x_embedder(x, self.pos_embed, self.residual), self.t_embedder(t) + self.y_embedder(y)

@@ -1,5 +1,5 @@
-"""The class token of REG (Wu et al. 2025, arXiv 2507.01467): a token before the patches that carries a noised feature
-of the whole picture. It has no position, every route keeps it, and its velocity is predicted beside the latents'.
+"""The class token of REG (Wu et al. 2025, arXiv 2507.01467): a token before the patches that embeds a noised feature
+vector of the whole picture. It has no position, never skips a block, and its velocity is predicted beside the latents'.
 
 Shapes: B samples, N patches, z channels of the feature, D hidden size.
 """
@@ -27,5 +27,5 @@ class ClassToken(nn.Module):
         return torch.cat([self.norm(self.proj(given)).to(tokens.dtype)[:, None], tokens], dim=1)
 
     def velocity(self, token: Tensor) -> Tensor:
-        """Map the class token (B, 1, D), modulated as the patches are for the last layer, to its velocity (B, z)."""
+        """Map the class token (B, 1, D), after the last layer's norm and modulation, to its velocity (B, z)."""
         return self.out(token[:, 0])

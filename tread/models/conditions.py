@@ -11,8 +11,7 @@ from torch import Tensor
 
 
 class Text(NamedTuple):
-    """Encoded captions of B samples. The functions here take any tuple of these three for a Text, since an exported
-    pipeline has a copy of this class.
+    """Encoded captions of B samples. Functions here take any such tuple: exported pipelines have a copy of this class.
 
     tokens  (B, T, C) output of a frozen encoder, or (B, T) int64 word numbers, which the network embeds.
     mask    (B, T) bool, False for padding. No row is all False: even the empty caption has a begin token.
@@ -28,15 +27,14 @@ Condition = Tensor | Text
 
 
 def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
-    """Call function(*given) for labels; for texts, call it with their tokens, their masks, and their pooled outputs
-    (None stays None), and return a Text of the results."""
+    """Return function(*given) for labels. For texts return a Text: the function is called with their tokens, with their
+    masks, and with their pooled outputs (None stays None)."""
     if not isinstance(given[0], tuple):
         return function(*given)
     return Text(*(None if parts[0] is None else function(*parts) for parts in zip(*given)))
 
 
 def count(y: Condition) -> int:
-    """Return the number of samples B."""
     return len(y.mask if isinstance(y, tuple) else y)
 
 
@@ -46,7 +44,6 @@ def rows(y: Condition, chosen: slice | Tensor) -> Condition:
 
 
 def join(a: Condition, b: Condition) -> Condition:
-    """Concatenate the conditions of two batches."""
     return each(lambda left, right: torch.cat([left, right]), a, b)
 
 
@@ -57,7 +54,6 @@ def pad(y: Condition, total: int) -> Condition:
 
 
 def to(y: Condition, device: torch.device | str) -> Condition:
-    """Move conditions to a device."""
     return each(lambda part: part.to(device), y)
 
 

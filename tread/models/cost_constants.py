@@ -1,5 +1,5 @@
-"""Constants for predicting time and memory of training: GPUs, the shares of their peak speed that are reached, and the
-bytes that blocks keep and move."""
+"""Constants for predicting time and memory of training: GPUs' data sheets, the fractions of peak speed that are
+reached, and the bytes that blocks keep and move."""
 
 from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean
@@ -21,8 +21,8 @@ class Device(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Constants from which a training step's time is predicted (tread/training/costs.py); benchmarks/gpu_check.py can
-    measure them. Matrix products and attention reach the shares `reached` and `attention` of Device.products."""
+    """Constants from which a training step's time is predicted: the fractions of a GPU's peak that matrix products,
+    attention and memory traffic reach, and the time that launching a block takes."""
 
     reached: tuple[Sequence[int], Sequence[float]] = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # widths, shares
     attention: Mapping[int, float] = MappingProxyType({64: 0.19, 72: 0.13})  # width of a head → share
@@ -31,9 +31,9 @@ class Constants(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a compiled bf16 block for each token and channel: `saved` are kept for the backward pass (`budget` with
-    train.memory=budget); `moved` are read or written in both passes outside of matrix products and attention
-    (`moved_in_bf16` with train.residual=bf16)."""
+    """Bytes of a compiled bf16 block for each token and channel. `saved` are kept for the backward pass, or `budget`
+    with train.memory=budget. `moved` are read or written in both passes outside of matrix products and attention, or
+    `moved_in_bf16` with train.residual=bf16."""
 
     saved: float
     moved: float
@@ -73,7 +73,7 @@ def block_bytes(architecture: str, width: int, value_residual: bool = False) -> 
 
 
 def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Module, int, int]]:
-    """Return (block, number of tokens on which it runs, width) for each block, MaskDiT's decoder included."""
+    """Return (block, number of tokens on which it runs, its hidden size) for each block, MaskDiT's decoder included."""
     counts = zip(network.blocks, network.tokens_run(routes))
     blocks = [(block, count, network.hidden_size) for block, count in counts]
     decoder = getattr(network, "decoder_blocks", ())
@@ -81,8 +81,7 @@ def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Modu
 
 
 def measured_constants(result: Mapping, device: Device) -> Constants:
-    """Return the constants measured in `result`, the JSON of benchmarks/gpu_check.py. Those that were not measured are
-    taken from PREDICTED."""
+    """Return the constants measured on `device`, given the JSON of benchmarks/gpu_check.py; defaults for the rest."""
     parts = (result.get(part, {}).get("rows", {}) for part in ("machine", "host"))
     rows = {name: row for part in parts for name, row in part.items()}
 

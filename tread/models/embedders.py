@@ -1,4 +1,4 @@
-"""From a network's inputs to tokens and conditioning, as in public DiT (Peebles & Xie, ICCV 2023, arXiv 2212.09748).
+"""Maps a network's inputs to tokens and conditioning, as in public DiT (Peebles & Xie, ICCV 2023, arXiv 2212.09748).
 
 Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
 """
@@ -16,7 +16,7 @@ WAVES = 256  # number of cosines and sines that embed the time input
 
 def sincos_positions(dim: int, grid_size: int, scale: float = 1.0) -> Tensor:
     """Return fixed 2-D sine-cosine positions, (grid_size², dim) fp32, computed in float64. As in public DiT
-    checkpoints, the first half of the channels holds the column, the second the row, each as sines, then cosines.
+    checkpoints, the first half of the channels encodes the column, the second the row, each as sines, then cosines.
     `scale` multiplies rows and columns. Raises ValueError unless dim is a multiple of 4."""
     if dim % 4:
         raise ValueError(f"hidden_size {dim} is not a multiple of 4 (2-D sine-cosine positions)")
@@ -29,8 +29,8 @@ def sincos_positions(dim: int, grid_size: int, scale: float = 1.0) -> Tensor:
 
 class PatchEmbed(nn.Module):
     """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D).
-    Under torch.compile a matrix product replaces the convolution; the results differ by rounding. With a bottleneck of
-    d channels the convolution maps to d without a bias, a linear layer to D (JiT; Li & He 2025, arXiv 2511.13720)."""
+    With a bottleneck of d channels, a convolution without bias maps to d, a linear layer to D (JiT; Li & He 2025, arXiv
+    2511.13720). Under torch.compile a matrix product replaces the convolution; the results differ by rounding."""
 
     def __init__(self, in_channels: int, patch_size: int, hidden_size: int, bottleneck: int | None = None) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class PatchEmbed(nn.Module):
 
 
 def kept_as(residual: Residual, tokens: Tensor, product: Tensor) -> Tensor:
-    """Return tokens in the dtype of the residual stream. With residual="bf16" this is the dtype of `product`, a layer's
-    output: under autocast bf16, and later residual sums are then bf16 too. With "fp32" tokens are not changed."""
+    """Return tokens in the dtype of the residual stream. residual="bf16": that of `product`, a layer's output, which is
+    bf16 under autocast, so that later residual sums are bf16 too. residual="fp32": the tokens are not changed."""
     return tokens.to(product.dtype) if residual == "bf16" else tokens
 
 

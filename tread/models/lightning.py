@@ -1,8 +1,8 @@
 """LightningDiT (Yao et al. 2025, arXiv 2501.01423): DiT with RMSNorm, SwiGLU and rotary positions, each an option.
 
 Parameter names and shapes are those of public LightningDiT checkpoints; with norm="layer", mlp="gelu" and
-positions="sincos" the network is dit.py's DiT, with its names. Rotary positions are those of the full grid and travel
-with the tokens: a route changes which tokens meet in attention, not where they are.
+positions="sincos" the network is dit.py's DiT, with its names. Tokens keep their rotary positions in the full grid when
+other tokens skip blocks: that changes which tokens attend to each other, not their positions.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of d = D/H channels.
 """
@@ -28,8 +28,8 @@ DIT_PARTS = {"norm": "layer", "mlp": "gelu", "positions": "sincos"}  # DiT's cho
 
 
 class RotaryAttention(nn.Module):
-    """Multi-head self-attention with rotary positions and optional norms of queries and keys: (B, N, D) → (B, N, D),
-    and the values (B, N, H, d) that it used."""
+    """Multi-head self-attention with optional rotary positions and norms of queries and keys. forward returns the new
+    tokens (B, N, D) and the values (B, N, H, d) that were attended to."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -40,7 +40,8 @@ class RotaryAttention(nn.Module):
         self.v1_lambda = None  # see value_residual.py
 
     def forward(self, x: Tensor, *along: Tensor) -> tuple[Tensor, Tensor]:
-        """Map x (B, N, D). `along`: rotary positions (B, N, d), see `rotate`, if any; then what `mixed` takes."""
+        """Map x (B, N, D) to tokens (B, N, D) and values (B, N, H, d). `along` are the rotary table (B, N, d), if
+        positions rotate, and the first block's values (B, N, H, d), if the network mixes them in."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
         v, table = mixed(self, v, along)
         return attend(self, q, k, v, *table), v
@@ -50,8 +51,8 @@ def attend(
     layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
     """Let queries (B, N, H, d) attend to keys and values (B, T, H, d) and apply the layer's projection: (B, N, D).
-    `layer` has q_norm, k_norm (or None) and proj; `table` (B, N, d) rotates queries and keys, see `rotate`; `mask`
-    (B, T) bool is False for padding."""
+    `layer` has q_norm, k_norm (or None) and proj. `table` (B, N, d) holds the cosines, then the sines, of the rotary
+    positions of queries and keys. `mask` (B, T) bool is False for padding."""
     if layer.q_norm is not None:
         q, k = layer.q_norm(q.float()), layer.k_norm(k.float())
     if table is not None:
@@ -97,15 +98,15 @@ def make_norm(norm: Norm, dim: int) -> nn.Module:
 
 
 class LightningDiT(Backbone):
-    """The LightningDiT network F(x; t, y). Other arguments and errors are those of Backbone (backbone.py).
+    """The LightningDiT network F(x; t, y). `sizes` go to Backbone. Raises ValueError for sizes that do not fit.
 
     norm       "rms": RMSNorm with weights, in the last layer too; "layer": LayerNorm without weights, as in DiT.
     mlp        "swiglu", with 2/3 of the width mlp_ratio·D; or "gelu", as in DiT.
     positions  "sincos": fixed sines and cosines are added to the tokens; "rope": in addition queries and keys rotate by
-               their token's position, as in public checkpoints.
+               their token's row and column (rotary positions), as in public checkpoints.
     qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
     block      class or function that creates a block from LightningBlock's arguments.
-    value_residual  True: the first block's values are mixed into those of the later ones, see value_residual.py.
+    value_residual  True: values of the first block's attention are mixed into those of the later blocks.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ class LightningDiT(Backbone):
             self.register_buffer("rotary", self._rotary(1.0), persistent=False)
 
     def _rotary(self, scale: float) -> Tensor:
-        """Return the rotary table, cosines, then sines: (1, N, d); before them, (1, 1, d) that does not rotate a class
-        token, if there is one."""
+        """Return the rotary table (1, N, d), cosines, then sines; its first row is for the class token, if any, and
+        rotates nothing."""
         angles = F.pad(rotary_angles(self.head_dim, self.grid[0], scale), (0, 0, self.leading, 0))
         return torch.cat([angles.cos(), angles.sin()], dim=1).float()[None]
 

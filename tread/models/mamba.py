@@ -2,9 +2,9 @@
 
 A block is DiT's with adaLN-Zero, but with a Mamba-2 mixer instead of attention and an optional MLP. As in Vision-Mamba
 and DiS, the directions share input and output projections, and the state is not reset at the ends of rows: the grid is
-one sequence. On a route the kept rows are scanned as if they were the whole grid. Costs are linear in the number of
-tokens. With attention_every some blocks are DiT's own. No public checkpoint has these blocks: their widths, the default
-of two directions and the weights that directions share are this code's choice.
+one sequence. If some rows of tokens skip a block, it scans the others as if they were the whole grid. Costs are linear
+in the number of tokens. With attention_every some blocks are DiT's own. No public checkpoint has these blocks: their
+widths, the default of two directions and the weights that directions share are this code's choice.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E = expand·D.
 """
@@ -49,9 +49,9 @@ class Mamba2Mixer(nn.Module):
     """Mamba-2's token mixing in several scan directions: (B, N, D) → (B, N, D).
 
     One projection gives the gate z and x (E channels each), B and C (`state` channels each), all shared by the
-    directions, and Δ for each head of each direction. Each direction has its own causal convolution of x, B and C, and
-    its own A, D and bias of Δ. The directions' outputs are put back in raster order, summed, gated, normalised and
-    projected. Parameters have the names of Mamba-2's with one group; the directions' parameters are concatenated.
+    directions, and a Δ for each head of each direction. Each direction has its own causal convolution of x, B and C,
+    and its own parameters A, D and bias of Δ. The directions' outputs are put back in raster order, summed, gated,
+    normalised and projected. Parameter names are Mamba-2's with one group; the directions' parameters are concatenated.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class MambaBlock(nn.Module):
 
 
 class AttentionBlock(DiTBlock):
-    """DiT's block, for use among Mamba's blocks; it ignores the grid."""
+    """DiT's attention block, called like MambaBlock, so that the two can alternate; it ignores the grid."""
 
     def forward(self, x: Tensor, c: Tensor, grid: Grid | None = None) -> Tensor:
         return super().forward(x, c)
 
 
 class Mamba(Backbone):
-    """The network F(x; t, y) of Mamba-2 blocks. Other arguments are those of Backbone (backbone.py).
+    """The network F(x; t, y) of Mamba-2 blocks. `sizes` are other arguments of Backbone (backbone.py).
 
     mlp_ratio           width of the MLP divided by hidden_size; 0: no MLP.
     state               numbers in the state of each channel.
@@ -139,8 +139,8 @@ class Mamba(Backbone):
     directions          1: raster order; 2: also backward; 4: also both ways along columns.
     attention_every     k: each k-th block is DiT's, with num_heads attention heads; 0: none.
     kernel              "torch": any device; "mamba_ssm": that package's fused scan, on CUDA.
-    allow_token_routes  False: routes take whole rows, Route(…, select="row"), since the order of tokens matters. True:
-                        any tokens, scanned in raster order; blocks get no grid, so directions=4 is refused.
+    allow_token_routes  whether any tokens may skip blocks in training, the others being scanned in raster order; then
+                        directions=4 is refused, as there is no grid. False: only whole rows, as neighbours matter.
 
     Raises ValueError for sizes that do not fit together, and for a kernel that is not available.
     """

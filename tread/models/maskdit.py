@@ -1,8 +1,8 @@
 """MaskDiT (Zheng et al. 2023, arXiv 2306.09305): an encoder of DiT's blocks on the kept tokens, a decoder on all.
 
 In training half of the tokens skip the encoder; after it a learned mask token takes their places, and a decoder of
-fixed size runs on all tokens. Parameter names are those of public MaskDiT checkpoints without their prefix `model.`;
-only the label table is DiT's, with a row of zeros for the null class.
+fixed size runs on all tokens. Parameter names are those of public MaskDiT checkpoints without their prefix `model.`,
+except that labels are embedded by DiT's table, whose row for the null class is zero.
 
 Shapes: B samples, N tokens, D hidden size, W the decoder's hidden size.
 """
@@ -21,9 +21,9 @@ from tread.routing.ids import count_kept
 
 
 class MaskDiT(DiT):
-    """The MaskDiT network F(x; t, y). Other arguments and errors are those of DiT (dit.py). The null class's row of the
-    label table is zero and gets no gradient. The decoder's blocks (decoder_hidden_size, decoder_depth, decoder_heads)
-    are modulated by the encoder's conditioning (B, D); all published networks have the default sizes."""
+    """The MaskDiT network F(x; t, y). `sizes` are DiT's other arguments. The null class's embedding is zero and not
+    trained. The decoder's blocks (decoder_hidden_size, decoder_depth, decoder_heads) are modulated by the encoder's
+    conditioning (B, D); all published networks have the default sizes. Raises ValueError for sizes that do not fit."""
 
     skipped_return = False
 
@@ -57,7 +57,8 @@ class MaskDiT(DiT):
         return [*super().compiled(), *self.decoder_blocks]
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
-        """Return Backbone's FLOPs plus the decoder's; with `upto`, only those of the encoder up to that block."""
+        """Return the FLOPs of one sample's forward pass; with `upto`, only those of the encoder up to this block.
+        attention=False: without the products of queries, keys and values."""
         encoder = super().forward_flops(routes, attention, len(self.blocks) - 1 if upto is None else upto)
         if upto is not None:
             return encoder
@@ -68,8 +69,9 @@ class MaskDiT(DiT):
         return encoder + int(2 * (decoder + N * W * self.patch_size**2 * self.out_channels))
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
-        """Run the network as Backbone does. `routes` is () or one pair, of a route that check_spans allows. Mask tokens
-        replace the skipped tokens after the encoder, and the decoder runs on all. `record` covers the encoder only."""
+        """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S). `routes`
+        is () or a single pair (Route, ids_keep (B, K)) over all encoder blocks. After the encoder mask tokens replace
+        the skipped tokens, and the decoder runs on all. `record` receives ids_keep and outputs of encoder blocks."""
         x, c = self.embed(x, t, y)
         (batch, tokens), ids_keep = x.shape[:2], None
         check_spans([route for route, _ in routes], len(self.blocks))
@@ -91,7 +93,7 @@ class MaskDiT(DiT):
 
 
 def check_spans(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless `routes` is () or a single route over all blocks with fp32="off" and rejoin=None."""
+    """Raise ValueError unless `routes` is () or one Route over all blocks, with fp32="off" and without `rejoin`."""
     for route in routes:
         resolved = route.resolve(depth)
         spans = (resolved.start, resolved.end, resolved.fp32, resolved.rejoin) == (0, depth - 1, "off", 0)

@@ -1,9 +1,9 @@
 """SPRINT (arXiv 2510.21986): a dense part f, a sparse part g on a quarter of the tokens, and a dense part h.
 
-f is the first two blocks, h the last two, and g the blocks between. Learned mask tokens take the places of
-the tokens that skipped g. Then the outputs of f and g are concatenated and projected back to D channels for h. In
-samples with path_drop, mask tokens replace all of g's output. Blocks are lightning.py's, by default with DiT's parts;
-tokens keep their positions on a route.
+f is the first two blocks, h the last two, and g the blocks between. Learned mask tokens take the places of the tokens
+that skipped g. Then the outputs of f and g are concatenated and projected back to D channels for h. Training can drop g
+in some samples (path_drop): mask tokens then replace all of its output. Blocks are lightning.py's, by default with
+DiT's parts. Tokens that run in g keep their positions in the full grid.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 """
@@ -48,7 +48,7 @@ class Sprint(LightningDiT):
         routes     one pair (Route, ids_keep (B, K)) over the sparse part g, blocks 2..depth−3; () runs all tokens.
         path_drop  (B,) bool: in these samples mask tokens replace g's output; g still runs on the whole batch, so that
                    shapes do not change. True: all samples, and g does not run. None: no sample.
-        record     as in Backbone.forward; left empty if g does not run.
+        record     receives ids_keep and the outputs of the blocks in record.blocks; left empty if g does not run.
         """
         check_sparse_part([route for route, _ in routes], len(self.blocks))
         x, c = self.embed(x, t, y)
@@ -72,11 +72,8 @@ class Sprint(LightningDiT):
     def fusing(
         self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
     ) -> list[Callable[..., Tensor]]:
-        """Return the blocks, changed so that the outputs of f (first blocks) and g (sparse part) are fused before h.
-
-        Behind g, run_blocks gives the tokens that skipped it their values from f. Mask tokens then replace these tokens
-        (those not in record.ids), and all tokens for which from_g (B, N, 1) is False.
-        """
+        """Return the blocks, changed to fuse the outputs of f (first two) and g (sparse part) before the rest. Mask
+        tokens replace g's output for tokens that skipped g (not in record.ids), and where from_g (B, N, 1) is False."""
         behind_f = []
 
         def end_f(x: Tensor, *given: Tensor) -> Tensor:
@@ -102,7 +99,8 @@ class Sprint(LightningDiT):
     def forward_flops(
         self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None, path_drop: bool = False
     ) -> int:
-        """Return Backbone's FLOPs plus those of the fusion; with path_drop=True the sparse part g does not run."""
+        """Return the FLOPs of one sample's forward pass up to block `upto` (None: all of it). attention=False: without
+        the products of queries, keys and values; path_drop=True: without the sparse part g."""
         depth, N = len(self.blocks), self.num_tokens
         check_sparse_part(routes, depth)
         flops = super().forward_flops(() if path_drop else routes, attention, upto)
@@ -115,7 +113,7 @@ class Sprint(LightningDiT):
 
 
 def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless SPRINT with `depth` blocks has a sparse part, and `routes` is () or one route over it."""
+    """Raise ValueError unless SPRINT has a sparse part at this depth, and `routes` is () or one route over the part."""
     if depth <= 2 * DENSE:
         raise ValueError(f"depth {depth} leaves no block for SPRINT's sparse part, all but the first and last {DENSE}")
     if len(routes) > 1:

@@ -7,7 +7,7 @@ Each head holds a state h of P × N numbers. Every token shrinks it, adds to it 
 
 Within a chunk of tokens this is a product masked by decays, y = (C Bᵀ ∘ decay)(Δ ∘ x). Another product gives what a
 chunk adds to the state. The states between chunks follow the same recurrence, again computed in chunks: each level has
-fewer steps than the one below by a factor LEVEL, so time and memory are linear in the number of tokens.
+fewer steps than the one below by a constant factor, so time and memory are linear in the number of tokens.
 
 Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P channels per head, N numbers in B and in C
 per token. In the convolution: C channels, K taps.
@@ -30,14 +30,13 @@ LEVEL = 8  # most chunks in a chunk of the next level
 
 
 def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """Return y of all tokens (see the top of this file), (S, T, G·R, P) fp32.
-
-    x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B and C (S, T, G, N).
+    """Return y (S, T, G·R, P) fp32 of the recurrence h_t = exp(Δ_t·A)·h_{t−1} + Δ_t·x_t B_tᵀ, y_t = h_t C_t, h_0 = 0,
+    for x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B and C (S, T, G, N).
 
     Δ ≥ 0 and A ≤ 0 may have any size: each decay is the exponential of a sum over the tokens that it spans, never a
     quotient or a difference of sums, so nothing overflows or cancels. Computed in fp32 for any input precision
-    (products in TF32 where that is allowed); under autocast the products within chunks, into states and out of them
-    are in bf16, as in mamba_ssm's kernel, while decays, states and sums stay fp32.
+    (products in TF32 where that is allowed). Under autocast matrix products are in bf16, as in mamba_ssm's kernel,
+    while decays, states between chunks and sums stay fp32.
     """
     device = x.device.type
     most, half = CHUNKS.get(device, CHUNK), product_dtype(device)
@@ -82,7 +81,7 @@ def _decay(a: Tensor) -> Tensor:
 
 def _entering(added: Tensor, a: Tensor) -> Tensor:
     """Run K recurrences h_i = exp(a_i)·h_{i−1} + added_i of c steps from h = 0, and return the state before each step.
-    A state has F numbers: added (K, c, F), a (K, c) → (K, c, F)."""
+    A state is a vector of F numbers: added (K, c, F), a (K, c) → (K, c, F)."""
     steps = added.shape[1]
     added, a = _chunks(added, LEVEL), _chunks(a, LEVEL)  # (K, m, L, F), (K, m, L)
     decay = F.pad(_decay(a), (1, 0))  # columns: the state before each step, and after the last

@@ -50,8 +50,8 @@ class TextBlock(LightningBlock):
         self.cross_attn = CrossAttention(dim, num_heads, qk_norm)
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Map tokens x (B, N, D) as DiTBlock does. `given`: what self-attention takes along, conditioning c (B, D),
-        text (B, T, D) and its mask (B, T) bool."""
+        """Map tokens x (B, N, D) to tokens, and also return attention values (B, N, H, d) if returns_values is set.
+        `given`: further inputs of self-attention, conditioning c (B, D), text (B, T, D) and its mask (B, T) bool."""
         *along, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
@@ -105,7 +105,6 @@ class TextEmbedder(nn.Module):
         return self.pooled_proj(self.pooled_norm(pooled)), self.proj(self.norm(tokens))
 
     def multiply_adds(self) -> int:
-        """Return the multiply-adds of a forward pass for one sample."""
         return self.text_tokens * self.proj.weight.numel() + self.pooled_proj.weight.numel()
 
     def check(self, y: Text, batch: int) -> None:
@@ -128,8 +127,8 @@ class TextEmbedder(nn.Module):
 
 
 class TextDiT(LightningDiT):
-    """The network F(x; t, y) for texts y. Arguments and errors are LightningDiT's, with DiT's choices by default;
-    text_tokens, text_width, text_pooled and vocabulary go to TextEmbedder. Buffers hold the encoded empty caption."""
+    """The network F(x; t, y) for texts y. `given` are arguments of LightningDiT, with DiT's choices by default. Others
+    are sizes of the encoder's output: number of tokens, their channels or vocabulary, channels of the pooled text."""
 
     def __init__(
         self, *, text_tokens: int, text_width: int | None = None, text_pooled: int | None = None,

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 
 def add_value_residual(blocks: nn.ModuleList) -> None:
-    """Make the first block return its values beside the tokens, and give each later one a learned number v1_lambda,
-    0.5 at first, by which its attention mixes them in."""
+    """Make the first block return its attention values beside the tokens, and give each later block a learned weight
+    v1_lambda, 0.5 at first, with which its attention mixes them into its own values."""
     blocks[0].returns_values = True
     for block in blocks[1:]:
         block.attn.v1_lambda = nn.Parameter(torch.tensor(0.5))
 
 
 def mixed(layer: nn.Module, v: Tensor, along: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return an attention layer's values, and the rest of `along`. If the layer has a number v1_lambda λ, the last of
-    `along` is the first block's values v₁, and its own values v become λ·v₁ + (1 − λ)·v; all are (B, N, H, d)."""
+    """Return an attention layer's values, and its further inputs `along`. If the layer has a weight λ = v1_lambda, the
+    first block's values v₁ end `along` and are taken out: the values are λ·v₁ + (1 − λ)·v. All are (B, N, H, d)."""
     if layer.v1_lambda is None:
         return v, along
     *along, first = along

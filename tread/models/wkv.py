@@ -30,10 +30,11 @@ DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # limits of exponents, whose sum then sta
 
 def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """Return weighted means of the values: keys k and values v (B, T, D), decay w and bonus u (D,) → (B, T, D) fp32.
+    Token t weighs token i by exp(k_i − (|t − i| − 1)·w/T), and itself by exp(k_t + u).
 
     Computed in fp32 for any input precision (products in TF32 where that is allowed), relative to the largest key of
     each sample and channel, so keys may have any size; under autocast the products within chunks are in bf16. To stay
-    within fp32's range, w, the decay over the whole sequence, is clamped to ±60, and u to at least −20.
+    within fp32's range, w is clamped to ±60, and u to at least −20.
     """
     device = k.device.type
     most, half = CHUNKS.get(device, CHUNK), product_dtype(device)
@@ -61,9 +62,9 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
 def _sums(
     x: Tensor, decay: Tensor, y: Tensor | None = None, half: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y
-    (None: y = x) and both sums are (D, 2, B, C, L), with L tokens in each of C chunks and 2 for numerator and
-    denominator; decay is (D, 1, 1, 1). The products within chunks are in the precision `half`."""
+    """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y (None:
+    y = x) and both sums are (D, 2, B, C, L): channels, numerator and denominator of the mean, samples, chunks, tokens
+    in a chunk. decay is (D, 1, 1, 1). The products within chunks are in the precision `half`."""
     y = x if y is None else y
     D, _, _, C, L = x.shape
     place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)

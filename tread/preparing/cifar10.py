@@ -41,8 +41,8 @@ def prepare_cifar10(folder: Path, archive: str | None = None) -> None:
     """Write the training pictures as a dataset to `folder`, and the test pictures to <folder>-heldout, unless they
     exist. Several processes may call this at once.
 
-    archive  the official archive, or a folder of its .bin files; None: it is fetched once, and kept beside `folder`;
-             "standin": 120 synthetic pictures of the same layout, for trials of code. Recorded in index.json.
+    archive  the official archive, or a folder of its .bin files; None: it is downloaded once, and kept beside `folder`;
+             "standin": 120 synthetic pictures, to try code with. The datasets record which it was.
 
     Files of another length than the official ones are accepted only if the folder's name has "standin" in it. Raises
     FileNotFoundError, ValueError or OSError before anything is written, or OSError if the disk is full later.
@@ -69,14 +69,14 @@ def prepare_cifar10(folder: Path, archive: str | None = None) -> None:
 
 
 def pictures_of(content: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pictures (n, 1, 3, 32, 32) uint8 and labels (n,) of a .bin file's content."""
+    """Return the pictures (n, 1, 3, 32, 32) uint8, with an axis for views, and labels (n,) of a .bin file's content."""
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, RECORD)
     return records[:, 1:].reshape(-1, *MEANING.stored_shape), records[:, 0].astype(np.int64)
 
 
 def read_files(source: Path) -> dict[str, bytes]:
-    """Read those of the six .bin files that an archive or a folder has: {file name: content}. Raises FileNotFoundError
-    if `source` is missing, ValueError if the archive is damaged."""
+    """Return {file name: content} of the six .bin files, as far as the archive or folder `source` has them. Raises
+    FileNotFoundError if `source` is missing, ValueError if the archive is damaged."""
     wanted, inner = {*TRAIN, TEST}, source / "cifar-10-batches-bin"
     if source.is_dir():
         paths = [(inner if inner.is_dir() else source) / name for name in wanted]

@@ -51,7 +51,7 @@ def _year(split: str) -> str:
 
 
 def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
-    """Return {split: (folder or zip, name in it)} of the captions files; {} if the source is not MS-COCO."""
+    """Return where the captions files are, {split: (folder or zip, name in it)}; {} if the source is not MS-COCO."""
     places = [(store, name) for store in map(Zip, sorted(source.glob("annotations*.zip"))) for name in store.names]
     for folder in (source / "annotations", source):
         places += [(folder, path.name) for path in sorted(folder.glob("captions_*.json"))]
@@ -60,7 +60,7 @@ def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
 
 
 def _pictures(source: Path, split: str) -> tuple[Store, str]:
-    """Return the folder or zip with a split's pictures, and their names' prefix; raises ValueError if there is none."""
+    """Return the folder or zip with a split's pictures, and their names' prefix. Raises ValueError if it is missing."""
     if (source / split).is_dir():
         return Folder(source / split), ""
     if (path := source / f"{split}.zip").is_file():

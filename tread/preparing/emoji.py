@@ -72,8 +72,8 @@ def all_emoji() -> dict[str, dict]:
 
 
 def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
-    """Return {emoji: its distinct captions}, name and aliases after `clean`, for the entries of `all_emoji`. A flag has
-    "flag of …" too; an emoji with a skin tone and no aliases has those of the toneless emoji, with the tone added."""
+    """Return {emoji: its distinct captions}, from the entries of `all_emoji`: name and aliases in words. A flag has its
+    name and "flag of …". An emoji with a skin tone but no aliases has those of the toneless one with the tone added."""
     given = {text: [clean(alias) for alias in entry.get("alias") or []] for text, entry in known.items()}
     bare = {_bare(text): aliases for text, aliases in given.items() if not tones(text)}
     captions = {}
@@ -100,12 +100,10 @@ def distinct(captions: Sequence[str]) -> list[str]:
 
 
 def tones(text: str) -> str:
-    """Return the skin-tone characters in an emoji."""
     return "".join(character for character in text if character in TONES)
 
 
 def _bare(text: str) -> str:
-    """Return an emoji without its skin tones and variation selectors."""
     return "".join(character for character in text if character not in TONES + AS_PICTURE)
 
 
@@ -126,7 +124,7 @@ def composition(text: str, known: dict[str, dict]) -> Composition | None:
 
 
 def held_compositions(known: dict[str, dict]) -> set[Composition]:
-    """Return the compositions to hold out, even if there is no such emoji: for each activity one woman and one man,
+    """Return the compositions to hold out, whether or not they exist as emoji: for each activity one woman and one man,
     with different skin tones. `known` is the result of `all_emoji`."""
     activities = sorted({parts.activity for text in known if (parts := composition(text, known))})
     genders = (("woman", 0), ("man", 2))
@@ -134,12 +132,12 @@ def held_compositions(known: dict[str, dict]) -> set[Composition]:
 
 
 def part_of_rest(text: str) -> str:
-    """Return the part of an emoji that is not a composition, by its hash: "rest" (held out) for 5%, else "train"."""
+    """Choose by a hash, for an emoji that is not a composition: "rest" (held out) for 5% of them, else "train"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 
 class Emoji(NamedTuple):
-    """A sample: one emoji, its picture (SIZE, SIZE, 3) uint8, and the captions of all emoji with this picture."""
+    """A sample: one emoji, its picture (32, 32, 3) uint8, and the captions of all emoji with this picture."""
 
     text: str
     picture: np.ndarray
@@ -163,7 +161,7 @@ def font_file() -> Path:
 
 
 def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
-    """Render each emoji as (size, size, 3) uint8, or None if the font lacks it. Raises ValueError as font_file does."""
+    """Render each emoji as (size, size, 3) uint8, or None if the font lacks it. Raises ValueError without the font."""
     side = size * FINER
     font = ImageFont.truetype(str(font_file()), 0.75 * side, layout_engine=ImageFont.Layout.RAQM)
     for text in texts:
@@ -178,7 +176,7 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
 
 @functools.lru_cache(maxsize=1)  # a run's training and held-out parts use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """Return {part: samples} for "train" and the held-out parts "compositions" and "rest". Takes ten seconds."""
+    """Return {part: samples} for "train" and the held-out parts, "compositions" and "rest". Takes ten seconds."""
     known = all_emoji()
     captions, held, alike = captions_of_all(known), held_compositions(known), defaultdict(list)
     pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
@@ -208,8 +206,8 @@ def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
 
     encoder  text encoder for the captions, fitted to the captions of "train"; None: captions are not encoded.
 
-    index.json of "heldout" records how many of its first samples are compositions (see the top of this file). Several
-    processes may call this at once; one of them encodes the captions while the others wait.
+    index.json of "heldout" records as "compositions" how many of its first samples are held-out combinations of
+    activity, gender and skin tone. Several processes may call this at once; one encodes the captions, the others wait.
     """
     if not folder.exists():
         samples, other = emoji_of(part), "heldout" if part == "train" else "train"

@@ -1,5 +1,5 @@
-"""Writes an encoder's features of a dataset's pictures, of patches and of the whole, beside its latents
-(`prepare_features`). All checks run before the long work. Processes share the shards; the same command, run again,
+"""Writes features of a dataset's pictures beside its latents (`prepare_features`): an encoder's patch features, and one
+of the whole picture. All checks run before the long work. Processes share the shards; the same command, run again,
 makes the missing ones."""
 
 import json
@@ -47,8 +47,7 @@ class FeatureOptions:
 
 
 def prepare_features(options: FeatureOptions, processes: Processes) -> None:
-    """Check everything, then encode this process's share of the shards. The main process adds those of all processes
-    to the dataset."""
+    """Check everything, then encode this process's shards; the main process adds all of them to the dataset."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     data, pictures, size, where = open_source(options, index, processes)
@@ -85,9 +84,9 @@ def open_source(
 ) -> tuple[LatentDataset, Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
     """Find a dataset's pictures, in options.source if that is given, else beside the latents.
 
-    Returns the dataset, a function, the pictures' side in pixels, and a text to print that says where the pictures are.
-    The function takes batches of sample indices, and yields for each batch a tuple of pictures (B, 3, H, W), one per
-    view (plain, flipped). Raises ValueError or OSError if pictures are missing or are not those of the dataset.
+    Returns the dataset, a function that reads pictures, their side in pixels, and a text that says where they are. The
+    function takes batches of sample indices, and yields a tuple of pictures (B, 3, H, W) uint8 per batch, one per view
+    (plain, flipped). Raises ValueError or OSError if pictures are missing or are not those of the dataset.
     """
     folder = Path(options.dataset.path)
     if options.source is not None:
@@ -110,10 +109,10 @@ def open_source(
 def find_again(
     data: LatentDataset, source: Path, root: str | None, labels: str | None
 ) -> tuple[Photos, Crop, np.ndarray]:
-    """Find the photos from which a dataset (training or held-out) was made; its report.json says which. Returns all
-    photos of the source, their crop, and the index of each sample's photo, (n,). source, root and labels must be the
-    options that scripts/prepare_latents.py was given. Raises ValueError or OSError if the dataset has no such record,
-    or if names, labels or classes have changed."""
+    """Find the photos that a dataset (training or held-out) was made from, as recorded in its report.json. Returns all
+    photos of the source, how they are cropped, and the index of each sample's photo, (n,). source, root and labels must
+    be the options that scripts/prepare_latents.py was given. Raises ValueError or OSError if the dataset has no such
+    record, or if names, labels or classes have changed."""
     report = data.folder / "report.json"
     made = json.loads(report.read_text()) if report.is_file() else {}
     plan = made.get("plan", {})

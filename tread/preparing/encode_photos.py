@@ -83,7 +83,8 @@ def end_with(process: int, worker: int) -> None:
 def read_crops(
     photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
-    """Read batches of photo indices in worker processes; yield results of `collate`. Raises OSError if one dies."""
+    """Read batches of photo indices in worker processes. Yields for each batch the readable pictures (n, 3, size, size)
+    uint8, or None, and [reason or "", photo size] of all photos. Raises OSError if a worker dies."""
     options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": partial(end_with, os.getpid())}
     try:
         yield from DataLoader(Crops(photos, crop), batch_sampler=[rows.tolist() for rows in batches], **options)
@@ -100,8 +101,8 @@ def source_hash(photos: Photos) -> str:
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
     """Return the photos as they were when unfinished work began. Damaged pictures that were removed since then get
-    their places in the order back, so that every other picture stays in its shard. Their names and places are in the
-    notes (JSON files) that make_shards writes with the shards."""
+    their places in the order back, so that every other picture stays in its shard. Notes, JSON files that make_shards
+    writes beside the shards, tell their names and places."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
     there, captions = set(photos.names) if damaged else (), list(photos.captions or ())
@@ -115,15 +116,14 @@ def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
 
 
 def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int) -> dict[str, list[np.ndarray]]:
-    """Return {part: picture indices of each shard} for "train" and "heldout" ([] if there are none). `heldout` says
-    which are held out, as the argument `wanted` of `held_out`. Raises ValueError if there are too few pictures."""
+    """Return {part: picture indices of each shard} for "train" and "heldout" ([] if no picture is held out). `heldout`
+    says what is held out: a fraction, a count, a prefix of names, or None. Raises ValueError for too few pictures."""
     out = held_out(photos.names, photos.labels, len(photos.classes), heldout)
     return {part: pieces_of(np.flatnonzero(mask), shard_size) for part, mask in (("train", ~out), ("heldout", out))}
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError if the source still has pictures that the shards' notes list as damaged. Its message lists
-    them with the reasons."""
+    """Raise ValueError, with a list, for pictures that could not be read when shards were made and are still there."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -148,7 +148,7 @@ def make_shards(
     writer: DatasetWriter, photos: Photos, encode: LatentEncoder, options: "PhotoOptions", processes: Processes
 ) -> None:
     """Make the missing shards of a dataset together with the other processes. Each shard gets a note, a JSON file that
-    lists damaged pictures (left out) and those enlarged more than MUCH times, and counts all enlarged ones."""
+    lists damaged pictures (left out), counts enlarged ones, and lists those enlarged more than 4 times."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
@@ -219,7 +219,8 @@ class PhotoOptions:
 
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
-    """Check everything, make this process's shards; the main one makes the datasets. Raises ValueError or OSError."""
+    """Check everything, then make this process's share of the shards. In the main process, also finish the datasets and
+    write their reports. Raises ValueError or OSError."""
     photos = open_photos(options)
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
@@ -288,8 +289,8 @@ def open_photos(options: PhotoOptions) -> Photos:
 def open_writers(
     photos: Photos, heldout: float | int | str | None, latents: LatentSpec, options: PhotoOptions
 ) -> dict[str, DatasetWriter]:
-    """Return the writers of the datasets to be made: {"train": writer, "heldout": writer}, or only "train" if
-    `heldout` is None. `heldout` says which pictures are held out, as the argument `wanted` of `held_out`."""
+    """Return {"train": writer, "heldout": writer} of the datasets to be made, or only "train" if `heldout` is None.
+    `heldout` chooses the held-out pictures: a fraction, a count, or a prefix of names."""
     out = Path(options.out)
     plan = {key: getattr(options, key) for key in ("resolution", "precision", "shard_size")}
     plan["pictures"] = source_hash(photos)
@@ -343,8 +344,8 @@ def finish(
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Assemble the unfinished datasets, those in `work`; write their reports, move them to their final names, and
-    print a summary. `writers` are those of both parts, finished ones too."""
+    """Assemble the unfinished datasets, whose writers are `work`; write their reports, move them to their final names,
+    and print a summary. `writers` are {part: writer} of "train" and "heldout", finished ones included."""
     unfinished = [part for part, writer in writers.items() if writer in work]
     made = {part: look_at(part, photos, writers, options, processes.device) for part in unfinished}
     for part in sorted(made):  # heldout first: train's unfinished work lists the damaged pictures
@@ -369,8 +370,8 @@ def finish(
 def look_at(
     part: str, photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, device: torch.device
 ) -> dict:
-    """Write the index of the dataset of `part`, add the photos' captions, if any, and save options.decode photos beside
-    their decoded latents as report.png. Returns the report. Raises ValueError if a training class has no
+    """Complete the dataset of `part` with its index and the photos' captions, if any, and return a report on it.
+    report.png shows options.decode photos beside their decoded latents. Raises ValueError if a training class has no
     picture, unless options.allow_empty."""
     writer, other = writers[part], "train" if part == "heldout" else "heldout"
     fields = {other: f"../{writers[other].folder.name}"} if other in writers else {}
@@ -406,7 +407,7 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Return {"count", "class_counts" (by name), "channel_mean", "channel_std"}, on the scale that networks see."""
+    """Return {"count", "class_counts" (by name), "channel_mean", "channel_std"}; the latter are of network latents."""
     mean, std = map(np.array, data.statistics)
     if data.latents.channel_scale:  # by the autoencoder's own statistics
         mean, std = (mean - data.latents.channel_shift) * data.latents.channel_scale, std * data.latents.channel_scale
@@ -417,7 +418,7 @@ def dataset_numbers(data: LatentDataset) -> dict:
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
     """Decode stored samples to pictures (n, 1 or 3, H, W) uint8. If the dataset stores a posterior's moments, the mean
-    is decoded. Raises the errors of load_decoder."""
+    is decoded. Raises FileNotFoundError or ValueError if the autoencoder can't be loaded."""
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()
@@ -430,7 +431,6 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def report_text(report: dict) -> str:
-    """Return a dataset's report as a text of several lines."""
     by_class, counts = report["class_counts"], list(report["class_counts"].values())
     span = f"{min(counts):,} to {max(counts):,}, median {int(np.median(counts)):,}"
     lines = {

@@ -43,7 +43,7 @@ class TextOptions:
 
 
 def prepare_text(options: TextOptions, processes: Processes) -> None:
-    """Encode the captions of a dataset and, unless options.like is set, those that its held-out dataset has, if any."""
+    """Encode the captions of a dataset and, unless options.like names a dataset to follow, of its held-out dataset."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:
@@ -72,8 +72,8 @@ def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
 
 def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Processes) -> None:
     """Check everything, and encode this process's share of the captions of the dataset in `folder`; the main process
-    then adds the encoded text of all processes to that dataset. `like` is the folder of a dataset whose number of
-    tokens and vocabulary the text gets; None: both follow from the options and captions."""
+    then adds the encoded text of all processes to that dataset. `like` is the folder of a dataset from which number of
+    tokens and vocabulary are taken; None: they follow from the options and captions."""
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain(*captions))
     shape = like and LatentDataset(Path(like), text=options.encoder).text_spec

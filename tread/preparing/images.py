@@ -28,7 +28,8 @@ STRIP = 16  # pictures longer than this many times their width are enlarged only
 
 @dataclass(frozen=True)
 class Crop:
-    """How photos become squares: the side in pixels, and the options of read_rgb."""
+    """How photos become squares: the side in pixels, whether the EXIF orientation is applied ("exif") or ignored
+    ("stored"), and whether transparent pixels are laid on white ("white") or alpha is dropped ("drop")."""
 
     size: int
     orientation: Orientation = "stored"
@@ -62,7 +63,7 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
 
 @contextlib.contextmanager
 def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
-    """Open a picture's content with Pillow; decode=False reads only size and mode. Raises the errors of read_rgb."""
+    """Open a picture with Pillow; decode=False reads only size and mode. Raises ValueError or OSError if that fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about damaged EXIF data and palettes that lose transparency
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the refused number of pixels
@@ -80,7 +81,7 @@ def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
 
 
 def no_picture(head: bytes) -> str | None:
-    """Return why a file that begins with `head` (at least HEAD bytes) is not a picture; None if it may be one."""
+    """Return why a file is not a picture, given its first bytes `head` (16 or more); None if it may be one."""
     Image.init()
     if any(Image.OPEN[kind][1](head) for kind in FORMATS):
         return None
@@ -114,7 +115,7 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
 
     The picture is halved by averaging 2×2 boxes while its shorter side is at least 2·size; then it is resized
     bicubically until that side equals `size`, and cropped at the centre. If a picture must be enlarged and its longer
-    side is over STRIP times its shorter one, only the part that is kept is enlarged. That saves memory, and changes the
+    side is over 16 times its shorter one, only the part that is kept is enlarged. That saves memory, and changes the
     result by at most one or two levels of 255.
     """
     while min(image.size) >= 2 * size:

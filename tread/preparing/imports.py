@@ -64,7 +64,8 @@ class ForeignText:
     """Encoded captions of another project's data, in the order of the samples.
 
     counts    (n,) number of captions of each sample.
-    read      function: index of a caption among all samples' captions → its tokens (T, C); sum(counts) → the empty one.
+    read      function that returns the tokens (T, C) of a caption. Captions of all samples are numbered through, from 0
+              to sum(counts) − 1; number sum(counts) is the empty caption.
     captions  each sample's captions as text; None if they are not known.
     """
 
@@ -78,15 +79,16 @@ class ForeignText:
 class ForeignSamples:
     """Another project's latents, in their source's order.
 
-    labels              (n,) int64.
-    read                function: index → (views, C or 2C, S, S), as stored; the second view, if any, is mirrored.
-    name                function: index → the sample's name in messages.
-    spread              meaning of the second C of 2C channels, "logvar" or "std"; None: C channels, posterior samples.
-    scaled              whether the stored numbers are scaled already.
-    scale, autoencoder  latent scale and hub id, used unless the options name others.
-    normalize           whether the latents are meant for dataset.normalize=true.
-    statistics          {"mean", "std"} per channel of unscaled latents, to normalise by; None if the source has none.
-    text                the encoded captions; None if the source has none.
+    labels       (n,) int64.
+    read         function: index → (views, C or 2C, S, S), as stored; the second view, if any, is mirrored.
+    name         function: index → the sample's name in messages.
+    spread       meaning of the second C of 2C channels, "logvar" or "std"; None: C channels, posterior samples.
+    scaled       whether the stored numbers are already multiplied by `scale`.
+    scale        factor from the autoencoder's latents to the network's, unless the options give another one.
+    autoencoder  its Hugging Face id, unless the options name another one.
+    normalize    whether training should normalise the latents by channel, with dataset.normalize=true.
+    statistics   {"mean", "std"} per channel of unscaled latents, to normalise by; None if the source has none.
+    text         the encoded captions; None if the source has none.
     """
 
     labels: Sequence[int]
@@ -338,7 +340,7 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
 
 
 def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
-    """Write captions, if known, and their encodings beside a dataset's latents; existing shards are skipped."""
+    """Write captions, if their text is known, and their encodings beside a dataset's latents; keep existing shards."""
     if text.captions is not None:
         add_captions(folder, text.captions)
 

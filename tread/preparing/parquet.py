@@ -51,7 +51,7 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
     """Open the pictures in the parquet files `paths` of `source`, with their classes or captions.
 
     split     the split to take, if there are several (train-00000-of-…, validation-…).
-    captions  the column of captions; None: a column with a usual name (CAPTIONS), if any; "none": ignore captions.
+    captions  the column of captions; None: "caption", "captions" or "text", if any; "none": ignore captions.
 
     Raises ValueError if the split or the columns are missing or ambiguous.
     """
@@ -89,9 +89,9 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
 
 
 def _captions(source: Path, schema, wanted: str | None) -> str | None:
-    """Return the name of the column of captions: `wanted` or, with wanted=None, the text column with a usual name
-    (CAPTIONS). Returns None if there is no such column, or if `wanted` is "none". Raises ValueError if `wanted` is not
-    a text column, or if several text columns have usual names."""
+    """Return the column of captions: `wanted` or, if that is None, a text column named "caption", "captions" or "text".
+    Returns None if there is none or `wanted` is "none". Raises ValueError if `wanted` is no text column, or several
+    fit."""
     texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
     if wanted not in (None, "none", *texts):
         raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
@@ -110,7 +110,7 @@ def _captions_of(row: str | list[str | None] | None) -> list[str] | str:
 
 
 def _features(schema) -> dict:
-    """Return the columns' features (dict of types and class names) that `datasets` recorded; {} if it wrote none."""
+    """Return {column: dict with type and class names}, as Hugging Face's `datasets` recorded it; {} if it did not."""
     noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     return noted.get("info", {}).get("features", {})
 

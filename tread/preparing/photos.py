@@ -34,11 +34,11 @@ class Photos:
     where     the source, for messages.
     names     the pictures' names, for messages and to recognise the same pictures in a later run.
     labels    (n,) int64, indices into classes.
-    files     (read, place) per picture: read(place) returns the file's content or raises OSError. None: a removed file.
+    files     (read, key) per picture: read(key) returns the file's content or raises OSError. None: a removed file.
     faults    (name, reason) of files left out: not a picture, a picture without captions, captions without a picture.
     captions  at least one text per picture; None: the source has no captions.
     heldout   prefix of the names of pictures that the source itself holds out; None: it holds out none.
-    heads     whether the first bytes of a picture's file can be read alone.
+    heads     whether read(key, n) can read the first n bytes alone.
     """
 
     where: str
@@ -67,9 +67,8 @@ class Photos:
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
     def no_pictures(self, whole: bool = False) -> Faults:
-        """Read each file's first bytes, or decode it if `whole`, and return (name, reason) for those that are not
-        pictures or can't be read. Reads nothing and returns [] if there are more than LOOKED files (DECODED, if
-        `whole`), or if `heads` is False."""
+        """Return (name, reason) of files that can't be read or are no pictures, judged by their first bytes or, if
+        `whole`, by decoding. Returns [] at once for over 100,000 files (whole: 10,000), or if `heads` is False."""
 
         def look(first: int) -> Faults:
             found = []
@@ -106,10 +105,10 @@ class Photos:
             raise ValueError(f"{self.where}: " + "\n".join(texts))
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
-        """Return a copy with only the photos that have captions. Its faults also list the rest, and `faults`.
+        """Return a copy that has only the photos with captions. Photos without any are added to its faults.
 
         captions  the captions of each picture, or the reason why it has none.
-        faults    (name, reason) of captions without a picture.
+        faults    (name, reason) of captions without a picture, which are added to its faults too.
         """
         kept = [index for index, given in enumerate(captions) if isinstance(given, list)]
         without = [(name, f"no caption: {why}") for name, why in zip(self.names, captions) if isinstance(why, str)]
@@ -124,21 +123,20 @@ class Photos:
 
 
 def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
-    """Return [text], or [] if there are no faults. The text is `what`, the number of faults, and a line for each of
-    the first ones; `line` is the format string that `named` takes."""
+    """Return [text], or [] if there are no faults. The text is `what`, the number of faults, and a line for each of the
+    first 20: its name, then `line` with the reason in place of {}."""
     return [f"{what}, {len(faults):,} in all{named(faults, line)}"] if faults else []
 
 
 def named(files: Faults, line: str) -> str:
-    """Return a text with a line for each of the first NAMED files, and one that counts the others. A file's line is its
-    name, followed by the format string `line` (such as ": {}") filled with the reason."""
+    """Return a line for each of the first 20 files, its name, then `line` with the reason in place of {}; if there are
+    more, a line counts them."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
     text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
     return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8
 
 
 def is_picture(name: str) -> bool:
-    """Return whether a file's name has the suffix of a picture."""
     return name.lower().endswith(SUFFIXES)
 
 
@@ -191,9 +189,8 @@ def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
 
 
 def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the names of files that are no captions, and {name without suffix: text file} of those that are. Other
-    files named like a picture (a.json beside a.jpg) are dropped. If no text file is named like a picture, returns all
-    names and {}."""
+    """Return the names of files other than captions, and {name without suffix: name} of captions (a.txt beside a.jpg).
+    Other files named like a picture (a.json) are dropped. If there are no captions, returns all names and {}."""
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
     if not pictures & texts.keys():
@@ -203,9 +200,9 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
-    """Read the captions of `pictures` from the text files in `texts`, the second result of split_texts. A file's name
-    in the store is `prefix` + its name here. Returns a list with each picture's captions, or the reason why it has
-    none, and a list of (file, reason) for text files without a picture."""
+    """Read the captions of `pictures` from text files, given as {name without suffix: name}. All names lack the
+    `prefix` that they have in the store. Returns each picture's captions, or the reason why it has none, as a list, and
+    [(file, reason)] for text files without a picture."""
     stems = [_stem(name) for name in pictures]
     captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]
     alone = texts.keys() - set(stems)

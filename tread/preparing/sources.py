@@ -1,7 +1,7 @@
 """Finds pictures, their classes and captions in folders, zips, tars and parquet files; images.py decodes them.
 
 class folders  train/n01440764/1.jpg in a folder, zip or tar; the sorted folder names are the classes
-labels file    EDM's dataset.json or a CSV (`label_table`), beside pictures in a flat folder or tar
+labels file    EDM's dataset.json or a CSV with the columns file and label, beside pictures in a flat folder or tar
 captions       a.txt beside a.jpg, also in webdataset tars; there is one class, unless there are class folders
 MS-COCO        its pictures and captions_….json (coco.py)
 parquet        picture datasets as Hugging Face writes them (parquet.py)
@@ -39,7 +39,8 @@ def find_photos(
 
     root      folder inside the source that holds the pictures, or the split of parquet files and MS-COCO; None: the
               innermost folder that holds all of them.
-    labels    labels file beside or inside the source; None: one of LABEL_FILES beside the pictures, else class folders.
+    labels    labels file beside or inside the source; None: dataset.json, labels.csv or metadata.csv beside the
+              pictures, if there is one, else class folders.
     captions  column of captions in parquet files; "none": captions are ignored; None: they are read if there are any.
 
     Raises FileNotFoundError if a file is missing, ValueError if the source does not fit; the message lists what it has.
@@ -104,8 +105,9 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the prefix of the names of files in the folder `root`, "" or "…/" (ValueError if there is none). None
-    stands for the innermost folder of all `names` or, if that is a class (pictures and no labels file), its parent."""
+    """Return the path of the folder of pictures inside the source as a prefix of names, "" or "…/". The folder is
+    `root` or, if that is None, the innermost one with all files, or its parent, if it is a class's folder: it holds
+    pictures, but no labels file. Raises ValueError if there is no folder `root`."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
@@ -146,8 +148,8 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
 
 
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
-    """Return {picture's file name: index of its class} and the class names, from `table`, label_table's result. `names`
-    are all files of the source; `where` is the source's name in errors."""
+    """Return {picture: index of its class} and the class names. `table` is a labels file, {picture: number or name of
+    its class}, `names` are all files of the source. Raises ValueError, which names `where`, unless they match."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
     classes = sorted(set(table.values()))
     if not any(isinstance(label, str) for label in classes):
@@ -166,7 +168,7 @@ def check_table(where: str, table: dict[str, int | str], files: set[str]) -> Non
 
 def label_table(name: str, content: bytes) -> dict[str, int | str]:
     """Parse a labels file, a CSV or EDM's JSON: {picture: number or name of its class}. A CSV has the columns label and
-    file (or file_name, as Hugging Face has it). Raises ValueError for other content."""
+    file (or file_name, as Hugging Face's do). Raises ValueError for other content."""
     try:
         text = content.decode("utf-8-sig")
         if name.endswith(".csv"):

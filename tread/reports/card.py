@@ -97,7 +97,7 @@ def _classes(names: tuple[str, ...]) -> str:
 
 
 def _scores(saved: SavedNetwork) -> str:
-    """Return the scores in fid.json beside the checkpoint, each with its counts."""
+    """Return all scores recorded beside the checkpoint (fid.json, fid-1.json, …) as Markdown."""
     tables = []
     for path in sorted(saved.found.folder.glob("fid*.json")):
         scores = json.loads(path.read_text(encoding="utf-8"))

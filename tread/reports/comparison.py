@@ -28,7 +28,8 @@ TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 class Point(NamedTuple):
-    """A curve's point: means over seeds (None if one has none); standard deviation of `value` (None for one seed)."""
+    """A point of a metric's curve. `value`, `flops` and `seconds` are means over seeds (None if a seed lacks them);
+    `spread` is the standard deviation of `value` (None for one seed)."""
 
     step: int
     value: float
@@ -77,7 +78,7 @@ def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
 
 
 def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
-    """Group runs that differ only in their seed (and settings in APART); name the groups. The runs' order is kept."""
+    """Group runs that differ only in their seed or in how they log and launch, and name the groups. Keeps the order."""
     groups: dict[str, list[Found]] = {}
     for run in runs:
         key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
@@ -115,7 +116,7 @@ def reached(group: SeedGroup, metric: str, value: float) -> Point | None:
 
 
 def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str]) -> None:
-    """Write a .csv: a row for each run and logged step that has a value of a metric. Raises OSError if it can't."""
+    """Write a .csv: a row for each run and logged step that has one of the metrics. Raises OSError if that fails."""
     columns = ["group", "run", "seed", "step", "seconds", "flops", *metrics]
     with explain_failure(path), path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
@@ -127,7 +128,7 @@ def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str])
 
 
 def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str]]]:
-    """Return a table's head, and a row of texts per group: last scores with sample counts, speed and costs."""
+    """Return a table's column titles, and a row of texts per group: last scores with sample counts, speed, costs."""
     metrics = column_metrics(groups)
     name, size = unit("seconds", max((s for group in groups for s in group.last("seconds")), default=0))
     rows = []
@@ -144,12 +145,12 @@ def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str
 
 
 def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return the keys of metrics that tables compare and of which at least one group has a value."""
+    """Return the names of metrics that tables compare and that at least one group has a value of."""
     return [name for name, metric in METRICS.items() if metric.compared and any(group.last(name) for group in groups)]
 
 
 def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return the keys of `column_metrics` that training measures repeatedly and that some group has a curve of."""
+    """Return the names of those compared metrics that training measures repeatedly and some group has values of."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
@@ -201,7 +202,7 @@ def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
-    """Return a sentence on when a run first reaches the value at which another run ends."""
+    """Return a sentence on when `run` first reaches the last value of `other`, in steps, FLOPs and time."""
     goal, called = other.curve(metric)[-1], METRICS[metric].title
     best = METRICS[metric].best(point.value for point in run.curve(metric))
     point, spread = reached(run, metric, goal.value), (goal.spread or 0) + (run.curve(metric)[-1].spread or 0)
@@ -249,8 +250,8 @@ def charts(groups: Sequence[SeedGroup], metrics: Sequence[str]) -> list[dict[str
 
 
 def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
-    """Return a metric's curves against `axis`, "step", "flops" or "seconds". Curves of runs with routes are dashed if
-    the metric can't be compared between runs with and without routes."""
+    """Return a chart of a metric against `axis`, "step", "flops" or "seconds". Curves of runs in which tokens skip
+    blocks are dashed if this metric can't be compared with that of other runs."""
     known, title, size, lines = METRICS[metric], AXES[axis], 1.0, []
     drawn = [group for group in groups if group.curve(metric)]
     curves = [[point for point in group.curve(metric) if getattr(point, axis)] for group in drawn]
