@@ -18,6 +18,7 @@ from tqdm import tqdm
 from studies.study import ROOT, Planned, Score, Training
 from tread.checkpoints.run_log import RunLog
 from tread.evaluation.metric_table import names_of
+from tread.runtime.device import usable_cores
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.signals import INTERRUPTED
 
@@ -139,7 +140,7 @@ def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None], part: Part = "both") -> list[str]:
     """Run the jobs (or only one `part`) on the folder `data`, `at_once` at a time with equal shares of the cores.
     Return an error line for each failed job. `after` is called in this thread whenever a job has ended."""
-    cores, problems, children = max(1, (os.cpu_count() or 1) // at_once), [], Children()
+    cores, problems, children = max(1, usable_cores() // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, at_once, cores, children, part) for job in jobs]
         try:
