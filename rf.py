@@ -10,7 +10,7 @@ Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from tread.diffusion.predictions import Quantity, error_of, negatives, velocity_
 from tread.diffusion.process import Network, Process, per_sample
 from tread.diffusion.solvers import solve
 from tread.models.conditions import Condition
-from tread.runtime.schema import BelowOne, Fraction, Positive, PositiveOrZero, check
+from tread.runtime.schema import BelowOne, Positive, PositiveOrZero, Range, check
 
 Time = Literal["logit_normal", "uniform"]
 Shift = Positive | Literal["auto"]
@@ -65,7 +65,7 @@ class RF(Process):
     train_shift: Shift = 1.0
     predicts: Quantity = "velocity"
     loss_of: Quantity = "velocity"
-    clamp: Fraction = 0.05
+    clamp: Annotated[float, Range("lie between 0 and 0.5", lambda number: 0 < number < 0.5)] = 0.05
     contrastive: BelowOne = 0.0
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from studies.study import ROOT, Planned, Score, Training
 from tread.checkpoints.run_log import RunLog
 from tread.evaluation.metric_table import names_of
+from tread.runtime.device import usable_cores
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.signals import INTERRUPTED
 
@@ -141,7 +142,7 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
     """Train and score the jobs on the folder `data`, or do only one `part`, "train" or "score". `at_once` jobs run at a
     time, with equal shares of the cores. Returns an error line for each failed job. Calls `after` in this thread
     whenever a job has ended."""
-    cores, problems, children = max(1, (os.cpu_count() or 1) // at_once), [], Children()
+    cores, problems, children = max(1, usable_cores() // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, at_once, cores, children, part) for job in jobs]
         try:

@@ -57,9 +57,9 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return {arm: its runs to show}, from `made` {key of a training: its record}: the runs that are trained and scored
-    as planned; without such, the trained ones; else the run with the most records. A run whose training an earlier arm
-    has, too, is shown only if it is scored as planned."""
+    """Return {arm: its runs to show}, from `made` {key of a training: its record}: the trained runs, with the scores they
+    have; without such, the run with the most records. A run whose training an earlier arm has, too, is left out until
+    all its planned scores are there."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():
@@ -67,7 +67,8 @@ def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[
         complete, new = [run for run in begun if is_made(run, made)], [r for r in begun if r.training.key not in shown]
         trained = [run for run in new if made[run.training.key]["trained"]]
         furthest = sorted(new, key=lambda run: len(made[run.training.key]["points"]))[-1:]
-        each += [_made(run, made[run.training.key]) for run in complete or trained or furthest]
+        most = max(complete, trained, key=len)  # a training that is not scored yet still shows its losses
+        each += [_made(run, made[run.training.key]) for run in most or furthest]
         shown.update(run.training.key for run in begun)
     return results
 
