@@ -82,8 +82,7 @@ class Route:
 
     @classmethod
     def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> "Route":
-        """Return the paper's route r(2→depth−4): 2→8 for 12 blocks, 2→20 for 24, 2→24 for 28. Raises ValueError for a
-        depth below 6."""
+        """Return the paper's route r(2→depth−4), such as 2→24 for 28 blocks. Raises ValueError for a depth below 6."""
         if depth - 4 < 2:
             raise ValueError(f"the rule gives r(2→{depth - 4}) at depth {depth}, but needs at least 6: state both ends")
         return cls(2, depth - 4, selection_ratio, fp32, select)
@@ -118,7 +117,7 @@ class Route:
 
     @property
     def rejoins(self) -> "Rejoin":
-        """How the skipped tokens return: the Rejoin in REJOINS for a named `rejoin`, else the one for None."""
+        """How the skipped tokens return: the entry of REJOINS for `rejoin` if that is a name, else its entry None."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
@@ -358,8 +357,8 @@ def run_blocks(
     grid    (rows, columns) of the tokens in raster order, which every block then gets as its argument `grid`. On a
             route it is the grid of the kept tokens, so the route must select whole rows.
     record  receives each route's ids_keep and the outputs of the blocks in record.blocks.
-    leading number of tokens at the front, such as a class token, that every route keeps. Routes, ids_keep and `record`
-            are of the tokens after them.
+    leading number of tokens at the front, such as a class token, that every route keeps. The indices in
+            `routes` and the contents of `record` leave them out, and count from the token after them.
 
     Raises ValueError for routes, indices, `along` or a grid that do not fit; RuntimeError if saved tokens were changed.
     """

@@ -117,8 +117,7 @@ class Check:
         self._write(name, {"failed": reason})
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Run the measurements in `work`, unless the part's time is over. If they are left out or fail, record the
-        reason under `name`."""
+        """Run the measurements in `work`, or record under `name` why they failed or that the part's time is over."""
         if time.perf_counter() - self.began > 60 * self.minutes:
             return self.fail(name, f"the {self.minutes:g} minutes of this part are over")
         try:
@@ -307,7 +306,7 @@ def kernel_kind(name: str) -> str:
 
 
 def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
-    """Return {kind of kernel, such as "attention" or "copy": seconds of `work` in it}, and on a GPU those "idle"."""
+    """Return {kind of kernel, such as "attention" or "copy": seconds of `work` in it}; on a GPU also "idle" ones."""
     cuda = DEVICE.type == "cuda"
     wait_for(DEVICE)
     began = time.perf_counter()

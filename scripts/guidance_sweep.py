@@ -127,7 +127,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """Return the key of the metric to draw: sweep.metric, else the first. Raises ValueError if it is not scored."""
+    """Return the metric to draw: sweep.metric or, if None, the first scored. Raises ValueError if it is not scored."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]

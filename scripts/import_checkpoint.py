@@ -52,8 +52,8 @@ def main(tree: dict) -> None:
 
 
 def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
-    """Write a run's folder with one checkpoint, at step 0; return lines to print: warnings, a summary, and a command.
-    Raises ValueError or OSError if the folder exists, the weights do not fit the settings, or writing fails."""
+    """Write a run's folder with one checkpoint, at step 0; return lines to print: warnings, a summary, how to sample
+    it. Raises ValueError or OSError if the folder exists, the weights do not fit the settings, or writing fails."""
     folder = Path(cfg.results) / cfg.name
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")

@@ -94,8 +94,7 @@ def show(cfg: Settings, options: Options) -> None:
 
 
 def constants_of(device: str) -> tuple[Constants, str]:
-    """Return a device's constants for predicted times, and a line to print that names the constants that were measured,
-    "" if none were."""
+    """Return a device's constants for predicted times, and a line naming those that were measured, "" without any."""
     file = max(RESULTS.glob(f"gpu_*{device}*.json"), default=None)
     constants = measured_constants(json.loads(file.read_text()), DEVICES[device]) if file else PREDICTED
     names = [name for name, value in constants._asdict().items() if value != getattr(PREDICTED, name)]

@@ -107,16 +107,14 @@ def networks_of(study: Study, results: Results) -> Results:
 
 
 def grid(columns: Columns, names: Iterable[str]) -> list[str]:
-    """Return the lines of a Markdown table from {title: {row name: cell}}, and a blank one after them; [] without
-    names."""
+    """Return the lines of a Markdown table from {title: {row name: cell}}, and a blank one; [] without names."""
     rows = [[*columns], *([cells.get(name, "–") for cells in columns.values()] for name in names)]
     head, *lines = [f"| {' | '.join(row)} |" for row in rows]
     return [head, "|---" * len(columns) + "|", *lines, ""] if lines else []
 
 
 def seconds_alone(results: Results) -> dict[str, str]:
-    """Return {arm of the study: mean seconds of training, without the first step}, for the arms whose runs all had a
-    device to themselves."""
+    """Return {arm: mean seconds of training, less the first step} of arms whose runs had a device to themselves."""
     cells = {}
     for arm, runs in results.items():
         alone = runs and all(run["timed_on"] is not None and run["timed_on"][1:] == (1,) for run in runs)
@@ -477,8 +475,8 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """Draw the differences of routed arms from the dense one against the number of blocks in the route: in the training
-    loss, and in the other metrics at equal images."""
+    """Draw how much arms with a route differ from the one without, over the number of blocks in the route: in the
+    training loss, and in the other metrics at equal images."""
     lengths = {arm: 1 - int(np.subtract(*map(int, re.findall(r"\d+", arm)))) for arm in results if arm != "dense"}
     panels = []
     for metric in study.metrics:
@@ -494,8 +492,8 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:
-    """Draw heat maps over a route's first and last block: each metric minus the dense arm's, at equal images and at
-    equal FLOPs, and FLOPs divided by the dense arm's."""
+    """Draw heat maps over a route's first and last block: each metric minus that without a route, at equal images and
+    at equal FLOPs, and the FLOPs divided by those without a route."""
     places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}

@@ -4,7 +4,7 @@ python studies/finetune_digits.py out=results/finetune-digits
 
 A network is trained on the digits 0 to 6, then on all ten (init_classes) for a tenth of its steps. It is compared with
 networks trained on all ten from the start, for as many steps and for ten times as many. `table.md` in the folder `out`
-states how many of 100 samples per class a classifier takes for their class: the means of old and of new classes.
+states which fraction of 100 samples per class a classifier puts in their class, for old and for new classes.
 """
 
 import sys

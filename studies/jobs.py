@@ -79,8 +79,7 @@ class Job:
         return word if filled == value else f"{key}='{quoted}'"
 
     def record(self, score: Score) -> dict | None:
-        """Return a scoring script's JSON without the keys LEFT_OUT, but with its overrides as "words"; None before it
-        ran."""
+        """Return a scoring script's JSON less the keys LEFT_OUT, plus its overrides as "words"; None before it ran."""
         path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
         if not path.exists():
             return None
@@ -126,7 +125,7 @@ def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
     """Return a job per training, with the scores of all runs that share it. `place` is this study's folder,
-    <results>/<study>/<scale>. A training's folder is the one where any study began it at this scale, else a new one in
+    <results>/<study>/<scale>. A training that any study has begun at this scale stays there, a new one goes to
     `place`."""
     by_key, jobs = defaultdict(list), []
     for run in runs:
@@ -139,9 +138,9 @@ def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None], part: Part = "both") -> list[str]:
-    """Train and score the jobs on the folder `data`, or do only one `part`, "train" or "score". `at_once` jobs run at a
-    time, with equal shares of the cores. Returns an error line for each failed job. Calls `after` in this thread
-    whenever a job has ended."""
+    """Train and score the jobs on the folder `data`, or do only one `part`, "train" or "score": `at_once` jobs at a
+    time, with equal shares of the cores. Call `after` in this thread when a job ends. Return the failed jobs'
+    errors."""
     cores, problems, children = max(1, usable_cores() // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, at_once, cores, children, part) for job in jobs]

@@ -73,7 +73,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric; x is its points' "images", "flops" or "steady_seconds", as `axis` says."""
+    """Return {x: value} of a run's metric, by the `axis` "images", "flops" or "steady_seconds" of its training."""
     return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
 
 
@@ -87,7 +87,7 @@ def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
 
 
 def interpolate(values: Mapping[float, float], place: float) -> float | None:
-    """Interpolate a metric {FLOPs or seconds: value} at `place`, linearly in log FLOPs or log seconds; None outside."""
+    """Interpolate {FLOPs or seconds: value} at `place`, linearly in their logarithm; None outside their range."""
     within = len(values) > 1 and min(values) <= place <= max(values)
     return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
 
@@ -99,7 +99,7 @@ def last_difference(run: Made, other: Made, metric: str) -> float | None:
 
 
 def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's at the last number of images where both have it; None without such."""
+    """Return one run's metric minus another's at the most images for which both have it; None if there are none."""
     both = series([run, other], metric)
     return both[-1][1][0] - both[-1][1][1] if both else None
 

@@ -57,9 +57,9 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return {arm: its runs to show}, from `made` {key of a training: its record}: the trained runs, with the scores they
-    have; without such, the run with the most records. A run whose training an earlier arm has, too, is left out until
-    all its planned scores are there."""
+    """Return {arm: its runs to show}, from `made` {key of a training: its record}: the trained runs, with the scores
+    they have; without such, the run with the most records. A run whose training an earlier arm has, too, is left out
+    until all its planned scores are there."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():

@@ -103,7 +103,7 @@ def old_side(stored: StoredWeights) -> int:
 
 
 def position_scale(init_from: str, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled: old / new rows of the token grid, times the scale of the
+    """Return model.position_scale for init_positions=scaled: old / new rows (`side`) of tokens, times the scale of the
     weights `init_from`. If the run in folder `run` has recorded its scale, return that without reading init_from."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))

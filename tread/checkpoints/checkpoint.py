@@ -150,8 +150,7 @@ class Checkpoint:
         return merge(self.base(), stored, adapter["scale"]) if adapter and name in ("model", "ema") else stored
 
     def base(self) -> dict[str, Tensor]:
-        """Load the weights that a LoRA run started from. Raises ValueError if the file is missing or its hash
-        differs."""
+        """Load the weights that a LoRA run started from. Raises ValueError if the file is missing or has changed."""
         path, alone = self.folder.parent / BASE, f"{self.folder} holds adapters (LoRA) alone, and"
         if not path.is_file():
             raise ValueError(f"{alone} {path}, their network, is missing: scripts/export_checkpoint.py merges the two")

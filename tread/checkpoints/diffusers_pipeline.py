@@ -34,7 +34,8 @@ class TreadPipeline(DiffusionPipeline):
                  from the hub id `autoencoder` when first needed.
 
     The other arguments say how the network was trained: diffusion process ("edm" or "rf") and its constants, latents,
-    routes, text encoder, and the fractions of samples without a class and, for SPRINT, without the blocks of its route.
+    routes, text encoder, and the fractions of samples without a class (label_drop) and, for SPRINT, without the blocks
+    that run on few tokens (path_drop).
     """
 
     model_cpu_offload_seq = "transformer->vae"

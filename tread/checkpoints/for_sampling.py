@@ -67,7 +67,7 @@ class SavedNetwork:
         return self.with_weights(network.to(device).eval(), guidance)
 
     def with_weights(self, network: nn.Module, guidance: Guidance) -> Model:
-        """Return a Model of `network`, whose weights are loaded, with the routes that `routes` gives for `guidance`."""
+        """Return a Model of `network`, whose weights are loaded, with the routes self.routes(guidance)."""
         return Model(self.process, network, self.routes(guidance))
 
     def shifted(self, shift: float) -> "SavedNetwork":
@@ -125,9 +125,8 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
 
 
 def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwork | None = None) -> None:
-    """Raise ValueError unless the networks were trained for a guidance's branches, such as one without a class. With
-    weak=None, `strong` runs both. For a branch without the blocks of SPRINT's route, this checks only that training
-    left them out in some samples, not that the network has them."""
+    """Raise ValueError unless the networks were trained for the branches of a guidance, such as one without a class.
+    With weak=None, `strong` runs both branches."""
     row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} asks a network"
     for name, network in (("strong", strong), ("weak", other)):
         if any(ends_of(getattr(guidance, name))) and not network.cfg.model.routes and not guidance.force:

@@ -170,8 +170,7 @@ def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> dict[str, Tensor]:
     """Compute the average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the
-    CPU. Raises FileNotFoundError without snapshots, ValueError if none is at `step` or the width is outside (0,
-    0.288)."""
+    CPU. Raises FileNotFoundError without snapshots, ValueError if `step` has none or sigma_rel is not in (0, 0.288)."""
     snapshots = usable(run, step)
     stored = profiles(snapshots)
     factors = dict(zip(stored, coefficients(stored, snapshots[-1].step, sigma_rel).tolist()))
