@@ -261,8 +261,8 @@ def load_decoder(
     in load_autoencoder) replaces latents.autoencoder, but "pixels" takes none; for `precision` see `computing`. Raises
     ValueError if it can't be loaded, has other channels or, unless `autoencoder` is given, did not make the latents."""
     if latents.autoencoder == "pixels":
-        if autoencoder is not None:
-            raise ValueError(f"autoencoder={autoencoder} is of latents, but this network draws pixels: leave it out")
+        if autoencoder is not None or precision != "fp32":
+            raise ValueError("autoencoder=… and decode_precision=… are of latents, but this network draws pixels")
         return lambda x: to_uint8(from_network(x, latents))
     name = _chosen(latents, autoencoder)
     try:
