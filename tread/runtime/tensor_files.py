@@ -65,8 +65,8 @@ def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
 
 
 def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
-    """Return {kind: (weights, place)}. kind is "ema", "model" or None (unknown); the weights are not checked yet; place
-    says, for messages, where in the file they are."""
+    """Return {kind: (weights, place)}. kind is "ema", "model" or None (unknown); the weights are not checked yet;
+    `place` is a text for messages on where they are in the file."""
     content, parts = _read(path), {}
     for kind, keys in KEYS.items():
         key = next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)

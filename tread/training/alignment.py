@@ -175,7 +175,7 @@ class Aligner:
         return sum(distance(projected, targets, ids_keep) for projected, ids_keep in recorded) / len(recorded)
 
     def tokens(self, routes: Sequence[Route]) -> list[int]:
-        """Return the number of tokens that each aligned block runs under `routes`."""
+        """Return the number of tokens on which each aligned block runs, given the step's `routes`."""
         run = self.module.network.tokens_run(routes)
         return [run[block] for block in self.module.blocks]
 

@@ -230,7 +230,7 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
-    """Return an Aligner to count costs with, whose projector is on the meta device; None if the run aligns nothing.
+    """Return an Aligner to count costs with, whose projector is on the meta device; None for a run without alignment.
     Loads the encoder only if its width, or with alignment.source=live its FLOPs, can't be known otherwise."""
     alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
     if alignment.kind == "none":

@@ -141,8 +141,8 @@ def mostly_bad(sums: dict) -> bool:
 
 
 def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """Return the numbers (from 0) of the steps that were not finite among the run's last `steps`, as far back as
-    StepStatistics keeps flags. `sums` come from read_statistics."""
+    """Return the numbers (from 0) of the steps that were not finite among the run's last `steps`, of which only the
+    last 100 are known. `sums` come from read_statistics."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
@@ -355,7 +355,7 @@ def sampler(run: Run, samples: int) -> Sampler:
 def save(run: Run) -> bool:
     """Copy what a checkpoint holds, let a thread write it, and return True. Returns False, without saving, if this step
     or most of the last ones were not finite. A run's last step is saved all the same, but then no older checkpoint is
-    removed. First waits until the previous checkpoint is written, see `finish_saving`. Raises OSError if that failed,
+    removed. First waits until the previous checkpoint is written. Raises that one's OSError if it could not be, and
     Failure if the weights are not finite."""
     with run.timed("save"):
         finish_saving(run)
