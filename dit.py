@@ -16,7 +16,7 @@ from tread.models.value_residual import add_value_residual, mixed
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention: (B, N, D) → (B, N, D), and the values (B, N, H, d) that it used."""
+    """Multi-head self-attention with H heads of width d: (B, N, D) → (B, N, D), and its value vectors (B, N, H, d)."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Mlp(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """DiT's transformer block with adaLN-Zero; `conditioning` is the width of the conditioning vector (None: `dim`)."""
+    """DiT's transformer block with adaLN-Zero. `conditioning` is the conditioning vector's width; None: the tokens'."""
 
     returns_values = False  # see value_residual.py
 
@@ -61,8 +61,9 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning or dim, 6 * dim))
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Map tokens x (B, N, D) to (B, N, D), and to its attention's values (B, N, H, d) if returns_values is set.
-        `given`: the first block's values, if they are mixed in, and conditioning c (B, conditioning)."""
+        """Map tokens x (B, N, D) to (B, N, D) and, if returns_values is set, to the value vectors (B, N, H, d) of its
+        attention. The last of `given` is the conditioning c (B, conditioning). Before it come the first block's value
+        vectors, if this block mixes them into its own."""
         *along, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
@@ -77,8 +78,8 @@ class DiTBlock(nn.Module):
 
 
 class DiT(Backbone):
-    """The DiT network F(x; t, y). Other arguments and errors are those of Backbone (tread/models/backbone.py).
-    value_residual=True mixes the first block's values into those of the later ones (value_residual.py)."""
+    """The DiT network F(x; t, y); Backbone (tread/models/backbone.py) explains the other arguments and errors. With
+    value_residual=True, the attention values of later blocks are mixed with those of the first block."""
 
     def __init__(
         self, *, hidden_size: int = 1152, num_heads: int = 16, mlp_ratio: float = 4.0, value_residual: bool = False,

@@ -10,7 +10,7 @@ Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from tread.diffusion.predictions import Quantity, error_of, negatives, velocity_
 from tread.diffusion.process import Network, Process, per_sample
 from tread.diffusion.solvers import solve
 from tread.models.conditions import Condition
-from tread.runtime.schema import BelowOne, Fraction, Positive, PositiveOrZero, check
+from tread.runtime.schema import BelowOne, Positive, PositiveOrZero, Range, check
 
 Time = Literal["logit_normal", "uniform"]
 Shift = Positive | Literal["auto"]
@@ -42,9 +42,9 @@ class RF(Process):
                 term, norms of velocities below SHORTEST (0.01) count as SHORTEST.
     shift       s of the sampler: evenly spaced u = 1 − t become s·u / (1 + (s − 1)·u); 0.3 (LightningDiT) puts more
                 steps near noise. "auto": 1 / √(CHW/4096), which `for_latents` computes.
-    train_shift s of training: drawn times become s·t / (1 + (s − 1)·t). "auto": √(CHW/4096), see `for_latents`.
-    predicts    what the network predicts, see predictions.py. `reverse` changes the sign of a velocity only.
-    loss_of     what the squared error compares, see predictions.py.
+    train_shift s of training: drawn times become s·t / (1 + (s − 1)·t). "auto": √(CHW/4096), by `for_latents`.
+    predicts    what the network predicts: "velocity", "x" (the data) or "noise". `reverse` negates velocities only.
+    loss_of     what the squared error compares: "velocity", "x" or "noise", computed from the prediction.
     clamp       lower bound of t and 1 − t where a velocity is computed by dividing by them.
     contrastive λ of a loss term −λ·(v − v')²; v is the predicted velocity, v' another sample's true one (arXiv
                 2506.05350: 0.05). Predicted velocities grow by about 1 / (1 − λ), which sampling does not undo.
@@ -65,7 +65,7 @@ class RF(Process):
     train_shift: Shift = 1.0
     predicts: Quantity = "velocity"
     loss_of: Quantity = "velocity"
-    clamp: Fraction = 0.05
+    clamp: Annotated[float, Range("lie between 0 and 0.5", lambda number: 0 < number < 0.5)] = 0.05
     contrastive: BelowOne = 0.0
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class RF(Process):
         return int(self.contrastive > 0)
 
     def for_latents(self, channels: int, size: int) -> "RF":
-        """Return this process with numbers instead of "auto", for latents (channels, size, size)."""
+        """Return this process with numbers for an "auto" shift or train_shift, for latents (channels, size, size)."""
         scale = size * channels**0.5 / 64  # √(CHW/4096)
         numbers = {"shift": 1 / scale, "train_shift": scale}
         return replace(self, **{name: value for name, value in numbers.items() if getattr(self, name) == "auto"})
@@ -100,7 +100,7 @@ class RF(Process):
         return torch.ones_like(t)
 
     def precondition(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the network's inputs in fp32: the noisy x itself, and the time input (B,) (see `time_scale`)."""
+        """Return the network's fp32 inputs: x, and times (B,), time_scale·t or, with `reverse`, time_scale·(1 − t)."""
         t = per_sample(t, x)
         return x.float(), self.time_scale * (1 - t if self.reverse else t)
 
@@ -110,7 +110,7 @@ class RF(Process):
         return x - level * self._velocity(output, x, level)
 
     def _predicted(self, output: Tensor, x: Tensor) -> Tensor:
-        """Return what `predicts` names, in fp32: the first C channels of the network's output."""
+        """Return the prediction, the first C channels of `output`, in fp32; a velocity is noise minus data."""
         predicted = output[:, : x.shape[1]].float()
         return -predicted if self.reverse and self.predicts == "velocity" else predicted
 
@@ -131,9 +131,10 @@ class RF(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three (B, C, S, S) fp32 tensors: squared errors of `loss_of`, predicted data D = x_t − t·v, and x_t.
-        If `direction` is not 0, its cosine term at a position is added to the squared errors of all channels there;
-        `contrastive` subtracts λ·(v − v')². x and noise may hold one sample more than t, for the last v'."""
+        """Return three (B, C, S, S) fp32 tensors: squared errors of the quantity `loss_of`; the predicted data x_t −
+        t·v, with the predicted velocity v; and x_t. `direction` adds its cosine term at a position to the squared
+        errors of all channels there; `contrastive` subtracts λ·(v − v')². v' is the true velocity of the next sample;
+        for the last sample it is that of the first or, if x and noise hold one sample more than t, of the extra one."""
         others = negatives(x, noise, len(t)) if self.contrastive else None
         x, noise = x[: len(t)], noise[: len(t)]
         noisy, level = self.noised(x, t, noise), t.float().view(-1, 1, 1, 1)
@@ -148,8 +149,8 @@ class RF(Process):
         return squared, noisy - level * v, noisy
 
     def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
-        """Return each sample's loss (B,) fp32, the mean of the first tensor that `errors` returns, for clean x and
-        standard normal noise."""
+        """Return each sample's training loss (B,) fp32: squared errors averaged over channels and positions, with the
+        terms of `direction` and `contrastive`. x is the clean data, noise is standard normal."""
         squared = self.errors(network, x, y, t, noise, routes)[0]
         return squared.mean(dim=(1, 2, 3))
 
@@ -160,8 +161,8 @@ class RF(Process):
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's mean squared error of the velocity, (B,) fp32. It does not depend on loss_of, direction
-        and contrastive; with other `predicts` it is the velocity that follows from the prediction."""
+        """Return each sample's mean squared error of the velocity, (B,) fp32, whatever the training loss is. If the
+        network predicts data or noise, the velocity is computed from that."""
         v = self.velocity(network, self.noised(x, t, noise), t, y, routes)
         return (v - (noise - x)).square().mean(dim=(1, 2, 3))
 
@@ -187,8 +188,9 @@ class RF(Process):
         steps: int = 50,
         solver: str = "euler",
     ) -> Tensor:
-        """Draw samples (B, C, S, S) float64 of classes y from standard normal noise, without routes. null_class is the
-        label of no class, for guidance D_null + scale·(D_y − D_null); None: no guidance, ValueError unless scale=1."""
+        """Draw samples (B, C, S, S) float64 of classes y from standard normal noise by the solver "euler" or "heun".
+        With null_class, the label of no class, the guidance is D_null + scale·(D_y − D_null). Without it there is no
+        guidance, and a scale other than 1 raises ValueError."""
         if null_class is None and scale != 1:
             raise ValueError(f"scale is {scale}, but without null_class there is no guidance")
         weak_y = None if null_class is None else torch.full_like(y, null_class)
@@ -208,8 +210,8 @@ class RF(Process):
     ) -> Tensor:
         """Draw samples (B, C, S, S) float64 by Sparse Guidance (arXiv 2601.01608), D_weak + scale·(D_strong − D_weak).
 
-        strong, weak  each branch's routes, pairs (Route, ids_keep (B, K)), or a function from the number of a denoiser
-                      call (0, 1, …) to such pairs.
+        strong, weak  each branch's routes, pairs (Route, indices (B, K) of the kept tokens), or a function from the
+                      number of a denoiser call (0, 1, …) to such pairs.
         scale         the guidance weight ω; 1: the strong branch alone.
         weak_y        labels of the weak branch; None: y, as in Sparse Guidance.
         """

@@ -82,8 +82,7 @@ class Route:
 
     @classmethod
     def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> "Route":
-        """Return the paper's route r(2→depth−4): 2→8 for 12 blocks, 2→20 for 24, 2→24 for 28. Raises ValueError for a
-        depth below 6."""
+        """Return the paper's route r(2→depth−4), such as 2→24 for 28 blocks. Raises ValueError for a depth below 6."""
         if depth - 4 < 2:
             raise ValueError(f"the rule gives r(2→{depth - 4}) at depth {depth}, but needs at least 6: state both ends")
         return cls(2, depth - 4, selection_ratio, fp32, select)
@@ -118,7 +117,7 @@ class Route:
 
     @property
     def rejoins(self) -> "Rejoin":
-        """The entry of the table REJOINS for this route's `rejoin`; it says how the skipped tokens return."""
+        """How the skipped tokens return: the entry of REJOINS for `rejoin` if that is a name, else its entry None."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
@@ -138,7 +137,7 @@ Routes = Sequence[tuple[Route, Tensor]]  # pairs (route, ids_keep (B, K))
 
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
     """Return the routes resolved for `depth` blocks (Route.resolve) and sorted by start. Raises ValueError for routes
-    that share a block, and for a route whose `rejoin` lies inside another route, where tokens are missing."""
+    that share a block, and for a route that saves its skipped tokens inside another route, where some are missing."""
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):
         if second.start <= first.end:
@@ -221,8 +220,8 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """Gather the kept tokens in the order of ids_keep: (B, N, …), (B, K) → (B, K, …). Raises ValueError if check_ids
-    refuses ids_keep."""
+    """Gather the kept tokens in the order of ids_keep: (B, N, …), (B, K) → (B, K, …). Raises ValueError unless ids_keep
+    is int64 and, checked on a CPU only, each sample's indices are distinct and below N."""
     given, batch = len(ids_keep), len(tokens)
     if given != batch:
         raise ValueError(f"ids of {given} samples for tokens of {batch}: each sample needs its own row (see expand)")
@@ -235,7 +234,7 @@ def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
     """Return all tokens (B, N, …): `kept` (B, K, …) at the indices ids_keep (B, K), else exactly `saved` (B, N, …).
-    Gradients reach both inputs. Raises ValueError if check_ids refuses ids_keep, or if shapes do not fit."""
+    Gradients reach both inputs. Raises ValueError if shapes do not fit or, on a CPU, indices repeat or exceed N − 1."""
     check_ids(ids_keep, *saved.shape[:2])
     if kept.shape != (*ids_keep.shape, *saved.shape[2:]):
         said = f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}"
@@ -304,7 +303,7 @@ class Record:
     blocks   indices of the blocks whose outputs the caller wants.
     outputs  block index → (output (B, K, D), ids_keep (B, K)); if all tokens run, (output (B, N, D), None).
     ids      the ids_keep (B, K) used by each route, in the caller's order of routes.
-    class_token  velocity (B, z) that a network with a class token predicts for it (tread/models/class_token.py).
+    class_token  predicted velocity (B, z) of a class token of z channels (tread/models/class_token.py); None: no token.
     """
 
     blocks: Sequence[int] = ()
@@ -314,9 +313,9 @@ class Record:
 
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-    """Return a route's ids_keep (B, K) int64, checked by check_ids. `chosen` is ids_keep itself or uniform draws
-    (B, N), from which the route's rule chooses. The rule may also use its scores of `tokens` (B, N, D), and needs their
-    `grid` if it keeps whole rows or groups."""
+    """Return a route's ids_keep (B, K) int64. `chosen` is ids_keep itself, or uniform random numbers (B, N) from which
+    the rule route.select chooses them. The rule may also score `tokens` (B, N, D); if it keeps whole rows or groups, it
+    needs their `grid`. Raises ValueError for ids_keep that do not fit the tokens."""
     if chosen.is_floating_point():
         with torch.no_grad():
             rule = RULES[route.select]
@@ -328,7 +327,7 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
 
 
 def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | None) -> None:
-    """Raise ValueError unless ids_keep (B, K) has the K that the rule's `count` returns; FLOP counts rely on it."""
+    """Raise ValueError unless ids_keep (B, K) has the K that the route's rule states, by which FLOPs are counted."""
     says = RULES[route.select].count(route, num_tokens, grid)
     if ids_keep.shape[1:] != (says,):
         given = f"the rule select={route.select} chose ids of shape {tuple(ids_keep.shape)}"
@@ -358,8 +357,8 @@ def run_blocks(
     grid    (rows, columns) of the tokens in raster order, which every block then gets as its argument `grid`. On a
             route it is the grid of the kept tokens, so the route must select whole rows.
     record  receives each route's ids_keep and the outputs of the blocks in record.blocks.
-    leading number of tokens at the front, such as a class token, that every route keeps. Routes, ids_keep and `record`
-            are of the tokens after them.
+    leading number of tokens at the front, such as a class token, that every route keeps. The indices in
+            `routes` and the contents of `record` leave them out, and count from the token after them.
 
     Raises ValueError for routes, indices, `along` or a grid that do not fit; RuntimeError if saved tokens were changed.
     """

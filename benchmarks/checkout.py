@@ -1,4 +1,4 @@
-"""Imported first by each benchmark: puts the checkout on sys.path; Ctrl-C during imports ends with one line."""
+"""Imported first by each benchmark: puts the repository on sys.path; Ctrl-C during imports prints one line only."""
 
 import sys
 from pathlib import Path

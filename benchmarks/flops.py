@@ -1,6 +1,7 @@
-"""Prints parameters and cost of the paper's sizes, in training and under guidance: python benchmarks/flops.py
+"""Prints parameters and costs of networks in the TREAD paper's sizes: python benchmarks/flops.py
 
-A GMAC is 10⁹ multiply-adds (2·10⁹ FLOPs), computed for a network's forward pass of one image; nothing is run.
+Costs are for one image: a forward pass in training, and a step of sampling with each kind of guidance. They are
+computed in GMAC, 10⁹ multiply-adds (2·10⁹ FLOPs); nothing is run.
 """
 
 if __name__ == "__main__":
@@ -36,15 +37,15 @@ GUIDANCES = {
 
 
 def build(*overrides: str) -> Model:
-    """Return the model (process, network and routes) that train.py would train, without weights."""
+    """Return the diffusion process, network (without weights) and token routes that train.py makes of `overrides`."""
     cfg = settings.read(composed("config", overrides))
     with torch.device("meta"):
         return Model(process_of(cfg), build_network(cfg), cfg.model.routes)
 
 
 def cost(*overrides: str) -> tuple[int, int, int, int]:
-    """Return (tokens, parameters, multiply-adds with routes, multiply-adds without routes) of a config's network. The
-    multiply-adds are those of one image's forward pass."""
+    """Return (tokens, parameters, multiply-adds in training, multiply-adds in sampling) of the network that train.py's
+    `overrides` give. Multiply-adds are for a forward pass of one image; only in training do tokens skip blocks."""
     model = build(*overrides)
     training, sampling = (model.network.forward_flops(routes) // 2 for routes in (model.routes, ()))
     return model.network.num_tokens, count_parameters(model.network), training, sampling

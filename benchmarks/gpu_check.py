@@ -4,7 +4,9 @@ Seven parts measure why a step is slower than its FLOPs would allow. A part begi
 time limit. Each number is printed beside its prediction, and written at once to a file that all parts share.
 If a measurement fails, or lacks memory or a package, the reason is recorded and the next measurement follows.
 
-    part=…     one of machine, host, steps, variants, peers, kinds, sampling; null: all, in this order
+    part=…     null: all in this order: machine (limits of the device), host (time to launch kernels), steps (with and
+               without token routes), variants (other torch settings), peers (diffusers' DiT), kinds (other networks),
+               sampling (network, decoder and DINOv2)
     sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]; null: each part's own
     --cpu      everything tiny, on a CPU: a rehearsal
     out=…      the file; null: benchmarks/results/gpu_<device>.json, but no file with --cpu
@@ -115,8 +117,7 @@ class Check:
         self._write(name, {"failed": reason})
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Run the measurements in `work`, unless the part's time is over. If they are left out or fail, record the
-        reason under `name`."""
+        """Run the measurements in `work`, or record under `name` why they failed or that the part's time is over."""
         if time.perf_counter() - self.began > 60 * self.minutes:
             return self.fail(name, f"the {self.minutes:g} minutes of this part are over")
         try:
@@ -127,8 +128,8 @@ class Check:
             torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time `calls` {name: function} by take_turns, and return {name: Turns} without those that failed. Each failure
-        is recorded with its reason."""
+        """Time the functions in `calls` {name: function} in turns, `rounds` times each. Returns {name: times and
+        memory} of those that worked, and records why others failed."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
@@ -161,10 +162,8 @@ def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def machine(check: Check, options: Options) -> None:
-    """Measure the device's limits: the speed of copies, of each size's matrix products, and of each attention backend.
-
-    The limits show which backend suits which shape, and how much a step could gain by fusing memory-bound operations.
-    """
+    """Measure the device's limits: the speed of copies, of each DiT size's matrix products, and of attention backends.
+    They show which backend suits which shape, and how much a step could gain by fusing memory-bound operations."""
     times, batch = (1, 2) if CPU else (20, 256)
 
     def copies() -> None:
@@ -224,7 +223,7 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
 
 
 def words_of(size: str, *more: str) -> list[str]:
-    """Return train.py's overrides for a DiT size such as "XL" with its route, and `more`; on a CPU, for a tiny DiT."""
+    """Return train.py's overrides for a routed network of a DiT size such as "XL" (tiny on a CPU), and `more`."""
     tiny = ["model.hidden_size=32", "model.num_heads=2", "model.depth=3", "dataset.size=8", "train.batch_size=2"]
     tiny += ["model.routes=[{start: 1, end: 1}]"]
     words = [f"experiment=imagenet256_{size.lower()}2", "model=tread"]
@@ -243,10 +242,8 @@ def calls_of(arms: Kinds) -> dict[str, Callable[[], None]]:
 
 
 def host(check: Check, options: Options) -> None:
-    """Time steps of networks as deep as S and XL, but so narrow that kernel launches and Python take most of the time.
-
-    The times show how much a step can gain by being launched as one graph.
-    """
+    """Time steps of networks as deep as DiT-S and DiT-XL, but so narrow that kernel launches and Python take most of
+    the time. The times show how much a step can gain from a CUDA graph."""
     predicted = {("S", "compiled"): 13, ("S", "eager"): 28}  # ms
 
     def steps_of(size: str, how: str) -> None:
@@ -265,7 +262,7 @@ def host(check: Check, options: Options) -> None:
 
 
 def steps(check: Check, options: Options) -> None:
-    """Time training steps of each size, dense and routed in turns, and the kinds of kernels within each step."""
+    """Measure training steps of each DiT size, with and without token routes: speed, memory, time by kind of kernel."""
     predictions = PREDICTED_STEPS["H100" if "H100" in device_name(DEVICE) else "H200"]
 
     def steps_of(size: str, micro: int | None) -> None:
@@ -298,7 +295,7 @@ def steps(check: Check, options: Options) -> None:
 
 
 def planned_bytes(run: Run, cfg: Settings, compiled: bool) -> int:
-    """Return the peak bytes of device memory that the planner predicts for a run's step with the settings `cfg`."""
+    """Return the predicted peak bytes of device memory for a run's step with the settings `cfg`, compiled or not."""
     cfg = replace(cfg, train=replace(cfg.train, memory=run.memory.partition(",")[0]))
     rows, routes = run.micro_batches[0], active_routes(cfg, run.step)
     return memory(cfg, run.network, routes, rows.stop - rows.start, run.precision, compiled, run.aligner).peak
@@ -309,7 +306,7 @@ def kernel_kind(name: str) -> str:
 
 
 def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
-    """Return {kind of kernel: seconds that `work` spends in it}; kinds are those of KERNELS and, on a GPU, "idle"."""
+    """Return {kind of kernel, such as "attention" or "copy": seconds of `work` in it}; on a GPU also "idle" ones."""
     cuda = DEVICE.type == "cuda"
     wait_for(DEVICE)
     began = time.perf_counter()
@@ -324,7 +321,8 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check, options: Options) -> None:
-    """Time token gathering and weight averaging, then steps by torch settings, the usual ones first and last."""
+    """Time token gathering and the EMA update. Then time steps with the default settings, with one setting of torch or
+    train.py changed at a time, and with the defaults again."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -352,8 +350,8 @@ def variants(check: Check, options: Options) -> None:
 
 
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
-    """Time gathering tokens in two ways: by elements, and by rows as gather_tokens does. Also time the update of the
-    averaged weights, and one lerp over a flat tensor with as many numbers; no update can be faster than that."""
+    """Time gathering tokens in two ways: by elements, and by rows as gather_tokens does. Also time the EMA update of
+    the weights, and its lower bound: one lerp over a flat tensor of as many numbers."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = random(batch, tokens, SIZES[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
@@ -373,11 +371,11 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
 
 
 def peers(check: Check, options: Options) -> None:
-    """Time our dense steps, and plain training loops of diffusers' DiT and of our network, eager and compiled."""
+    """Time train.py's unrouted steps, and plain loops that train its network or diffusers' DiT, eager and compiled."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
-        """Return a function that takes BLOCK training steps of network(x, t, y) as public scripts do: autocast, AdamW,
-        an EMA loop, loss.item(). `parameters` is the module behind `network`, whose weights are trained."""
+        """Return a function that takes BLOCK training steps (a constant) of network(x, t, y) as public scripts do:
+        autocast, AdamW, an EMA loop, loss.item(). It trains `parameters`, the module that `network` calls."""
         optimizer = torch.optim.AdamW(parameters.parameters(), lr=1e-4, foreach=True)
         average, labels = copy.deepcopy(parameters), torch.randint(1000, (len(latents),), device=DEVICE)
 
@@ -433,7 +431,8 @@ def peers(check: Check, options: Options) -> None:
 
 
 def kinds(check: Check, options: Options) -> None:
-    """Time training steps of the other networks at DiT-B's size, each in turns with DiT-B's; record ratios of times."""
+    """Time training steps of networks other than DiT (SPRINT, Mamba, …) at DiT-B's size, in turns with DiT-B's steps.
+    Record the ratio of the times."""
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
 
@@ -452,10 +451,8 @@ def kinds(check: Check, options: Options) -> None:
 
 
 def sampling(check: Check, options: Options) -> None:
-    """Time the network, the decoder and DINOv2-B in fp32, TF32 and bf16, and compare their outputs with fp32's.
-
-    Speeds are in pictures/s; the largest difference is given relative to the largest fp32 output. Weights are random.
-    """
+    """Time DiT-XL, Stable Diffusion's decoder and DINOv2-B, with random weights, in fp32, TF32 and bf16, in pictures/s.
+    Record the largest difference of an output from the fp32 one, relative to the largest fp32 output."""
     batch = 2 if CPU else 64
 
     def network() -> Called:

@@ -2,13 +2,13 @@
 
 Prints how many 4×32×32 float16 latents per second reach the device in batches of 256. These ways take turns:
 
-  ours        tread.data.loader.Loader, for each placement
+  ours        tread.data.loader.Loader, with the dataset mapped from disk (mmap), in RAM (ram), on the device (device)
   webdataset  a tar of the same latents, read with the webdataset library, in one process and with 2 workers
   npy files   a .npy per sample through a PyTorch DataLoader, in one process and with 2 workers
   memcpy      copying one array to another of the same size, by one thread
 
-Needs requirements-test.txt. Files are in the page cache. The tar and .npy files hold an eighth of the samples, as they
-are slow. Prints the median speed over the rounds, and its ratios to memcpy and to the faster of the webdataset runs.
+Needs requirements-test.txt. Files are in the page cache. The tar and .npy files hold an eighth of the samples, as
+reading them is slow. Prints median speeds over the rounds, and their ratios to memcpy and to the faster webdataset run.
 """
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Measures the cost of a training step, with and without routes: python benchmarks/step_time.py [overrides]
+"""Measures the cost of a training step, with and without token routing: python benchmarks/step_time.py [overrides]
 
-Runs train.py's own steps on random latents; dense and routed steps take turns in one process. Prints for each kind of
-step the median time, images/s, FLOP/s, MFU and peak memory; the speedup over dense steps, with its confidence interval;
-and the speedup divided by the ratio of FLOPs. Then prints each stage's share of a step. If a kind fails, the others go
-on. Overrides are those of train.py, and
+Runs train.py's own steps on random latents: "dense" steps on all tokens and "routed" steps take turns in one process.
+Prints for each kind of step the median time, images/s, FLOP/s, MFU and peak memory; the speedup over dense steps, with
+its confidence interval; and the speedup divided by the ratio of FLOPs. Then prints which fractions of a step loading,
+forward, backward, optimizer and EMA take. If one kind of step fails, the others go on. Overrides are train.py's, and
 
     beside=dit    further models, separated by commas; they ignore overrides of options that only some models have
     pairs=24      turns to measure; a turn is one step (on a GPU 5 steps, to hide the time to launch the kernels)
@@ -95,8 +95,8 @@ def open_run(folder: Path, overrides: Sequence[str]) -> Run:
 
 
 def random_text(folder: Path, count: int, words: bool) -> None:
-    """Write a random caption for each of a dataset's `count` samples: 4 to 77 standard normal tokens as wide as CLIP
-    ViT-L's; with words=True, 2 to 13 word numbers padded to 16, as in the emoji dataset."""
+    """Write a random caption for each of a dataset's `count` samples: 4 to 77 embeddings from N(0, 1), as wide as CLIP
+    ViT-L's; with words=True, 2 to 13 word indices, padded to 16, as in the emoji dataset."""
     spec = TextSpec("random", None, 77, 768, 768)
     if words:
         spec = TextSpec("words", None, 16, None, None, (BEGIN, UNKNOWN, *map(str, range(2, 2000))))
@@ -117,9 +117,9 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return {name: (run, settings)} of the kinds of steps to time: dense, and routed with no block in fp32. In bf16
-    there is a third, routed with each route's last block in fp32, except for MaskDiT. Raises ValueError for a model
-    without routes."""
+    """Return {name: (run, settings)} of the kinds of steps to time: "dense", on all tokens, and "routed", under token
+    routes. In bf16, except for MaskDiT, also "routed, fp32: end", with each route's last block in fp32. Raises
+    ValueError for a model without routes."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")
@@ -135,13 +135,13 @@ def kinds_of(run: Run) -> Kinds:
 
 
 def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
-    """Return the settings with routes in the steps before step `last` only; None: in all steps."""
+    """Return the settings with token routes only in the steps before step `last`; None: in all steps."""
     return replace(cfg, train=replace(cfg.train, routes_until=last))
 
 
 def measure(kinds: Kinds, pairs: int) -> dict:
-    """Time the kinds of steps in turns, `pairs` times each. Returns, for JSON, the device, versions and sizes, and in
-    "kinds" {name: numbers of the printed table}. A "ratio" is the first kind's time over another's, if both worked."""
+    """Time each kind of step `pairs` times, in turns. Returns a dict for JSON: the device, versions and sizes, and in
+    "kinds" {name: times, speeds and memory}. "ratio" there is the first kind's time divided by this one's."""
     failed: dict[str, str] = {}
     turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
     (first, (run, dense)), *_ = kinds.items()
@@ -183,7 +183,7 @@ def forward_flops(run: Run, cfg: settings.Settings) -> int:
 
 
 def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
-    """Set a run's `cfg` and take `count` training steps, which run.step counts."""
+    """Take `count` training steps of a run with the settings `cfg`, and count them in run.step."""
     run.cfg = cfg
     try:
         for _ in range(count):
@@ -201,14 +201,15 @@ def interval(ordered: Sequence[float]) -> list[float]:
 
 
 def held_by(run: Run) -> int:
-    """Return the bytes of a run's weights, their average and the optimizer's state."""
+    """Return the bytes of a run's weights, their EMA and the optimizer's state."""
     networks = [[*network.parameters(), *network.buffers()] for network in (run.wrapped, run.ema.network)]
     states = [filter(torch.is_tensor, state.values()) for state in run.optimizer.state.values()]
     return sum(tensor.nbytes for tensor in chain(*networks, *states))
 
 
 def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
-    """Return {stage: its fraction of a step}; steps take longer than usual, as each stage waits for the device."""
+    """Return the fraction of a step that "data wait", "forward", "backward", "optimizer", "EMA" and the "rest" take.
+    Steps take longer than usual, as each stage waits for the device."""
     spent: dict[str, float] = {}
     with ExitStack() as patches:
         patches.enter_context(patch.object(run, "graphs", None))  # a CUDA graph would replay all stages at once
@@ -226,7 +227,7 @@ def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
 
 
 def timed(function: Callable, stage: str, spent: dict[str, float]) -> Callable:
-    """Wrap a function so that its time is added to spent[stage]."""
+    """Wrap a function so that the seconds of each call are added to spent[stage]."""
 
     def call(*arguments: object) -> object:
         outputs = []
@@ -238,7 +239,7 @@ def timed(function: Callable, stage: str, spent: dict[str, float]) -> Callable:
 
 
 def show(result: dict) -> None:
-    """Print a result as a table: a line per kind of step, then the speed ratios and failures."""
+    """Print what `measure` returned: a table with a line per kind of step, then speed ratios, failures and stages."""
     print(
         f"{result['name']}, {result['parameters']:,} parameters, batch {result['batch']} in micro-batches of "
         f"{result['micro_batch']}, {result['device']}, {result['precision']}, {'' if result['compiled'] else 'not '}"

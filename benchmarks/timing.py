@@ -37,8 +37,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
-    """Split the command line into a benchmark's own options, as an instance of the dataclass `kind`, and overrides of
-    train.py. Raises ValueError for other words except --cpu and, with others=False, for overrides too."""
+    """Split the command line into a benchmark's own options, as an instance of the dataclass `kind`, and train.py's
+    overrides. Raises ValueError for anything else but --cpu and, with others=False, for overrides too."""
     names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in (*own, "--cpu")]
@@ -51,7 +51,6 @@ def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
 
 
 def write(path: str | None, result: dict) -> None:
-    """Write a result as JSON, if a path is given."""
     if path:
         check_file(path).write_text(json.dumps(result, indent=1) + "\n")
 
@@ -86,8 +85,8 @@ class Turns(NamedTuple):
     """The measured costs of a function that was called repeatedly, in turns with other functions.
 
     first    seconds of its first call, with compilation.
-    held     peak bytes of tensors during a call, less those held before it: the first on a GPU, where graphs hide it
-             later; the second on a CPU, as gradients are kept from the first.
+    held     peak bytes of tensors during a call, minus those held before it. On a GPU it is of the first call, as CUDA
+             graphs hide the memory of later ones; on a CPU of the second, as the first one allocates the gradients.
     seconds  the seconds of each measured call.
     """
 
@@ -107,8 +106,9 @@ class Turns(NamedTuple):
 def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
-    """Time `calls` {name: function} in turns: two calls for Turns.first and held, then `rounds`, every 2nd in reverse.
-    A call that fails raises ValueError or, if `failed` is given, adds {name: error} to it, and the others go on."""
+    """Call each of `calls` {name: function} twice, for Turns.first and held, then `rounds` times for Turns.seconds. All
+    take turns, in an order that is reversed every second time. A failing call raises ValueError or, if `failed` is
+    given, adds {name: error} to it and is left out from then on."""
     costs, held = {name: [] for name in calls}, {}
     watched = -2 if DEVICE.type == "cuda" else -1  # the turn that gives Turns.held
     for turn in range(-2, rounds):

@@ -1,4 +1,4 @@
-"""Imported first by each script: puts the checkout on sys.path, and makes Ctrl-C during imports end with one line."""
+"""Imported first by each script: puts the repository on sys.path; Ctrl-C during imports prints one line only."""
 
 import sys
 from pathlib import Path

@@ -4,8 +4,8 @@ python scripts/export_checkpoint.py checkpoint=results/my-run out=exports/my-run
 
 The folder holds ema.safetensors (for a DiT with public DiT's parameter names), info.json and config.yaml. It is a
 checkpoint that sample.py, fid.py and init_from take. To give it away, dtype=fp16 halves its size, and paths=short
-removes this machine's paths from the record. format=diffusers writes a folder that diffusers loads instead, and
-push=user/name uploads what was written. All options: configs/export_checkpoint.yaml.
+cuts the absolute paths in info.json to their last two names. format=diffusers writes a folder that diffusers loads
+instead, and push=user/name uploads what was written. All options: configs/export_checkpoint.yaml.
 """
 
 from pathlib import Path, PurePath
@@ -32,8 +32,6 @@ from tread.runtime.tensor_files import Weights, save_tensors
 
 @dataclass(frozen=True)
 class Options:
-    """The options of configs/export_checkpoint.yaml."""
-
     checkpoint: str
     out: str
     weights: Weights = "ema"
@@ -71,14 +69,14 @@ def main(options: Options) -> None:
 
 
 def published(source: checkpoint.Checkpoint, options: Options) -> dict:
-    """Return info.json's content for publication, with the revision of a checkpoint from the hub."""
+    """Return the info.json to publish. For a checkpoint from the Hugging Face hub, it names the hub's revision."""
     revision = {"revision": source.revision} if source.revision else {}
     return record(source.info | revision, options.paths, options.autoencoder)
 
 
 def export_for_diffusers(options: Options) -> str:
-    """Write a folder for diffusers, and return a text to print; if writing fails, nothing is left. Raises ValueError or
-    OSError."""
+    """Write a folder that diffusers loads, and return a text to print. Raises ValueError or OSError if the checkpoint
+    does not fit the options, or if writing fails; then nothing is left of the folder."""
     from tread.checkpoints import diffusers_export  # imported here because diffusers takes seconds
 
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
@@ -97,8 +95,9 @@ def export_for_diffusers(options: Options) -> str:
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
-    """Write a checkpoint with only the weights options.weights, and return it; if writing fails, nothing is left.
-    options.public adds a file with MaskDiT's released parameter names. Raises ValueError or OSError."""
+    """Write a checkpoint with only the weights options.weights, and return it. options.public adds a file with
+    MaskDiT's released parameter names. Raises ValueError or OSError if the checkpoint does not fit the options, or if
+    writing fails; then nothing is left of the folder."""
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
     source.verify(options.weights)
     name = f"{options.weights}.safetensors"

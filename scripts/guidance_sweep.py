@@ -64,8 +64,8 @@ class Sweep:
     metric: str | None
 
     def points(self, routed: bool) -> list[Point]:
-        """Return all combinations of the sweep's values, each once. The fractions of skipped tokens are 0 unless the
-        guidance uses routes (`routed`); a null list of fractions is then STRONG or WEAK."""
+        """Return all combinations of the sweep's values, each once. For a guidance that uses routes (`routed`), null
+        lists of skipped fractions mean the defaults STRONG and WEAK; for others, all fractions are 0."""
         strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
@@ -81,7 +81,8 @@ def main(tree: dict) -> None:
 
 
 def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
-    """Check all settings, score each, then write the table and the figures. Raises ValueError or OSError."""
+    """Check all settings, score each, then write the table and the figures. Raises ValueError or OSError for settings
+    that can't be scored, and if a file can't be read or written."""
     options, paths = processes.from_main(lambda: scoring.settle_paths(options))
     check(sweep, options, paths)
     options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed
@@ -126,7 +127,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """Return the key of the metric to draw: sweep.metric, else the first. Raises ValueError if it is not available."""
+    """Return the metric to draw: sweep.metric or, if None, the first scored. Raises ValueError if it is not scored."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
@@ -150,7 +151,8 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
 
 
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
-    """Write the table and the figures, and print the best setting. `records`: scores by setting (None: no guidance)."""
+    """Write the table and the figures, with heat maps if the guidance uses routes (`routed`), and print the best
+    setting. `records` are the scores by setting; None stands for no guidance."""
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]

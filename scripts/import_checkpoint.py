@@ -52,8 +52,8 @@ def main(tree: dict) -> None:
 
 
 def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
-    """Write a run's folder with one checkpoint, at step 0; return lines to print: warnings, a summary, and a command
-    that uses the checkpoint. Raises ValueError or OSError."""
+    """Write a run's folder with one checkpoint, at step 0; return lines to print: warnings, a summary, how to sample
+    it. Raises ValueError or OSError if the folder exists, the weights do not fit the settings, or writing fails."""
     folder = Path(cfg.results) / cfg.name
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
@@ -105,8 +105,8 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
-    """Return the weights to import, keyed "model" or "ema". If the file does not say which it holds, they count as
-    "ema", or with take=model as "model". Raises FileNotFoundError or ValueError."""
+    """Return the weights to import, keyed "model" or "ema". If the file does not say which it holds, options.take does;
+    "all" means "ema". Raises FileNotFoundError without a file, ValueError if it can't be read or lacks options.take."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")

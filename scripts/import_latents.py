@@ -29,7 +29,8 @@ def main(options: ImportOptions) -> None:
 
 
 def import_all(options: ImportOptions, processes: Processes) -> None:
-    """Open the source, write the missing shards, and assemble the dataset. Raises ValueError or OSError."""
+    """Open the source, write the missing shards, and assemble the dataset. Raises ValueError or OSError if the source
+    does not fit the options, or if reading or writing fails."""
     latents, samples = open_foreign(options)
     labels, text, by = samples.labels, samples.text, samples.statistics
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
@@ -80,7 +81,7 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
 
 
 def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSamples) -> None:
-    """Write the assembled dataset's report, move it to its final name, and print warnings and the next command."""
+    """Draw decoded samples if asked, move the dataset to its final name, and print warnings and the next command."""
     data = LatentDataset(writer.data)
     made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"

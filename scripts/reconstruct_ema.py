@@ -27,8 +27,6 @@ OF_THE_MOMENT = ("format", "version", "step", "files", "tally")  # keys of info.
 
 @dataclass(frozen=True)
 class Options:
-    """The options of configs/reconstruct_ema.yaml."""
-
     run: str
     sigma_rel: Width
     step: int | None
@@ -42,7 +40,8 @@ def main(options: Options) -> None:
 
 
 def write_average(options: Options) -> Path:
-    """Write a folder with a checkpoint that holds only the average; return its path. Raises ValueError or OSError."""
+    """Write a folder with a checkpoint whose only weights are the average, and return its path. Raises ValueError or
+    OSError if the snapshots do not allow it, the folder exists, or writing fails."""
     run = Path(options.run).expanduser()
     snapshots = posthoc_ema.usable(run, options.step)
     step, stored = snapshots[-1].step, posthoc_ema.profiles(snapshots)

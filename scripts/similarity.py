@@ -34,8 +34,6 @@ from tread.runtime.versions import versions
 
 @dataclass(frozen=True)
 class Options:
-    """The options of configs/similarity.yaml."""
-
     checkpoint: str
     routes: tuple[Route, ...] | None
     samples: Count
@@ -50,7 +48,8 @@ class Options:
 
 @door(Options, "stopped; nothing was written")
 def main(options: Options) -> None:
-    """Compare the blocks' outputs, and write similarity.json and similarity.png. Raises ValueError or OSError."""
+    """Compare the blocks' outputs, and write similarity.json and similarity.png. Raises ValueError or OSError if the
+    checkpoint does not fit the options, or if reading or writing fails."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_precision("fp32", device)
     use_cores(options.cpu_threads, processes=1)
@@ -105,7 +104,7 @@ def main(options: Options) -> None:
 
 
 def as_json(matrix: Tensor) -> list[list[float | None]]:
-    """Convert a matrix to rows of numbers; NaN, for two states that share no token, becomes null."""
+    """Convert a matrix to rows of numbers; NaN, where two blocks' outputs share no token, becomes null."""
     return [[None if value != value else round(value, 6) for value in row] for row in matrix.tolist()]
 
 

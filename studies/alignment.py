@@ -1,4 +1,4 @@
-"""An encoder that needs no weights, for the demo of the alignment study."""
+"""An encoder that needs no weights, for the demo of studies/alignment.yaml, which studies representation alignment."""
 
 import torch.nn.functional as F
 from torch import Tensor

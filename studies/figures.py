@@ -40,19 +40,18 @@ def last_values(results: Results, metric: str) -> dict[str, list[float]]:
 
 
 def last_means(results: Results, metric: str) -> dict[str, float]:
-    """Return {arm of the study: mean of the values that last_values returns}."""
     return {arm: statistics.mean(values) for arm, values in last_values(results, metric).items()}
 
 
 def measured(names: Sequence[str], results: Results) -> list[str]:
-    """Return the metrics in `names` that all runs of at least one arm have, each once."""
+    """Return the metrics in `names` that all runs of at least one of the study's arms have, each once."""
     return [name for name in dict.fromkeys(names) if any(series(runs, name) for runs in results.values())]
 
 
 def table(study: Study, results: Results) -> str:
-    """Return table.md's text: a table of means ± standard deviations over the seeds, with a row per arm; a table of
-    paired differences, with a row per pair; the outcome of the study's rule, if it has one; and notes. With the figure
-    "balance", each metric instead has a single table of means and differences."""
+    """Return the text of table.md: a table of means ± standard deviations over the seeds, with a row per arm; a table
+    of differences between compared arms, paired by seed; the verdict of the study's decision rule, if it has one; and
+    notes. With the figure "balance", a table per metric has both means and differences."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
@@ -103,20 +102,19 @@ def table(study: Study, results: Results) -> str:
 
 
 def networks_of(study: Study, results: Results) -> Results:
-    """Return the results of the arms that train a network of their own, not those that score another's (study.ways)."""
+    """Return the results of the arms that train a network, without the arms that score another arm's network."""
     return {arm: runs for arm, runs in results.items() if arm.rpartition(", ")[2] not in study.ways}
 
 
 def grid(columns: Columns, names: Iterable[str]) -> list[str]:
-    """Return the lines of a Markdown table with a row per name, and a blank line after them; [] without names."""
+    """Return the lines of a Markdown table from {title: {row name: cell}}, and a blank one; [] without names."""
     rows = [[*columns], *([cells.get(name, "–") for cells in columns.values()] for name in names)]
     head, *lines = [f"| {' | '.join(row)} |" for row in rows]
     return [head, "|---" * len(columns) + "|", *lines, ""] if lines else []
 
 
 def seconds_alone(results: Results) -> dict[str, str]:
-    """Return {arm: mean seconds of training, without the first step}. Arms are left out unless each of their runs had a
-    device to itself."""
+    """Return {arm: mean seconds of training, less the first step} of arms whose runs had a device to themselves."""
     cells = {}
     for arm, runs in results.items():
         alone = runs and all(run["timed_on"] is not None and run["timed_on"][1:] == (1,) for run in runs)
@@ -127,8 +125,8 @@ def seconds_alone(results: Results) -> dict[str, str]:
 
 
 def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tuple[Columns, list[str]]:
-    """Return the columns and the row names of a table of paired differences. Each metric has a column at equal images,
-    one at equal FLOPs and one at equal seconds. Rows are the pairs with runs to compare."""
+    """Return the columns and row names of a table of differences between compared arms, paired by seed: of each metric
+    at equal training images, at equal FLOPs and at equal seconds. Rows are the pairs with runs to compare."""
     cells: dict[tuple[str, str], dict[str, Estimate]] = {}
     for (metric, name), (arm, other) in product(product(metrics, EQUAL), study.pairs):
         if less := paired(results.get(arm, ()), results.get(other, ()), metric, name):
@@ -165,8 +163,8 @@ def outcome(study: Study, results: Results) -> list[str]:
 
 
 def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal: Sequence[str]) -> Columns:
-    """Return a column for each metric at each of `equal` (keys of EQUAL). Its cells hold an arm's metric minus that of
-    the arm that study.against pairs it with."""
+    """Return a column for each metric at each quantity in `equal`: "images", "FLOPs" or "seconds" of training. Its
+    cells hold an arm's metric minus that of the arm it is compared with, at an equal quantity."""
     columns = {}
     for metric, name in product(metrics, equal):
         pairs = {arm: (runs, results.get(study.against.get(arm), ())) for arm, runs in results.items()}
@@ -204,7 +202,7 @@ def colours(study: Study) -> dict[str, str]:
 
 
 def pair_name(arm: str, other: str) -> str:
-    """Return what a pair is called: "depth 8: routed less dense" for "depth 8, routed" and "depth 8, dense"."""
+    """Name a pair of compared arms: "depth 8: routed less dense" for "depth 8, routed" and "depth 8, dense"."""
     (first, _, rest), (second, _, others) = arm.partition(", "), other.partition(", ")
     return f"{first}: {rest} less {others}" if first == second and rest and others else f"{arm} less {other}"
 
@@ -231,8 +229,8 @@ def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, k
 def over_training(
     results: Results, metric: str, axes: Sequence[str], colour: Mapping[str, str] | None = None
 ) -> list[Panel]:
-    """Return a panel per axis ("images", "flops" or "steady_seconds") with each arm's mean over the seeds and a band of
-    ± one standard deviation. `colour` maps arms to colours; the chart chooses those of other arms."""
+    """Return a panel per axis ("images", "flops" or "steady_seconds" of training) with each arm's mean over the seeds
+    and a band of ± one standard deviation. `colour` maps arms to colours; the chart chooses those of other arms."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
     units = {
@@ -250,7 +248,7 @@ def over_training(
 
 
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
-    """Return up to two panels over the number of images: the metric's paired differences at equal images or FLOPs."""
+    """Return up to two panels over training: a metric's differences between compared arms at equal images or FLOPs."""
     colour, panels = colours(study), []
     for axis, name in (("images", "images"), ("flops", "FLOPs")):
         lines = []
@@ -267,7 +265,7 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
 
 
 def draw_curves(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric against images, and each pair's difference at equal images and at equal FLOPs."""
+    """Draw each metric over training, and its differences between compared arms at equal images and at equal FLOPs."""
     panels = []
     for metric in measured(study.metrics, results):
         panels += over_training(results, metric, ("images",), colours(study)) + less_panels(study, results, metric)
@@ -275,13 +273,13 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_differences(study: Study, results: Results, path: Path) -> None:
-    """Draw each pair's difference in each metric, at equal images and at equal FLOPs."""
+    """Draw each metric's differences between compared arms over training, at equal images and at equal FLOPs."""
     panels = [less_panels(study, results, metric) for metric in measured(study.metrics, results)]
     _save(study, path, [*chain(*panels)], key="shaded: 95% intervals of three seeds")
 
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
-    """Draw the first metric over the training of each network, and balance_panels."""
+    """Draw the first metric over training, and final FID against precision and precision against recall."""
     networks = networks_of(study, results)
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
@@ -292,7 +290,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_precision(study: Study, results: Results, path: Path) -> None:
-    """Draw each pair's differences at the end, and balance_panels if there are guided scores."""
+    """Draw differences between compared arms at the end and, with guided scores, FID and recall over precision."""
     networks = networks_of(study, results)
     guided = any(results[arm] for arm in results if arm not in networks)
     panels = end_panels(study, networks) + (balance_panels(study, results) if guided else [])
@@ -301,8 +299,7 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
 
 def balance_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the final FID against precision, and of precision against recall. A line joins a network's
-    scores that differ only in guidance scale. Scores are left out if their number of samples differs from that of the
-    network's own arm."""
+    scores that differ only in guidance scale, unless they are of more or fewer samples than the unguided score."""
     networks, panels = networks_of(study, results), []
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, ends = defaultdict(list), [last_means(results, metric) for metric in (across, up)]
@@ -321,9 +318,9 @@ def balance_panels(study: Study, results: Results) -> list[Panel]:
 
 
 def precision_columns(study: Study, results: Results) -> Columns:
-    """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision. The
-    first arm's value is interpolated between its scores at several cfg scales; outside their range of precision
-    the cell is empty."""
+    """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision. To
+    get the latter, the first arm is scored at several cfg scales, and its values are interpolated. A cell is empty if
+    the arm's precision is outside their range."""
     first, columns = next(iter(study.arms)), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
     for metric in ("fid", "kid", "recall"):
@@ -347,9 +344,9 @@ ENDS = "dots: seeds; bars: their 95% interval; grey: two standard deviations by 
 
 
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
-    """Return two standard deviations, over seeds, of a pair's difference in a metric at equal `name` (a key of EQUAL),
-    pooled over the study's pairs. If the pairs have too few seeds, the value comes from the published study NOISE_OF at
-    the nearest number of images, except at the scale demo. None if it is unknown."""
+    """Return two standard deviations, over seeds, of the difference of two compared arms in a metric at equal "images"
+    or "FLOPs" (`name`), pooled over the study's pairs. If these have too few seeds, take it from the published study
+    "convergence" at the nearest number of images, except at the scale demo. None if it is unknown."""
     pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
     each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
@@ -363,14 +360,14 @@ def chance(study: Study, results: Results, metric: str, name: str = "images") ->
 
 
 def draw_ends(study: Study, results: Results, path: Path) -> None:
-    """Draw each pair's difference at the end of training, see end_panels."""
+    """Draw the differences between compared arms at the end of training, by seed and with 95% intervals."""
     _save(study, path, end_panels(study, results), key=ENDS)
 
 
 def end_panels(study: Study, results: Results) -> list[Panel]:
-    """Return panels of each pair's difference at the end of training, in a row per pair: the first metric at equal
-    images and at equal FLOPs, other metrics at equal images. Dots are seeds, bars are 95% intervals, the grey band is
-    `chance`."""
+    """Return panels of the differences between compared arms at the end of training, with a row per pair: in the first
+    metric at equal images and at equal FLOPs, in other metrics at equal images. Dots are seeds, bars are 95% intervals,
+    the grey band is two standard deviations over seeds."""
     panels, colour = [], colours(study)
     metrics = measured(study.metrics, results)
     for metric, name in [(metrics[0], "images"), (metrics[0], "FLOPs"), *((m, "images") for m in metrics[1:])]:
@@ -402,8 +399,8 @@ def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
 
 
 def ladder_columns(study: Study, results: Results) -> Columns:
-    """Return table columns that divide each arm's costs by those of the arm that it is compared with, and state the
-    arm's published gain. Memory is predicted, as a CPU does not measure it."""
+    """Return table columns with each arm's costs divided by those of the arm that it is compared with, and the gain
+    that was published elsewhere for the arm's change. Memory is predicted, as a CPU does not measure it."""
     trainings = {run.arm: run.training for run in plan(study)}
     cells: Columns = {title: {} for title in ("FLOPs, ratio", "seconds, ratio", "memory by plan, ratio")}
     for arm, other in study.against.items():
@@ -468,7 +465,7 @@ def training_gap(run: Made, other: Made) -> float | None:
 
 
 def loss_gaps(results: Results) -> dict[str, list[float]]:
-    """Return {routed arm: its training loss minus the dense arm's, one difference per seed}."""
+    """Return {arm with a route: its training losses minus those of the arm without one, one difference per seed}."""
     gaps = {arm: differences(runs, results["dense"], training_gap) for arm, runs in results.items() if arm != "dense"}
     return {arm: less for arm, less in gaps.items() if less}
 
@@ -478,8 +475,8 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """Draw the differences of routed arms from the dense one against the number of blocks in the route: in the training
-    loss, and in the other metrics at equal images."""
+    """Draw how much arms with a route differ from the one without, over the number of blocks in the route: in the
+    training loss, and in the other metrics at equal images."""
     lengths = {arm: 1 - int(np.subtract(*map(int, re.findall(r"\d+", arm)))) for arm in results if arm != "dense"}
     panels = []
     for metric in study.metrics:
@@ -495,8 +492,8 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:
-    """Draw heat maps over a route's first and last block: each metric minus the dense arm's, at equal images and at
-    equal FLOPs, and FLOPs divided by the dense arm's."""
+    """Draw heat maps over a route's first and last block: each metric minus that without a route, at equal images and
+    at equal FLOPs, and the FLOPs divided by those without a route."""
     places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}
@@ -572,8 +569,8 @@ FIGURES = {
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write results.json (a line per finished training), figure.png and table.md to `folder`. They cover all runs in
-    the study's YAML file and the requested `runs`; table.md names the missing ones. `made` is {a training's key: its
-    record}, as results.finished returns it."""
+    the study's YAML file and the requested `runs`; table.md names the missing ones. `made` is {key of a training: the
+    content of its result.json}."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):
@@ -589,7 +586,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
 
 
 def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write table.md and, if there are results, figure.png for `runs`. `made` has their records, by Training.key."""
+    """Write table.md and, if there are results, figure.png for `runs`. `made` is {key of a training: its record}."""
     results, left = gather(runs, made), missing(runs, made)
     left = "; ".join(filter(None, [left, *(f"{arm} (after its trials)" for arm in study.arms if arm not in results)]))
     with explain_failure(folder):

@@ -4,7 +4,7 @@ python studies/finetune_digits.py out=results/finetune-digits
 
 A network is trained on the digits 0 to 6, then on all ten (init_classes) for a tenth of its steps. It is compared with
 networks trained on all ten from the start, for as many steps and for ten times as many. `table.md` in the folder `out`
-has the label agreement of 100 samples per class (docs/scores.md), averaged over the old classes and over the new ones.
+states which fraction of 100 samples per class a classifier puts in their class, for old and for new classes.
 """
 
 import sys

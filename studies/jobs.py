@@ -18,6 +18,7 @@ from tqdm import tqdm
 from studies.study import ROOT, Planned, Score, Training
 from tread.checkpoints.run_log import RunLog
 from tread.evaluation.metric_table import names_of
+from tread.runtime.device import usable_cores
 from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.signals import INTERRUPTED
 
@@ -49,8 +50,8 @@ class Job:
         return state == "finished" or (state == "interrupted" and self.over_time())
 
     def only_scores_lack(self, made: Mapping[str, dict]) -> bool:
-        """Return whether `made` records this training as done, but the job's folder does not have it. To be scored, it
-        must be trained again."""
+        """Return whether `made` {key of a training: its record} has this training as finished, but the job's folder has
+        not. It must be trained again to be scored."""
         return not self.trained and made.get(self.training.key, {"trained": False})["trained"]
 
     def over_time(self) -> bool:
@@ -78,7 +79,7 @@ class Job:
         return word if filled == value else f"{key}='{quoted}'"
 
     def record(self, score: Score) -> dict | None:
-        """Return the JSON of a score's script, less LEFT_OUT, plus its overrides as "words"; None if it has not run."""
+        """Return a scoring script's JSON less the keys LEFT_OUT, plus its overrides as "words"; None before it ran."""
         path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
         if not path.exists():
             return None
@@ -124,7 +125,7 @@ def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
     """Return a job per training, with the scores of all runs that share it. `place` is this study's folder,
-    <results>/<study>/<scale>. A training's folder is the one where any study began it at this scale, else a new one in
+    <results>/<study>/<scale>. A training that any study has begun at this scale stays there, a new one goes to
     `place`."""
     by_key, jobs = defaultdict(list), []
     for run in runs:
@@ -137,9 +138,10 @@ def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None], part: Part = "both") -> list[str]:
-    """Run the jobs (or only one `part`) on the folder `data`, `at_once` at a time with equal shares of the cores.
-    Return an error line for each failed job. `after` is called in this thread whenever a job has ended."""
-    cores, problems, children = max(1, (os.cpu_count() or 1) // at_once), [], Children()
+    """Train and score the jobs on the folder `data`, or do only one `part`, "train" or "score": `at_once` jobs at a
+    time, with equal shares of the cores. Call `after` in this thread when a job ends. Return the failed jobs'
+    errors."""
+    cores, problems, children = max(1, usable_cores() // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, at_once, cores, children, part) for job in jobs]
         try:
@@ -154,8 +156,8 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 
 
 def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children", part: Part = "both") -> str | None:
-    """Run whatever a job's training and scores (or one `part`) still lack, as `children` of `cores` threads each, and
-    write its result.json. Return a line that describes the error, or None if there was none."""
+    """Run what a job's training and scores still lack (`part` "train" or "score": only these), as `children` of `cores`
+    threads each, and write its result.json. Return a line that describes the error, if there was one."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
     lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock

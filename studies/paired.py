@@ -1,8 +1,8 @@
-"""Compares arms seed by seed: the mean difference, its standard error, and its 95% interval.
+"""Compares kinds of runs (arms) seed by seed: the mean difference, its standard error, and its 95% interval.
 
-With the same seed two runs see the same pictures in the same order, are evaluated on the same held-out points with the
-same noise, and draw samples from the same seeds. The randomness that they share cancels in their difference. The
-interval shows how much this varies with the training seed, not with other held-out photos or sampling seeds.
+With the same seed two runs see the same pictures in the same order, are evaluated on the same held-out pictures with
+the same noise, and draw samples from the same seeds. This shared randomness cancels in the difference of their results.
+The interval shows how much the difference varies with the training seed, not with held-out pictures or sampling seeds.
 """
 
 import math
@@ -55,7 +55,7 @@ class Estimate:
         return f"{self._to(self.mean, '+')} ({self._to(self.error)}) [{self._to(low, '+')}, {self._to(high, '+')}]"
 
     def _to(self, number: float, sign: str = "") -> str:
-        """Format a number with as many decimals as show two digits of the standard error; 4 if that is 0 or None."""
+        """Format a number with the decimals that show two digits of the standard error; 4 if the error is 0 or None."""
         places = max(0, 1 - math.floor(math.log10(self.error))) if self.error else 4
         return f"{number:{sign}.{places}f}"
 
@@ -73,7 +73,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric; x is its points' "images", "flops" or "steady_seconds", as `axis` says."""
+    """Return {x: value} of a run's metric, by the `axis` "images", "flops" or "steady_seconds" of its training."""
     return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
 
 
@@ -87,19 +87,19 @@ def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
 
 
 def interpolate(values: Mapping[float, float], place: float) -> float | None:
-    """Interpolate a metric {FLOPs or seconds: value} at `place`, linearly in log FLOPs or log seconds; None outside."""
+    """Interpolate {FLOPs or seconds: value} at `place`, linearly in their logarithm; None outside their range."""
     within = len(values) > 1 and min(values) <= place <= max(values)
     return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
 
 
 def last_difference(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's last value of a metric minus another's, however long each was trained; None without one."""
+    """Return one run's last value of a metric minus another's, whichever trained longer; None if one has no value."""
     ends = [[*curve(each, metric, "images").values()][-1:] for each in (run, other)]
     return ends[0][0] - ends[1][0] if all(ends) else None
 
 
 def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's, at the last number of images where both have it; None without one."""
+    """Return one run's metric minus another's at the most images for which both have it; None if there are none."""
     both = series([run, other], metric)
     return both[-1][1][0] - both[-1][1][1] if both else None
 
@@ -128,9 +128,9 @@ def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *nam
 
 
 def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) -> list[tuple[dict, list[float]]]:
-    """Return (the first run's point, [for each seed, the run's metric minus the other's]) for each number of images
-    where all pairs of equal seeds have both. With `axis` "images" the other's metric is read at the same images, with
-    "flops" it is interpolated at the run's FLOPs."""
+    """Return (point, [the metric of a run in `runs` minus that of its pair in `others`, for each seed that both have])
+    for each number of training images where all have it; the point is the first run's. The other's metric is read at
+    the same images or, with `axis` "flops", interpolated at the run's FLOPs."""
     by_seed = {run["seed"]: curve(run, metric, axis) for run in others}
     runs, found = [run for run in runs if run["seed"] in by_seed], []
     for point, values in series(runs, metric):
@@ -149,7 +149,7 @@ EQUAL = {  # quantity at which two runs are compared → the function that does 
 
 
 def paired(runs: Sequence[Made], others: Sequence[Made], metric: str, equal: str) -> Estimate | None:
-    """Return the estimate of one arm's metric minus another's, paired by seed, at equal images, FLOPs or seconds
-    (`equal`, a key of EQUAL); None without pairs."""
+    """Return the estimate of one arm's metric minus another's, paired by seed, at equal "images", "FLOPs" or "seconds"
+    (`equal`); None without pairs. An arm is given by its runs, one per seed."""
     by, *axis = EQUAL[equal]
     return estimate(differences(runs, others, by, metric, *axis))

@@ -1,4 +1,4 @@
-"""Finds results of a study's runs by their keys (see study.py), in a folder of results and among published ones."""
+"""Finds results of a study's runs, by the hash of each training, in a folder of results and among published ones."""
 
 import json
 from collections import defaultdict
@@ -26,8 +26,8 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
-    """Return {a training's key: its record, as in result.json} from published results (unless `again`) and the folder
-    `results`, whose record counts unless only the other is done; scores of both are joined."""
+    """Return {key of a training: its record, as in result.json} from published results (unless `again`) and from the
+    folder `results`. Of two records the folder's counts, unless only the other is finished; scores are joined."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
@@ -40,7 +40,7 @@ def finished(results: Path, again: bool = False) -> dict[str, dict]:
 
 
 def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
-    """Return whether a run is trained and has all its planned scores, by the records `made` (see `finished`)."""
+    """Return whether a run is trained and has all its planned scores. `made` is {key of a training: its record}."""
     record = made.get(run.training.key, {"trained": False})
     reached = max((point["step"] for point in record.get("points", ())), default=0)
     due = [score for score in run.scores if run.training.is_scored_at(score.step, reached)]
@@ -48,7 +48,7 @@ def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
-    """Return a text that lists the arms of the study, with seeds, whose runs are not complete; "" if all are."""
+    """Return a text that lists the study's arms, with seeds, whose runs are not complete; "" if all are."""
     left = defaultdict(list)
     for run in runs:
         if not is_made(run, made):
@@ -57,9 +57,9 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return {arm: its runs to show}, from the records `made` (see `finished`): those trained and scored as planned; if
-    there are none, those trained; else the one with the most points of training. A training that belongs to an earlier
-    arm too is shown only once this arm has its scores."""
+    """Return {arm: its runs to show}, from `made` {key of a training: its record}: the trained runs, with the scores
+    they have; without such, the run with the most records. A run whose training an earlier arm has, too, is left out
+    until all its planned scores are there."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():
@@ -67,7 +67,8 @@ def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[
         complete, new = [run for run in begun if is_made(run, made)], [r for r in begun if r.training.key not in shown]
         trained = [run for run in new if made[run.training.key]["trained"]]
         furthest = sorted(new, key=lambda run: len(made[run.training.key]["points"]))[-1:]
-        each += [_made(run, made[run.training.key]) for run in complete or trained or furthest]
+        most = max(complete, trained, key=len)  # a training that is not scored yet still shows its losses
+        each += [_made(run, made[run.training.key]) for run in most or furthest]
         shown.update(run.training.key for run in begun)
     return results
 

@@ -73,15 +73,15 @@ class Study:
 
     arms       {name: arm}.
     against    {name of an arm: name of the arm that it is compared with}.
-    besides    further pairs, as in `against`.
+    besides    further pairs {name of an arm: name of the arm that it is compared with}.
     figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
     seen       title of the published figure, which states what it shows.
-    trials     {arm: {an override: name of the arm that tries it}}. The arm is trained with the override whose trial has
-               the best last value of the first metric, and with other seeds than the trials.
-    rule       what decides the study, fixed before it runs: `arm` against `rivals` in `metrics` (see `outcome`).
-    published  {rung: what it gained where it was published}; "dense, Muon" and "+ Muon" are of the rung "Muon".
-    ways       names of further ways of scoring; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
-    rehearsal  {field of Arm: value} for a trial of the same commands with a tiny network; {}: none. See `rehearsed`.
+    trials     {arm: {an override: name of an arm that only tries it}}. The first arm is trained, with other seeds, with
+               the override whose trial ends best in the first metric.
+    rule       {"arm": …, "rivals": […], "metrics": […]}, fixed before the runs: the arm must beat the best rival.
+    published  {change: its published gain}. Arms named "dense, Muon" and "+ Muon" make the change "Muon".
+    ways       names of further ways to score a network; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
+    rehearsal  {field of Arm: value} for a quick test of the same commands with a tiny network; {}: none.
     """
 
     name: str
@@ -107,13 +107,13 @@ class Study:
 
     @property
     def headline(self) -> str:
-        """The figure's title: `seen` at the scale small, if there is one, else `title`."""
+        """The figure's title: at the scale small `seen`, if it is not empty, else `title`."""
         return self.seen if self.seen and self.scale == "small" else self.title
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run of train.py; `overrides` are all overrides except for folder and seed, `seconds` the arm's time budget."""
+    """A run of train.py. `overrides` are all but those of folder and seed; `seconds` is its time budget, if any."""
 
     overrides: tuple[str, ...]
     seed: int
@@ -173,24 +173,22 @@ def _hash(content: object) -> str:
 
 
 def names() -> list[str]:
-    """List the names of all studies."""
     return sorted(path.stem for path in HERE.glob("*.yaml") if path.stem != "scales")
 
 
 def read_study(name: str, scale: ScaleName) -> Study:
     """Read studies/<name>.yaml for one scale. An arm's values come from these sections, later ones overriding earlier:
 
-    scales.yaml             the section of this scale; `like: small` takes that of small instead, `alone: true` none
+    scales.yaml             values of all studies at this scale; with `like: small`, those of small; `alone: true`, none
     scales.<scale>          the study's values for all arms at this scale
     arms.<arm>              the study's values for the arm
-    scales.<scale>.arms     the arm's values at this scale, overrides joined; null leaves it out
+    scales.<scale>.arms     the arm's values at this scale; its overrides are added, and null leaves the arm out
 
     An arm with `over: <earlier arm>` adds its overrides and scoring to that arm's, and is compared with it. A scale's
-    `instead: {override: override}` replaces overrides of all arms. `ways` and scales.<scale>.ways name further ways of
-    scoring; null leaves a way out. For each way there is one more arm per arm, or per arm in the way's `only`.
-    `choose: {key: [values]}` adds an unscored arm of one seed for each arm and value (see Study.trials); it stands at
-    the top, in a scale or in an arm. Raises ValueError for an unknown name or key, or a scale that the study does not
-    have.
+    `instead: {override: override}` replaces overrides of all arms. `ways` and scales.<scale>.ways {name: values} score
+    each network in further ways: each adds an arm for every arm, or for those in its `only`; null leaves a way out.
+    `choose: {key: [values]}`, of the study, a scale or an arm, adds an unscored arm of one seed for each arm and value,
+    to choose the best value (Study.trials). Raises ValueError for an unknown name, key or scale.
     """
     if name not in names():
         raise ValueError(f"there is no study {name!r}; there are {', '.join(names())}")
@@ -241,7 +239,7 @@ def _named(arms: Iterable[str], ways: Iterable[str]) -> set[str]:
 
 
 def rehearsed(study: Study) -> Study:
-    """Return the study with its arms changed as study.rehearsal says, for a short trial with as many evaluations,
+    """Return the study with the values of study.rehearsal for all its arms, for a quick test with as many evaluations,
     checkpoints and scores. Raises ValueError if the study has no rehearsal."""
     if not study.rehearsal:
         raise ValueError(f"studies/{study.name}.yaml has no section rehearsal")
@@ -254,17 +252,17 @@ def rehearsed(study: Study) -> Study:
 
 
 def _over(base: dict, said: dict) -> dict:
-    """Return the dict `base` updated by `said`, except that the lists "overrides" and "scoring", which
-    `base` has, are joined; of several overrides of one key the last remains."""
+    """Return `base` updated by `said`, but with the lists "overrides" and "scoring" of both joined; of several
+    overrides of one key the last remains."""
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
 def plan(study: Study, seeds: int | None = None, made: Mapping[str, dict] | None = None) -> list[Planned]:
     """Return a study's runs, seed by seed. Raises ValueError for overrides that train.py does not take.
 
-    seeds  number of seeds of each arm except trials, which have one; None: each arm's own.
-    made   {a training's key: its record}, to find the best trials; arms with a trial that is not trained are left out.
-           None: the first override that is tried counts as the best.
+    seeds  number of seeds of each arm, except of those that only try an override and have one; None: each arm's own.
+    made   {key of a training: its record}, by which the best of the tried overrides is chosen; an arm is left out until
+           all of its overrides were tried. None: the first counts as the best.
     """
     arms = {name: _chosen(study, name, made) for name in study.arms}
     counts = {name: 1 if name in _trials(study) else seeds or arm.seeds for name, arm in arms.items() if arm}
@@ -277,8 +275,8 @@ def _trials(study: Study) -> set[str]:
 
 
 def _chosen(study: Study, name: str, made: Mapping[str, dict] | None) -> Arm | None:
-    """Return the arm `name`, with the override added that did best in its trials, if it has any; None if a trial is not
-    trained yet. For `made` see `plan`."""
+    """Return the arm `name`. If overrides are tried for it, add the best by the records `made` {key of a training: its
+    record} (None: the first), or return None if one is not trained yet."""
     arm, trials = study.arms[name], study.trials.get(name, {})
     if not trials:
         return arm

@@ -141,7 +141,8 @@ def test_contrastive_loss():
 def test_refusals():
     for given, told in (
         ({"predicts": "v"}, "rf.predicts is 'v', but must be velocity, x or noise"),
-        ({"clamp": 0.0}, "rf.clamp is 0.0, but must lie between 0 and 1"),
+        ({"clamp": 0.0}, "rf.clamp is 0.0, but must lie between 0 and 0.5"),
+        ({"clamp": 0.5}, "rf.clamp is 0.5, but must lie between 0 and 0.5"),
         ({"contrastive": 1.0}, "rf.contrastive is 1.0, but must lie in \\[0, 1\\)"),
         ({"contrastive": 0.1, "loss_of": "x"}, "rf.loss_of x, but the contrastive term is of velocities"),
         ({"train_shift": 0.0}, "rf.train_shift is 0.0, but must be positive"),

@@ -215,7 +215,7 @@ def test_what_is_published_counts_as_made_though_its_folder_is_gone(tmp_path, mo
     assert results.is_made(whole, again) and not results.is_made(begun, found) and not results.is_made(unscored, found)
     assert results.missing([*runs.values()], again) == "routed (seed 0, 1, 2); dense (seed 1, 2)"
     table = (tmp_path / "convergence" / "table.md").read_text()
-    assert "| dense | 1 |" in table and "Missing: routed (seed 0, 1, 2); dense (seed 1, 2)." in table
+    assert "| dense | 2 |" in table and "Missing: routed (seed 0, 1, 2); dense (seed 1, 2)." in table
     found |= {unscored.training.key: result_of(unscored, {4688: 1.0}, kid=0.1)}
     figures.publish(read, [whole], found, tmp_path / "convergence")  # seeds=1 now: the other seed is kept
     assert [*results.finished(tmp_path / "nothing")] == [whole.training.key, unscored.training.key]

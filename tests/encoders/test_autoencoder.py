@@ -33,8 +33,9 @@ def test_moments_are_sampled_as_their_spread_says(spread):
 
 
 def test_pixels_decode_to_what_they_were_rounded_and_clipped():
-    with pytest.raises(ValueError, match="autoencoder=taesd is of latents, but this network draws pixels"):
-        autoencoder.load_decoder(PLAIN, autoencoder="taesd")
+    for given in ({"autoencoder": "taesd"}, {"precision": "bf16"}):
+        with pytest.raises(ValueError, match="are of latents, but this network draws pixels"):
+            autoencoder.load_decoder(PLAIN, **given)
     grey = torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8)
     latents = replace(PLAIN, shape=(1, 8, 8))
     assert torch.equal(autoencoder.load_decoder(latents)(to_network(grey.float() / 127.5 - 1, latents)), grey)

@@ -126,6 +126,8 @@ def test_pixels_are_pictures_already(prepare_latents, tmp_path):
     """Both views of a dataset of pixels, and the digits' grey ones, against what was stored and Pillow's crops."""
     with pytest.raises(ValueError, match="keep_pictures=true would keep what autoencoder=none stores already"):
         prepare_latents("autoencoder=none")
+    with pytest.raises(ValueError, match="precision=bf16 is of the autoencoder, but autoencoder=none has none"):
+        prepare_latents("autoencoder=none", "keep_pictures=false", "precision=bf16")
     prepare_latents("autoencoder=none", "keep_pictures=false")
     data = LatentDataset(tmp_path / "data", pictures=True)
     for view in (0, 1):

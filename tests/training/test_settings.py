@@ -25,6 +25,7 @@ EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*
 DATASETS = sorted(path.stem for path in (ROOT / "configs/dataset").glob("*.yaml"))
 SHAPE = ["dataset.path=data", "dataset.channels=4", "dataset.size=16", "dataset.num_classes=3"]
 MODELS = sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
+SCHEDULE = "train.ratio_schedule={start: 0.9, end: 0.5, last: 9}"
 PAPER = {  # experiment → hidden size, depth, heads, end of the route (TREAD, Table S8)
     "imagenet256_s2": (384, 12, 6, 8),
     "imagenet256_b2": (768, 12, 12, 8),
@@ -235,6 +236,10 @@ def test_bad_values_are_refused_by_name(composed, path, value, shown):
         (["eval.fid_samples=9", "wandb.project=x"], ["eval.fid_samples has no", "wandb.project has no effect but"]),
         (["eval.inception=x.pth"], ["eval.inception has no effect"]),
         (["train.routes_until=9", "train.steps=9"], ["train.routes_until is not below train.steps"]),
+        (["alignment=self", "alignment.until=9", "train.steps=9"], ["alignment.until is not below train.steps"]),
+        ([SCHEDULE], []),
+        (["model.routes.0.selection_ratio=0.6", SCHEDULE], ["selection_ratio of routes has no"]),
+        (["train.label_drop=1"], ["train.label_drop is 1: no class or text is learned"]),
         (["train.class_token_weight=0.5"], ["train.class_token_weight has no effect"]),
         (["dataset=folder", "dataset.path=x", "eval.demo_samples=9"], ["eval.demo_samples has no effect but with"]),
         (["model=tread_text", "dataset=emoji", "eval.inception=x.pth"], []),

@@ -103,8 +103,8 @@ def old_side(stored: StoredWeights) -> int:
 
 
 def position_scale(init_from: str, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled: old rows / new rows, times the old scale. A scale recorded
-    in the run folder `run` is returned as it is, so that a run can resume without the file init_from."""
+    """Return model.position_scale for init_positions=scaled: old / new rows (`side`) of tokens, times the scale of the
+    weights `init_from`. If the run in folder `run` has recorded its scale, return that without reading init_from."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
     stored = read_weights(local(init_from))

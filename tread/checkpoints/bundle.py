@@ -28,7 +28,6 @@ class Source:
 
 @functools.cache
 def read_source(module: str) -> Source:
-    """Parse one of this project's modules."""
     text = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
     source = Source(module, text.splitlines())
     for statement in ast.parse(text).body:
@@ -62,10 +61,8 @@ def names_in(statement: ast.stmt) -> Iterator[str]:
 
 
 class Bundle:
-    """Collects the definitions that `add` asks for and all that they need; `text` writes them as one file.
-
-    instead  {(module, name): source text to write in place of that name's own definition}.
-    """
+    """Collects the definitions that `add` asks for and all that they need; `text` writes them as one file. `instead` is
+    {(module, name): source text to write in place of that name's own definition}."""
 
     def __init__(self, instead: Mapping[Name, str]) -> None:
         self.instead = instead
@@ -92,7 +89,7 @@ class Bundle:
             self._add_used(other, [statement for table, statement in other.entered if self._is(other, table)])
 
     def _is(self, source: Source, table: str) -> bool:
-        """Return whether the file uses `table` and the module `source`, and so needs what this adds to the table."""
+        """Return whether the file has the module `source` and the dict `table`, to which the module adds entries."""
         origin, name = source.imported.get(table, (source.module, table))
         return source.module in self.wanted and name in self.wanted.get(origin, ())
 

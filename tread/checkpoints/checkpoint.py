@@ -32,8 +32,8 @@ VERSION = 1
 
 
 class Damaged(ValueError):
-    """A checkpoint is damaged. Raised as Damaged(problem, folder); the message adds the last one before it whose files
-    have their recorded sizes, or says that there is none."""
+    """A checkpoint is damaged. Raised as Damaged(problem, folder); the message also names the newest earlier checkpoint
+    whose files have their recorded sizes, or says that there is none."""
 
     def __str__(self) -> str:
         problem, folder = self.args
@@ -141,16 +141,16 @@ class Checkpoint:
         return path
 
     def stored(self, name: str) -> dict[str, Tensor]:
-        """Load a part's tensors as they are stored, by name on the CPU. Raises ValueError if it is damaged."""
+        """Load a part's tensors as they are stored, by name on the CPU. Raises ValueError if its file is damaged."""
         return load_file(self.verify(name))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Like `stored`, but with LoRA's adapters merged into the weights that they were trained for."""
+        """Load a part's tensors by name on the CPU. LoRA's adapters are merged into the weights of their layers."""
         stored, adapter = self.stored(name), self.info.get("adapter")
         return merge(self.base(), stored, adapter["scale"]) if adapter and name in ("model", "ema") else stored
 
     def base(self) -> dict[str, Tensor]:
-        """Load the weights that a LoRA run started from. Raises ValueError if they are missing or not the same ones."""
+        """Load the weights that a LoRA run started from. Raises ValueError if the file is missing or has changed."""
         path, alone = self.folder.parent / BASE, f"{self.folder} holds adapters (LoRA) alone, and"
         if not path.is_file():
             raise ValueError(f"{alone} {path}, their network, is missing: scripts/export_checkpoint.py merges the two")
@@ -239,10 +239,8 @@ def _before(folder: Path) -> Path | None:
 
 def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return a run's newest undamaged checkpoint, and messages on what is wrong with newer ones; (None, []) if it has
-    none. Starts at `latest` and goes back to earlier steps, reading all files.
-
-    Raises ValueError if all checkpoints are damaged, or if one was written by another version of this code.
-    """
+    none. Starts at `latest` and goes back to earlier steps, reading all files. Raises ValueError if all checkpoints are
+    damaged, or if one was written by another version of this code."""
     problems = []
     for folder in reversed(_folders(run)):
         try:
@@ -285,7 +283,7 @@ def newest(run: Path) -> Path | None:
 
 def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (name, parameter) of a run's trained parameters in the optimizer's order: the network's, then those of the
-    alignment projector, if there is one."""
+    projector for representation alignment, if there is one."""
     yield from (named for named in network.named_parameters() if named[1].requires_grad)
     if projector is not None:
         yield from projector.named_parameters(prefix="projector")
@@ -294,12 +292,10 @@ def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Ite
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, network: nn.Module, projector: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """Return the optimizer's state as tensors, keyed "<state>/<parameter>".
-
-    Other keys are "<key>/group <number>" for values in param_groups that changed in training, and "<state>/optimizer"
-    for state that belongs to no parameter. Values other than tensors (numbers, text, None, and lists, tuples and dicts
-    of these and of tensors) are stored as JSON, in the bytes of a tensor `values`. Raises ValueError for other values.
-    """
+    """Return the optimizer's state as tensors, keyed "<state>/<parameter>" or, for state that belongs to no parameter,
+    "<state>/optimizer". Values in param_groups that changed in training are keyed "<key>/group <number>". Values other
+    than tensors (numbers, text, None, and lists, tuples and dicts of these and of tensors) are stored as JSON, in the
+    bytes of a tensor `values`. Raises ValueError for other values."""
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
     built = getattr(optimizer, "built", itertools.repeat(optimizer.defaults))  # param_groups as Optim.build made them
@@ -323,9 +319,9 @@ def optimizer_tensors(
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Convert `value`, entry `key` of parameter `name` in an optimizer's state, to JSON. Containers become [kind, …].
-    A tensor is added to `tensors` and becomes ["tensor", its key there, whether it is on a device other than `device`].
-    """
+    """Convert `value`, entry `key` of parameter `name` in an optimizer's state, to JSON. Containers become
+    ["list", …], ["tuple", …] or ["dict", …]. A tensor is added to `tensors` and becomes ["tensor", its key there,
+    whether it is on a device other than `device`]."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]
@@ -338,8 +334,8 @@ def _pack(value: object, key: str, name: str, device: torch.device, tensors: dic
 
 
 def _unpack(value: object, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Rebuild a value from `_pack`, removing its tensors from `tensors`. Those that were on the parameters' device go
-    to `device`, others stay on the CPU."""
+    """Rebuild a value that `_pack` converted, removing its tensors from `tensors`. Those that were on the parameters'
+    device go to `device`, others stay on the CPU."""
     if not isinstance(value, list):
         return value
     kind, *items = value

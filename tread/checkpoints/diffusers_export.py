@@ -130,7 +130,6 @@ def _head(what: str) -> str:
 
 
 def pipeline_file(saved: SavedNetwork) -> str:
-    """Return the text of pipeline.py."""
     instead = {("tread.runtime.schema", "check"): CHECK}
     if not saved.text:
         instead["tread.encoders.language", "encoder_for"] = NO_TEXT

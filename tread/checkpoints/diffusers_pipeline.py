@@ -33,8 +33,9 @@ class TreadPipeline(DiffusionPipeline):
     vae          the autoencoder that decodes its latents. None: the network draws pixels, or its autoencoder is loaded
                  from the hub id `autoencoder` when first needed.
 
-    The other arguments are the network's record: its diffusion process ("edm" or "rf") with its constants, latents,
-    routes in training, text encoder, and the shares of samples trained without a class and without a sparse part.
+    The other arguments say how the network was trained: diffusion process ("edm" or "rf") and its constants, latents,
+    routes, text encoder, and the fractions of samples without a class (label_drop) and, for SPRINT, without the blocks
+    that run on few tokens (path_drop).
     """
 
     model_cpu_offload_seq = "transformer->vae"
@@ -106,7 +107,11 @@ class TreadPipeline(DiffusionPipeline):
                               fractions `strong` < `weak` of the tokens (None: 0.3 and 0.7) skip the blocks of the
                               trained routes.
         interval              (lowest, highest) noise level, σ or t, at which guidance is on.
-        solver, shift, churn  as the options of sample.py, and so is text_encoder.
+        same_ids              True: both branches choose their tokens by the same random numbers.
+        solver                "heun" or "euler"; None: as for num_inference_steps.
+        shift                 s of rectified flow's times; below 1 puts more steps near noise; None: as trained.
+        churn                 S_churn of EDM's stochastic Heun sampler; 0: no noise is added.
+        text_encoder          hub id or folder of the text encoder; None: the recorded one.
         output_type           "pil", "np" (n, H, W, C) and "pt" (n, C, H, W) in 0..1, or "latent".
         callback_on_step_end  called after each step of a batch with the pipeline, the step, the noise level and
                               {"latents": …}; may return {"latents": …} to continue with.
@@ -168,7 +173,7 @@ class TreadPipeline(DiffusionPipeline):
 
     def _conditions(self, classes: object, prompt: object, place: str | None) -> tuple[list[int], object]:
         """Return labels, and the encoded prompts that they index (None for a network of classes). `place` is the text
-        encoder's hub id or folder; None: the recorded one."""
+        encoder's hub id or folder; None: the one that the network's record names."""
         if self.config.text is None:
             if prompt is not None or classes is None:
                 raise ValueError("this network was trained with classes: class_labels=[0, 1] names them")
@@ -182,7 +187,7 @@ class TreadPipeline(DiffusionPipeline):
         return list(range(len(prompts))), encoder_for(spec, self.transformer.device, place).encode(prompts)
 
     def _noise(self, generator: object, seeds: object, count: int) -> tuple[Tensor | None, list[int]]:
-        """Return the noise of a generator (None: it follows from the seeds), and a seed for each picture."""
+        """Return the noise that generators draw (None: it follows from the seeds), and a seed for each picture."""
         if generator is None:
             seeds = torch.randint(2**31, (count,)).tolist() if seeds is None else seeds
             return None, [seeds] if isinstance(seeds, int) else list(seeds)

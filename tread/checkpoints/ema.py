@@ -15,10 +15,8 @@ from tread.checkpoints.posthoc_ema import exponent
 
 
 def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], float]:
-    """Return a function from the number n of earlier updates to the decay of an exponential average.
-
-    warmup  limit the decay to (1+n)/(10+n), so that initial weights do not dominate short runs; not in the TREAD paper.
-    """
+    """Return a function from the number n of earlier updates to the decay of an exponential average. With `warmup` the
+    decay is at most (1+n)/(10+n), so that initial weights do not dominate short runs; the TREAD paper has no warmup."""
     return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 

@@ -30,12 +30,9 @@ def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
 
 
 def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert MaskDiT's weights to the names and shapes of its released files. The label table becomes a matrix
-    (D, classes) without the null class.
-
-    Raises ValueError for other networks, whose names are public already, and for a null class that is not zero, since
-    the released files can't hold it.
-    """
+    """Convert MaskDiT's weights to the names and shapes of its released files, whose label table is (D, classes),
+    without the null class. Raises ValueError for other networks, whose names are public already, and for a null class
+    that is not zero, since the released files can't hold it."""
     if MASKDIT not in tensors:
         raise ValueError("public=true is for MaskDiT: this network already has the names of its public files")
     if tensors[LABELS][-1].any():
@@ -47,11 +44,11 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
-    """Return info.json's content for publication. Raises ValueError if `autoencoder` is not a hub id, or is given for a
-    network that works on pixels.
+    """Return info.json's content for publication, without LoRA's entry, as its adapters are merged. Raises ValueError
+    if `autoencoder` is not a hub id, or is given for a network that works on pixels.
 
     paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train".
-    autoencoder  hub id to record in place of the present one; the recorded fingerprint stays. None: no change.
+    autoencoder  hub id to record in place of the present one; the hash of its weights stays. None: no change.
     """
     content, latents = {key: value for key, value in info.items() if key != "adapter"}, dict(info.get("latents", {}))
     if autoencoder is not None:

@@ -60,14 +60,14 @@ class SavedNetwork:
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
         """Build the network in eval mode, with residual connections in the precision of its training, and load its
-        weights; `guidance` decides its routes, see `routes`."""
+        weights. The model has the routes of its training, or those that `guidance` forces upon it."""
         network = build_network(self.cfg)
         network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))
         return self.with_weights(network.to(device).eval(), guidance)
 
     def with_weights(self, network: nn.Module, guidance: Guidance) -> Model:
-        """Return the model of a loaded network, with the routes that `guidance` asks for."""
+        """Return a Model of `network`, whose weights are loaded, with the routes self.routes(guidance)."""
         return Model(self.process, network, self.routes(guidance))
 
     def shifted(self, shift: float) -> "SavedNetwork":
@@ -80,12 +80,8 @@ class SavedNetwork:
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
     """Open a checkpoint's network without loading `weights` ("ema" or "model"); only the size of their file is checked.
-
-    `shift` replaces the recorded rf.shift in sampling; None keeps it.
-
-    Raises ValueError or FileNotFoundError, also if the file's size differs from the recorded one, or if the samplers
-    can't use what the network predicts.
-    """
+    `shift` replaces the recorded rf.shift in sampling; None keeps it. Raises ValueError if the file is missing or has
+    another size than recorded, if the record is damaged or has unknown settings, and for a shift with EDM."""
     source.check(weights)
     try:
         config = source.info["config"]
@@ -106,8 +102,9 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
 
 
 def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
-    """Open a guidance's weak network and check that its predictions can be combined with the strong one's. Returns None
-    if guidance.checkpoint is None: the strong network is both. Raises ValueError or FileNotFoundError."""
+    """Open a guidance's weak network, or return None if guidance.checkpoint is None and the strong network runs both
+    branches. Raises FileNotFoundError without that checkpoint, and ValueError if the two networks' predictions can't be
+    combined or a network was not trained for the guidance."""
     weak = None
     if guidance.checkpoint is not None:
         given = f"guidance.checkpoint={guidance.checkpoint}"
@@ -128,8 +125,8 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
 
 
 def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwork | None = None) -> None:
-    """Raise ValueError unless the networks were trained for the branches of a guidance, such as one without a class;
-    weak=None: `strong` runs both branches. Whether a network has SPRINT's sparse part is checked by check_ratios."""
+    """Raise ValueError unless the networks were trained for the branches of a guidance, such as one without a class.
+    With weak=None, `strong` runs both branches."""
     row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} asks a network"
     for name, network in (("strong", strong), ("weak", other)):
         if any(ends_of(getattr(guidance, name))) and not network.cfg.model.routes and not guidance.force:

@@ -81,8 +81,8 @@ def base_of(network: nn.Module) -> dict[str, Tensor]:
 
 
 def merge(base: Mapping[str, Tensor], trained: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Return the weights of the network without adapters that computes the same: `base`, with the tensors of `trained`
-    in place of its own, plus `scale` times the adapters' products."""
+    """Return the weights of a network without adapters that computes the same: `base`, updated by the parameters in
+    `trained` that are no adapters, with `scale` · B·A of each adapter added to its layer's weight."""
     merged = {**base, **{plain(name): value for name, value in trained.items() if ".lora_" not in name}}
     for layer in (name.removesuffix(DOWN) for name in trained if name.endswith(DOWN)):
         product = trained[layer + UP].float() @ trained[layer + DOWN].float()

@@ -54,14 +54,14 @@ class Network:
 
 
 def settle_shifts(cfg: Network) -> None:
-    """Replace "auto" in cfg.rf by numbers, in place, if the latents' channels and size are set; also for Settings."""
+    """Replace "auto" in cfg.rf by numbers, in place, if the latents' shape is set. `cfg` may also be Settings."""
     if None not in (cfg.dataset.channels, cfg.dataset.size):
         object.__setattr__(cfg, "rf", cfg.rf.for_latents(cfg.dataset.channels, cfg.dataset.size))
 
 
 def read_network(config: dict, folder: Path | None = None) -> Network:
-    """Read the network's settings from a checkpoint's config. With the checkpoint's `folder`, its plugins are checked
-    by check_plugin. Raises ValueError for unknown or mistyped settings, and for a plugin that is missing."""
+    """Read the network's settings from a checkpoint's config. Raises ValueError for unknown or mistyped settings and,
+    if the checkpoint's `folder` is given, for plugins that can't be imported from their recorded place."""
     stated = {item.name: config[item.name] for item in fields(Network) if item.name in config}
     if folder and "plugins" in stated:
         check("plugins", stated["plugins"], tuple[str, ...])

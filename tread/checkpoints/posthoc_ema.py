@@ -50,12 +50,9 @@ class Snapshot:
 
 
 def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
-    """Write the averages after `step` steps to a file, atomically, replacing an existing one; returns its path.
-
-    averages  parameters (not buffers) keyed "<sigma_rel>/<parameter>", the same parameters for each width.
-
-    Raises ValueError for weights that are not finite, OSError if the file can't be written.
-    """
+    """Write the averages after `step` steps to a file, atomically, replacing an existing one; return its path.
+    `averages` are parameters (not buffers) keyed "<sigma_rel>/<parameter>", the same ones for each width. Raises
+    ValueError for weights that are not finite, OSError if the file can't be written."""
     tensors = {name: _compact(value, name) for name, value in averages.items()}
     path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
     with explain_failure(path):
@@ -121,17 +118,14 @@ def usable(run: Path, step: int | None) -> list[Snapshot]:
 
 
 def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
-    """Return (step, sigma_rel) of each stored average."""
     return [(snapshot.step, sigma_rel) for snapshot in snapshots for sigma_rel in snapshot.sigma_rel]
 
 
 def inner_products(profiles: Profiles) -> np.ndarray:
-    """Return ∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64.
-
-    A profile is p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], where t is its step and γ the exponent of its sigma_rel. For two
+    """Return ∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64. A
+    profile is p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], where t is its step and γ the exponent of its sigma_rel. For two
     profiles (s, β) and (t, γ) with s ≤ t the integral over [0, s] is (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is
-    computed by logarithms.
-    """
+    computed by logarithms."""
     t, gamma = np.array([(step, exponent(sigma_rel)) for step, sigma_rel in profiles]).T
     s, beta = t[:, None], gamma[:, None]
     later = np.maximum(s, t)
@@ -150,11 +144,9 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
     """Return factors (len(stored),) with which the stored averages nearly sum to the one of width sigma_rel at `step`.
-
     The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64. The factors sum to 1, so
     that parameters that do not move in training are reproduced exactly; the paper leaves the sum free, which shrinks or
-    grows all parameters if snapshots are few. Raises ValueError for widths outside (0, 0.288).
-    """
+    grows all parameters if snapshots are few. Raises ValueError for widths outside (0, 0.288)."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     solved = np.linalg.lstsq(products, np.stack([goal, scale], axis=1), rcond=None)[0]
     free, along = (solved * scale[:, None]).T
@@ -177,8 +169,8 @@ def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 
 
 def reconstruct(run: Path, sigma_rel: float, step: int | None = None) -> dict[str, Tensor]:
-    """Compute the average of width sigma_rel at `step` (None: that of the newest snapshot): parameters by name, fp32 on
-    the CPU. Raises the errors of `usable`, and ValueError for a width outside (0, 0.288)."""
+    """Compute the average of width sigma_rel at `step` (None: the newest snapshot's): parameters by name, fp32 on the
+    CPU. Raises FileNotFoundError without snapshots, ValueError if `step` has none or sigma_rel is not in (0, 0.288)."""
     snapshots = usable(run, step)
     stored = profiles(snapshots)
     factors = dict(zip(stored, coefficients(stored, snapshots[-1].step, sigma_rel).tolist()))

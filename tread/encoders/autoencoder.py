@@ -261,8 +261,8 @@ def load_decoder(
     Raises ValueError if it can't be loaded, takes other channels or, if it is latents.autoencoder, has another hash
     than latents.fingerprint."""
     if latents.autoencoder == "pixels":
-        if autoencoder is not None:
-            raise ValueError(f"autoencoder={autoencoder} is of latents, but this network draws pixels: leave it out")
+        if autoencoder is not None or precision != "fp32":
+            raise ValueError("autoencoder=… and decode_precision=… are of latents, but this network draws pixels")
         return lambda x: to_uint8(from_network(x, latents))
     name = _chosen(latents, autoencoder)
     try:

@@ -100,6 +100,8 @@ class ScoringOptions:
         drawing += ["guidance"] * (self.guidance.kind != "none")
         if drawing and self.checkpoint is None:
             raise ValueError(f"{', '.join(drawing)}: of samples that a checkpoint draws, but checkpoint=… is not given")
+        if self.out is None and (self.checkpoint or "").startswith("hf:"):
+            raise ValueError(f"checkpoint={self.checkpoint} has no folder of yours: name one for the score, out=…")
         if self.reference is None and (self.samples or self.save_reference):
             raise ValueError("reference=… is needed: ADM's .npz, an .npz with mu and sigma, a folder or a tar")
         if self.reference_features and self.reference not in SHIPPED:
@@ -228,9 +230,8 @@ class ScoringPlan:
 
     @property
     def decode_precision(self) -> str | None:
-        """The precision of decoding, as part of the fingerprint: None for fp32, or without an autoencoder."""
-        asked = self.options.decode_precision
-        return None if asked == "fp32" or self.decoder == "pixels" else asked
+        """The precision of decoding, as part of the fingerprint; None for fp32."""
+        return None if self.options.decode_precision == "fp32" else self.options.decode_precision
 
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
         """Return everything that decides a score, as a dict for JSON. An earlier score with an equal dict need not be

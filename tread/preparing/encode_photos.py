@@ -273,6 +273,8 @@ def open_photos(options: PhotoOptions) -> Photos:
         raise ValueError(f"out {out} lies inside source {source}, among its pictures; choose another place")
     if options.autoencoder == "none" and options.keep_pictures:
         raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
+    if options.autoencoder == "none" and options.precision != "fp32":
+        raise ValueError(f"precision={options.precision} is of the autoencoder, but autoencoder=none has none")
     photos = find_photos(source, options.root, options.labels, options.captions)
     photos.check(options.on_error == "skip", options.allow_empty)
     if photos.heldout and options.heldout is not None:

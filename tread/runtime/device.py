@@ -98,17 +98,21 @@ def computing(device: torch.device, precision: str) -> AbstractContextManager:
     return autocast(device, precision) if precision == "bf16" else exact(tf32=precision == "tf32")
 
 
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def use_cores(threads: int | None, processes: int) -> int:
     """Set the number of CPU threads that torch uses in this process, and return it. `processes` is the number of
     processes on this machine. With threads=None torch uses OMP_NUM_THREADS threads, else an equal share of the cores.
 
     accelerate and torchrun set OMP_NUM_THREADS=1 in processes that they launch, so 1 counts as unset there.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # may be a list, a number per nesting level
     launched = not LAUNCHED.isdisjoint(os.environ)
     if not asked.isdecimal() or asked == "0" or (launched and asked == "1"):
-        asked = max(1, cores // processes)
+        asked = max(1, usable_cores() // processes)
     torch.set_num_threads(threads or int(asked))
     return torch.get_num_threads()
 

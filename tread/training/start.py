@@ -330,6 +330,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
     live = alignment.kind == "repa" and alignment.source == "live" and alignment.encoder == "inception"
     judged, odd_weight = cfg.dataset.embedded in ("digits", "emoji"), cfg.train.class_token_weight != 0.03
     until = (cfg.train.routes_until or 0) if cfg.model.routes else 0
+    ratios = {route.selection_ratio for route in cfg.model.routes if cfg.train.ratio_schedule}
     seen = scored.fid_every or live or (cfg.dataset.embedded == "emoji" and scored.demo_samples)
     idle = [  # whether a warning is due, and the warning
         (optim.warmup_steps >= cfg.train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
@@ -343,6 +344,9 @@ def settings_warnings(cfg: Settings) -> list[str]:
         (optim.schedule == "constant" and optim.final_lr, "optim.final_lr has no effect with optim.schedule=constant"),
         (cfg.train.routes_until and not cfg.model.routes, "train.routes_until has no effect without routes"),
         (until >= cfg.train.steps, "train.routes_until is not below train.steps: the routes stay to the end"),
+        ((alignment.until or 0) >= cfg.train.steps, "alignment.until is not below train.steps: it lasts to the end"),
+        (ratios - {0.5}, "selection_ratio of routes has no effect in training with train.ratio_schedule"),
+        (cfg.train.label_drop == 1, "train.label_drop is 1: no class or text is learned"),
         (odd_weight and not cfg.model.class_token, "train.class_token_weight has no effect without model.class_token"),
         (scored.demo_samples and not judged, "eval.demo_samples has no effect but with dataset=digits or emoji"),
         (cfg.lora.rank is None and cfg.lora != Lora(), "section lora has no effect without lora.rank"),
