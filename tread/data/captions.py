@@ -47,7 +47,7 @@ def check_captions(captions: object, whose: str) -> None:
 
 
 def read_captions(folder: Path, index: dict) -> list[list[str]]:
-    """Return each sample's captions, listed by `index`. Raises FileNotFoundError; ValueError if there are none or
+    """Return each sample's captions. Raises FileNotFoundError; ValueError if `index` lists none or the file has
     changed."""
     entry = index.get("captions")
     if entry is None:

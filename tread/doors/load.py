@@ -175,8 +175,7 @@ class TrainedModel:
     def _pairs(
         self, classes: object, labels: Sequence[Label] | None, prompts: Sequence[str], seeds: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the seeds and labels of all pictures. Raises ValueError for unknown classes, or labels not one per
-        seed."""
+        """Return the seeds and labels of all pictures. Raises ValueError for unknown classes or conflicting options."""
         if labels is None:
             listed = [classes] if isinstance(classes, (str, int, np.integer)) else classes
             if listed is not None and not len(listed):
