@@ -39,10 +39,10 @@ def fit(
     where     the file of the weights, for messages.
     ours      the network's settings by dotted name, to check those that shapes do not show; None: unchecked.
     recorded  the settings recorded with the weights, by dotted name; None: there is no record.
-    adapter   whether LoRA's adapters were merged into the weights: names that differ are then no news.
+    adapter   True: LoRA's adapters were merged into the weights; errors then don't list the tensors that differ.
 
-    Positions and rotary tables are constants: the network's own are used if the file has none, and ones that differ are
-    refused. Raises ValueError if names, shapes or recorded settings do not match; it suggests settings that would.
+    Position embeddings and rotary tables are constants: if the file lacks them, the network's own are used. Raises
+    ValueError, which suggests settings that fit, if these constants, names, shapes or recorded settings differ.
     """
     ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
     tables = {name: state[name] for name in TABLES if name in state}
@@ -95,7 +95,8 @@ def fit(
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError for non-finite numbers, changed position embeddings, or a non-zero null class of MaskDiT."""
+    """Raise ValueError if numbers are not finite, position embeddings differ from those expected, or MaskDiT's
+    embedding of the null class is not 0."""
     if broken := [name for name in expected if not state[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
     for name in (name for name in POSITIONS if name in expected):
@@ -113,8 +114,8 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return {dotted setting: value} for the settings that names and shapes of a state dict reveal. num_heads and
-    positions are known only if it holds rotary tables."""
+    """Return {dotted name: value} of the settings that a state dict's names and shapes reveal, such as "model.depth".
+    "model.num_heads" and "model.positions" are among them only if the state dict holds rotary tables."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -139,8 +140,8 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return {"model.<name>": default or constant} of the architecture that `settings` name, for the options that have
-    one and change what its weights compute."""
+    """Return {"model.<name>": default} for those options of the architecture settings["model.architecture"] that have a
+    default or are fixed, and that change what a network with given weights computes."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
@@ -167,7 +168,7 @@ class StoredWeights:
     source: checkpoint.Checkpoint | None = None  # the checkpoint with this file, if any
 
     def describe(self) -> str:
-        """Return a text with the weights' kind, file and step, as far as these are known."""
+        """Return a text such as "averaged (ema) of <file>, step 1,000", with what is known of the weights."""
         kind = KINDS.get(self.kind, "averaged or raw, which is not recorded,")
         if self.source is None:
             return f"{kind} of {self.where}, at a step that is not recorded"
@@ -200,9 +201,9 @@ class StoredWeights:
         return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded(), adapter)
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str | None = None) -> list[str]:
-        """Return lines that warn of settings that differ from those of the weights' training, or were not recorded.
-        `latents` is what the network will see. `predicts` is "objective" if the network predicts what cfg.objective
-        trains, or "noise" if it predicts noise on timesteps 0..999; None: as `cfg` says."""
+        """Return lines that warn of settings that differ from those of the weights' training, or that were not
+        recorded. `latents` describes the latents that the network will see. `predicts` says what it predicts:
+        "objective", what cfg.objective trains, or "noise", on timesteps 0..999; None: as cfg.edm.predicts states."""
         of_ddpm = cfg.objective == "edm" and cfg.edm.predicts == "ddpm_noise"
         predicts = predicts or ("noise" if of_ddpm else "objective")
         lines = []
@@ -230,7 +231,7 @@ class StoredWeights:
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
         """Return {name: (recorded value, present value)} of everything besides the network's options that decides what
-        the network's inputs and outputs mean."""
+        its inputs and outputs mean. `predicts` is "noise", or "objective" for what cfg.objective trains."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         if theirs == "edm" and config.get("edm", {}).get("predicts") == "ddpm_noise":
@@ -258,10 +259,9 @@ class StoredWeights:
 
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
-    """Read the "ema" or "model" weights of a checkpoint or file. The name of a checkpoint's file tells which of them it
-    holds. A folder of one .safetensors without a checkpoint, as on the hub, stands for that file. Raises
-    FileNotFoundError, or ValueError, also if weights="model" but the file holds ema.
-    """
+    """Read the "ema" or "model" (raw) weights of a checkpoint, a file, or a folder with a single .safetensors file.
+    Raises FileNotFoundError if there are none; ValueError if they are damaged, or the file holds only the other kind
+    (but a checkpoint's own model.safetensors is read for "ema", too)."""
     known = (path / "info.json").exists() or checkpoint.newest(path)
     files = () if known else [*path.glob("*.safetensors")]
     path = files[0] if len(files) == 1 else path
@@ -284,9 +284,9 @@ def load_weights(
     text: TextSettings | None = None,
     adapt: Callable[[StoredWeights], StoredWeights] = lambda stored: stored,
 ) -> StoredWeights:
-    """Load the weights "ema" or "model" of `path` (init_from), changed by `adapt`, into `network`, and return them. The
-    settings `model` and `text` that it was built by are compared with recorded ones; None: they are not. Raises
-    FileNotFoundError, or ValueError if names, shapes or recorded settings do not match."""
+    """Load the `weights` ("ema" or "model") of `path`, a file, folder or hf:user/name[@revision], into `network`,
+    changed by `adapt`, and return them. `model` and `text`, the network's settings, are compared with recorded ones if
+    given. Raises OSError if weights can't be found, ValueError if names, shapes or recorded settings do not match."""
     stored = adapt(read_weights(local(path), weights))
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored

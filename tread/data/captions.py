@@ -47,7 +47,8 @@ def check_captions(captions: object, whose: str) -> None:
 
 
 def read_captions(folder: Path, index: dict) -> list[list[str]]:
-    """Return each sample's captions. Raises FileNotFoundError; ValueError if there are none or their hash is wrong."""
+    """Return each sample's captions. Raises FileNotFoundError; ValueError if `index` lists none or the file has
+    changed."""
     entry = index.get("captions")
     if entry is None:
         how = f"python scripts/prepare_text.py dataset={folder} captions=<file> encoder=…"
@@ -58,7 +59,7 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
 
 
 def parse_captions(file: Path) -> Iterable[list[str]]:
-    """Yield each sample's captions: a .txt line is one, a .jsonl line one or a list. Raises OSError or ValueError."""
+    """Yield each sample's captions: a .txt line is one, a .jsonl line one or a list. Raises ValueError if malformed."""
     if file.suffix not in (".jsonl", ".txt"):
         raise ValueError(f"{file} must be a .jsonl file, with JSON for each sample, or .txt, with a caption a line")
     with file.open("rb") as lines:

@@ -1,15 +1,15 @@
 """Reads what is stored beside a dataset's latents: pictures, features and encoded text.
 
-Pictures and features are of the same samples as the latents, in the same shards:
+Pictures and features have a file for each shard of the latents, with the same n samples:
 
-    pictures-00000.npy       (n, 3, H, W) uint8, as cropped; a flipped view is mirrored when it is read
-    features-00000.npy       (n, views, T, z) float16, T = grid² tokens row by row, for each view
+    pictures-00000.npy       (n, 3, H, W) uint8, as cropped; flipped ones are made when they are read
+    features-00000.npy       (n, views, T, z) float16: T = grid² tokens of z channels; view 1, if any, is flipped
     features-00000.pooled.npy   (n, views, P) float16, the same encoder's feature of the picture as a whole
 
 index.json names them: `pictures` is (3, H, W), with a file and a hash in each shard's entry; `features` is a section,
-see FeatureSpec. They are many times larger than the latents, and stay memory-mapped wherever those are placed.
+see FeatureSpec. They are many times larger than the latents, and stay on disk even if the latents are kept in memory.
 
-Text has its own files. They hold the captions in the order of the samples, and are cut independently of the shards:
+Text has files of its own, here of the encoder "words", cut independently of the shards, in the order of the samples:
 
     text-words-00000.npy            (n, T, C) float16, or (n, T) int32 word numbers
     text-words-00000.lengths.npy    (n,) int32: tokens of each caption; the rest of the T are padding
@@ -103,7 +103,8 @@ def check_grid(grid: int, side: int, whose: str) -> None:
 
 
 def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
-    """Open the pictures kept with a dataset; `full` checks hashes. Raises FileNotFoundError, ValueError or KeyError."""
+    """Open the pictures kept with a dataset; `full` checks hashes. Raises FileNotFoundError or ValueError for a missing
+    or damaged file, KeyError if the parsed index.json lists no pictures."""
     arrays = open_arrays(folder, index["shards"], "pictures", "uint8", index["pictures"], full)
     return ShardRows([array[:, None] for array in arrays])
 
@@ -112,11 +113,9 @@ def open_features(
     folder: Path, index: dict, encoder: str | None, full: bool, pooled: int | None = None
 ) -> tuple[FeatureSpec, ShardRows]:
     """Open a dataset's features, after checking that `encoder` (None: any) made them from its latents, and that they
-    are finite. `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked. With
-    `pooled`, open those of pictures as a whole, which must have so many channels.
-
-    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json.
-    """
+    are finite. `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked. If
+    `pooled` is given, open instead the features of each picture as a whole, which must have `pooled` channels. Raises
+    FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
     section = index.get("features")
     named = encoder or (section["encoder"] if section else "…")
     make = f"python scripts/prepare_features.py dataset={folder} encoder={named}"
@@ -187,7 +186,7 @@ class TextSpec:
 
     @property
     def stem(self) -> str:
-        """Start of the files' names: "text-" and the encoder's name; if unfit for file names, cut, with a hash."""
+        """Start of the files' names, "text-<encoder>"; a name unfit for files is shortened, and a hash is added."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
         digest = content_hash(self.encoder)[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"
@@ -208,7 +207,7 @@ class TextSpec:
 class EncodedText:
     """A dataset's captions, encoded by one encoder and opened for reading.
 
-    counts   (samples,) captions per sample: sample i has the captions numbered firsts[i] to firsts[i] + counts[i] − 1.
+    counts   (samples,) number of captions of each sample. Captions are numbered from 0 through all samples.
     lengths  (captions,) number of tokens of each caption, without padding.
     rows     ShardRows with a row per caption: rows[0] its tokens; rows[1] its pooled output, if the encoder has one.
     null     the encoded empty caption, B = 1.
@@ -227,7 +226,7 @@ class EncodedText:
         return self.firsts[indices] + np.minimum((np.asarray(uniform) * counts).astype(np.int64), counts - 1)
 
     def read(self, numbers: np.ndarray, pin: bool = False) -> Text:
-        """Return captions, given their numbers (B,): tokens (B, T, C) float16 or (B, T) int64, on the rows' device."""
+        """Return captions by their numbers (B,): tokens (B, T, C) float16 or (B, T) int64; `pin` page-locks them."""
         numbers, count = np.asarray(numbers, dtype=np.int64), len(self._lengths)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
             raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {count:,}")
@@ -247,8 +246,7 @@ def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | No
 
 
 def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
-    """Return the TextSpec of captions encoded by `encoder` from a parsed index.json; None if it has none. Raises
-    ValueError if the entry is damaged."""
+    """Return the TextSpec of `encoder` in a parsed index.json; None if there is none. ValueError if it is damaged."""
     section = index.get("text", {}).get(text_encoder_name(encoder))
     if section is None:
         return None
@@ -260,11 +258,8 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
     """Open a dataset's captions encoded by `encoder`, after checking that they are complete, finite, and made for the
-    present latents and captions. `full` checks all numbers and hashes; otherwise headers, sizes, all lengths, and some
-    captions are checked.
-
-    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json.
-    """
+    present latents and captions. `full` checks all numbers and hashes, otherwise only lengths and some captions. Raises
+    FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
     sections = index.get("text", {})
     make = f"python scripts/prepare_text.py dataset={folder} encoder={encoder}"
     spec = read_spec(folder, index, encoder)

@@ -34,8 +34,7 @@ class Batch(NamedTuple):
     """B samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
 
     The rest is None unless the dataset was opened with it: features (B, T, z) float16 and pictures (B, 3, H, W) uint8
-    of the same views, the text of one caption per sample, and class tokens (B, z) float16, features of the picture as a
-    whole.
+    of the same views, the text of one caption per sample, and class tokens (B, z) float16, features of whole pictures.
     """
 
     stored: Tensor
@@ -52,7 +51,6 @@ class Batch(NamedTuple):
         return self.labels if self.text is None else self.text
 
     def rows(self, rows: slice) -> "Batch":
-        """Return the samples in a slice of the batch, as a Batch."""
         return Batch(*(None if part is None else conditions.rows(part, rows) for part in self))
 
 
@@ -68,8 +66,7 @@ def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 @dataclass
 class LatentDataset:
-    """A dataset whose samples are read by (seed, step) or by index. Raises FileNotFoundError or ValueError that names
-    the damaged or unfitting file.
+    """A dataset of latents, read by (seed, step) or index. Raises FileNotFoundError or ValueError, naming the bad file.
 
     verify     "open" checks headers and sizes of all files, and the labels' hashes; "full" hashes the latents too.
     placement  "mmap": memory-mapped, so that the operating system keeps in memory what it can; "ram": copied to this
@@ -150,7 +147,7 @@ class LatentDataset:
         return LatentDataset, (*how, self.class_token), {"latents": self.latents}
 
     def bare(self) -> "LatentDataset":
-        """Return the dataset over the same open files, without features (but class tokens) and pictures."""
+        """Return a copy that reads the same open files, but no pictures and no features except class tokens."""
         bare = object.__new__(LatentDataset)
         vars(bare).update(vars(self), features=None, pictures=False, _features=None, _pictures=None)
         return bare
@@ -168,9 +165,8 @@ class LatentDataset:
         return self._latents.locate(index)
 
     def normalize(self, std: float) -> None:
-        """Scale each channel of the network latents to mean 0 and standard deviation `std`, by index.json's
-        `normalize_by` (of imported latents), else by measured statistics. Raises ValueError if there are no statistics,
-        or a channel is constant."""
+        """Scale each channel of the latents to mean 0 and standard deviation `std`, by index.json's `normalize_by` (of
+        imported latents) or measured statistics. Raises ValueError without these, or for a constant channel."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(f"{self.folder} can't be normalised: it has no channel_mean and channel_std above 0")
         mean, measured = self.normal
@@ -221,7 +217,7 @@ class LatentDataset:
 
         views     the view of each sample, or one for all: 0 plain, 1 mirrored.
         pin       use page-locked memory.
-        captions  a caption number per sample, counted over the dataset; None: each sample's first caption.
+        captions  a caption number per sample, counted through all samples; None: each sample's first caption.
 
         Tensors are in CPU memory; placement "device" puts latents, text, and pictures made from latents on the device.
         """
@@ -242,7 +238,7 @@ class LatentDataset:
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text, tokens)
 
     def text_of(self, captions: np.ndarray) -> Text:
-        """Return the encoded captions with these numbers, counted over the dataset, which must be open with text."""
+        """Return the encoded captions with these numbers, counted through all samples of a dataset opened with text."""
         return self._text.read(captions)
 
     def null_text(self) -> Text:

@@ -4,8 +4,7 @@
     network latents --from_network--> the autoencoder's z --decode--> pixels
 
 Network latents are x = (z − shift)·scale for the autoencoder's z; runs that normalise channels, and autoencoders with
-statistics of their own, then map x to (x − channel_shift)·channel_scale. No other file converts between stored and
-network latents.
+statistics of their own, then map x to (x − channel_shift)·channel_scale.
 """
 
 import functools
@@ -31,11 +30,13 @@ class LatentSpec:
     shape                         (C, S, S) of the latents of one view; moments are stored with 2C channels.
     classes                       class names; a label is an index into them.
     autoencoder                   the model that encodes and decodes latents: a hub id, folder or file, or "pixels".
-    content, spread, views        "latents" or "moments", form of the spread, views per sample: see dataset.py.
+    content, spread               "latents", None; or "moments" (mean and spread of a posterior), "logvar" or "std".
     scale, shift, scale_applied   x = (z − shift)·scale; whether this was applied before storing.
+    views                         stored views per sample: 1, or 2 with the flipped one.
     fingerprint                   hash of the autoencoder's weights; None if unknown.
     channel_shift, channel_scale  the network then gets (x − channel_shift)·channel_scale per channel; (): it gets x.
-    orientation, alpha            how photos were decoded, see images.read_rgb; the defaults are ADM's way.
+    orientation                   what was done to photos with an EXIF orientation: "exif", applied; "stored", ignored.
+    alpha                         what was done to transparent photos: "white", laid on white; "drop", made opaque.
     dtype                         of the stored numbers; uint8 is for pixels only, and stores −1..1 as 0..255.
     """
 
@@ -92,7 +93,6 @@ class LatentSpec:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample with all its views."""
         return int(np.prod(self.stored_shape)) * np.dtype(self.dtype).itemsize
 
 
@@ -126,7 +126,6 @@ def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | 
 
 @functools.lru_cache(maxsize=8)  # copied to a GPU once, for a copy makes the CPU wait
 def _per_channel(shift: tuple[float, ...], scale: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return shift and scale on a device, (2, C, 1, 1)."""
     return torch.tensor([shift, scale], device=device)[..., None, None]
 
 

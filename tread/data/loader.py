@@ -23,7 +23,7 @@ class Loader:
 
     seed           decides the order of the data.
     micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
-    beyond         number of samples to read after each micro-batch; the batch's first sample follows its last.
+    beyond         samples to read past the end of each micro-batch; past the global batch's end come its first ones.
     steps          the number of training steps, beyond which nothing is read ahead; None: no limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
     bare_from      the step from which on neither features nor pictures are read; None: they always are.
@@ -57,8 +57,7 @@ class Loader:
         self._coming: dict[int, Future] = {}
 
     def batches(self, step: int) -> list[Batch]:
-        """Return the batches of a step on the device, one for each of the constructor's micro_batches, each with
-        `beyond` samples more at its end."""
+        """Return a step's batches on the device, one for each of micro_batches, each with `beyond` more samples."""
         began = time.perf_counter()
         if self.ahead:
             for coming in range(step, min(step + 1 + self.ahead, self.steps)):

@@ -53,9 +53,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the keys and values that list the shards in this section of index.json. `entries` has a dict per
-        shard: "count", its number of rows, and for each of its files, by kind ("file", "lengths" or "pooled"), the
-        file's name under the kind and its hash under "<kind>_sha256"."""
+        """Return this section's entries that list its shards. `entries` has a dict per shard: {"count": its rows,
+        "file": name of its file, "file_sha256": hash}, and likewise "lengths" and "pooled" if it has such files."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
@@ -222,8 +221,8 @@ class FeatureWriter(SectionWriter):
         return {"shards": [{"sha256": entry["file_sha256"]} | {key: entry[key] for key in keys} for entry in entries]}
 
     def write(self, number: int, parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Write shard `number` from parts, pairs of features (n, views, T, z) and of those of pictures as a whole
-        (n, views, P), float16, n samples in each. The latter are held in memory until the former are written."""
+        """Write shard `number` from parts. Each part has two float16 arrays for n samples: features (n, views, T, z),
+        and features of the pictures as a whole (n, views, P), which stay in memory until all parts are written."""
         count, whole = len(self.ranges[number]), []
 
         def features() -> Iterator[np.ndarray]:

@@ -76,10 +76,8 @@ def open_arrays(
 
 def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> tuple[list[np.memmap], np.ndarray]:
     """Memory-map a dataset's shards and read its labels (n,), checked against its parsed index.json. `full` compares
-    the hashes of the latents too, not only those of the labels.
-
-    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad index.
-    """
+    the hashes of the latents too, not only those of the labels. Raises FileNotFoundError or ValueError; KeyError or
+    TypeError for a bad index."""
     path, shards = folder / "index.json", index["shards"]
     arrays = open_arrays(folder, shards, "file", latents.dtype, latents.stored_shape, full)
     labels = open_arrays(folder, shards, "labels", "int64", (), True)
@@ -133,7 +131,6 @@ class ShardRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
         return sum(array.nbytes for array in self._arrays)
 
     def place(self, device: torch.device) -> None:
@@ -166,8 +163,7 @@ class ShardRows:
         return batch
 
     def expect(self, indices: np.ndarray, views: np.ndarray | int = 0) -> None:
-        """Ask the operating system to load all rows that `read` will need, which it would otherwise wait for page by
-        page. Does nothing after `place`."""
+        """Ask the operating system to load all rows that `read` will need, at once. Does nothing after `place`."""
         if not self._in_place:
             return
         size = self._arrays[0][0, 0].nbytes

@@ -55,7 +55,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards of another plan; without it, finished ones raise ValueError.
-        begun  entries that unfinished work was begun with, where they differ from `plan`'s: such work is continued.
+        begun  {key: value} where unfinished work's plan may differ from `plan`; such work is continued.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """
@@ -118,7 +118,7 @@ class ShardStore:
             return False
 
     def check_complete(self, verify: Processes | None = None) -> None:
-        """Raise OSError if shards are missing after every process has made its part; `verify` as in `missing`."""
+        """Raise OSError if shards are missing when all processes are done, or, with `verify`, if files have changed."""
         if missing := self.missing(verify):
             raise OSError(f"shards {missing} of {self.work} are missing: all processes must share this folder")
 
@@ -140,7 +140,7 @@ class ShardStore:
 
     def keep(self, number: int, arrays: Mapping[str, np.ndarray | Stream], **facts: object) -> None:
         """Write a shard and its note, which includes `facts` as JSON. `arrays`, keyed by kind, have an entry per row of
-        the shard; without rows, only the note is written. Raises OSError, which names the file; then the shard stays
+        the shard; without rows, only the note is written. After an OSError, which names the file, the shard is
         missing."""
         entry: dict[str, object] = {"count": next(iter(arrays.values())).shape[0]}
         for kind, array in arrays.items() if entry["count"] else ():
@@ -189,7 +189,8 @@ class ShardStore:
         return np.concatenate(list(self.arrays(kind)))
 
     def first(self, kind: str, count: int) -> np.ndarray:
-        """Return the first `count` rows of one kind of array, fewer if the shards read, ⌈count / size⌉, hold fewer."""
+        """Return the first `count` rows of one kind of array. Only the first ⌈count / shard size⌉ shards with rows are
+        read; if some of these are not full, fewer rows are returned."""
         shards = math.ceil(count / len(self.ranges[0]))
         return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
 

@@ -64,8 +64,9 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Lock the work folder until `publish` or `discard`; call ShardStore.begin. Also raises FileExistsError if the
-        dataset exists or another process is writing it."""
+        """Lock the work folder until `publish` or `discard`, and begin or continue the work in it. `again` discards
+        shards of another plan, which raise ValueError otherwise; `begun` has entries in which the unfinished work's
+        plan may differ. Raises FileExistsError if the dataset exists or another process is writing it."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # once more: another process may have made it before the lock
@@ -86,7 +87,6 @@ class DatasetWriter(ShardStore):
             raise FileExistsError(f"{self.folder} exists already{skipped}; remove it or choose another folder{differ}")
 
     def _made(self) -> dict:
-        """Return report.json of the dataset's folder as a dict; {} if there is none."""
         report = self.folder / "report.json"
         return json.loads(report.read_text()) if report.is_file() else {}
 
@@ -94,10 +94,8 @@ class DatasetWriter(ShardStore):
         self, number: int, stored: np.ndarray, labels: np.ndarray, pictures: np.ndarray | None = None, **facts: object
     ) -> None:
         """Write a shard: stored (n, *latents.stored_shape), labels (n,), pictures (n, 3, H, W) uint8; n may be 0.
-        `facts` are kept in its JSON file in the work folder's done/.
-
-        Raises ValueError if the shard does not match `latents`, OSError if the disk is full; the shard is missing then.
-        """
+        `facts` are kept in the shard's JSON file in the work folder's done/. Raises ValueError if the shard does not
+        match `latents`, OSError if the disk is full; the shard is missing then."""
         expected = (len(labels), *self.latents.stored_shape)
         if stored.shape != expected:
             raise ValueError(f"shard {number} has shape {stored.shape}, but must have {expected}")
@@ -117,7 +115,7 @@ class DatasetWriter(ShardStore):
         """Write index.json beside the shards, once all are done. Raises ValueError if the dataset would be empty,
         OSError if shards are missing.
 
-        fields  more fields of index.json: `heldout` or `train`, the folder of the other part of the data;
+        fields  more entries of index.json: `heldout`, the held-out data's folder, or `train`, the training data's;
                 `normalize_by`, the mean and std that normalise channels in place of the measured ones.
         """
         self.check_complete()
@@ -142,7 +140,7 @@ class DatasetWriter(ShardStore):
         write_json(self.data / "index.json", index)
 
     def publish(self, report: dict | None = None) -> None:
-        """Rename `data` to the dataset's folder, with `report`, if any, in report.json; remove the work folder."""
+        """Make `data` in the work folder the dataset's folder, with `report` as report.json; remove the work folder."""
         if report is not None:
             write_json(self.data / "report.json", report | {"plan": self._report_plan})
         sync(self.data)

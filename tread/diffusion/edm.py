@@ -50,11 +50,9 @@ class EDM(Process):
 
     @property
     def data_std(self) -> float:
-        """Standard deviation to which dataset.normalize scales latents."""
         return self.sigma_data
 
     def noise_level(self, normal: Tensor) -> Tensor:
-        """Map standard normal numbers to training noise levels σ, elementwise."""
         return (normal * self.P_std + self.P_mean).exp()
 
     def weight(self, sigma: Tensor) -> Tensor:
@@ -83,17 +81,14 @@ class EDM(Process):
         return (sigma.view(-1, 1, 1, 1) ** 2 + self.sigma_data**2).sqrt()
 
     def denoise(self, network: Network, x: Tensor, sigma: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        """Run the network and return D(x; σ, y), the predicted data, in fp32."""
         return self.combine(network(*self.precondition(x, sigma), y, routes=routes), x, sigma)
 
     def noised(self, x: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
-        """Return the noisy input x + σ·noise."""
         return x + sigma.float().view(-1, 1, 1, 1) * noise
 
     def errors(
         self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three (B, C, S, S) fp32 tensors: (D − x)², predicted data D (Eq. 2, 8), and the noisy input."""
         noisy = self.noised(x, sigma, noise)
         D = self.denoise(network, noisy, sigma, y, routes)
         return (D - x).square(), D, noisy
@@ -101,7 +96,8 @@ class EDM(Process):
     def loss(
         self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's λ(σ)·mean (D − x)², (B,) fp32, for clean latents x and standard normal noise."""
+        """Return each sample's λ(σ)·mean (D − x)², (B,) fp32 (Eq. 2, 8), for clean latents x, standard normal noise and
+        predicted data D. `routes` says which tokens skip which blocks."""
         squared = self.errors(network, x, y, sigma, noise, routes)[0]
         return self.weight(sigma.float()) * squared.mean(dim=(1, 2, 3))
 

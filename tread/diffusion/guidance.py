@@ -37,7 +37,7 @@ Shape = Literal["cosine", "linear"]
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of one kind of guidance, a row of the table at the top of this file."""
+    """What one kind of guidance gives to its strong and its weak branch."""
 
     strong_class: bool  # whether the strong branch gets the class
     weak_class: bool | None  # whether the weak branch gets it; None: there is no weak branch
@@ -93,8 +93,8 @@ def _show(value: float | Schedule) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """Guidance's settings for one denoiser call: the weight ω (`scale`), and the fractions of tokens that skip the
-    routes' blocks in the `strong` and the `weak` branch. weak=None: only the strong branch runs."""
+    """Guidance's settings for one denoiser call: the weight ω (`scale`), and the fraction of tokens that skip blocks in
+    the `strong` and in the `weak` branch. weak=None: only the strong branch runs."""
 
     scale: float
     strong: float
@@ -107,8 +107,8 @@ class Guidance:
 
     kind          a key of KINDS, such as "cfg". Raises ValueError for settings that this kind can't have.
     scale         the guidance weight ω in D_weak + ω·(D_strong − D_weak).
-    strong, weak  fraction of tokens, in [0, 1), that skip the routes' blocks in this branch; 0 unless the kind is
-                  sparse, sparse_cfg or sparse_uncond. Of N tokens (with select="row": N rows) int(N·fraction) skip.
+    strong, weak  fraction of tokens, in [0, 1), that in this branch skip the blocks that they could skip in training;
+                  rounded down to whole tokens (or rows of them). 0 unless kind is sparse, sparse_cfg or sparse_uncond.
     interval      (lowest, highest) noise level, both included, at which guidance is on: EDM's σ or rectified flow's t.
                   At other levels only the strong branch runs (Kynkäänniemi et al. 2024, arXiv 2404.07724).
     checkpoint    path of the weak branch's network; None: the strong branch's network.
@@ -175,8 +175,8 @@ class Guidance:
         return " ".join(parts)
 
     def plan(self, levels: Sequence[float], progress: Sequence[float]) -> list[Call]:
-        """Return the settings of each denoiser call, given the calls' noise levels and their `progress`, u in 0..1 (see
-        Schedule). Raises ValueError if no level lies in `interval`."""
+        """Return the settings of each denoiser call, given the calls' noise levels and their `progress`, which rises
+        from 0 to 1 during sampling. Raises ValueError if no level lies in `interval`."""
         low, high = self.interval or (-math.inf, math.inf)
         if not any(low <= level <= high for level in levels):
             there = f"{min(levels):.4g} to {max(levels):.4g}"
@@ -197,7 +197,7 @@ class Branch:
 
     denoise  function (x, level, y, routes) → D, the predicted data.
     y        conditions: (B,) int64 labels, which may be the null class, or texts.
-    routes   function from the index of a denoiser call to pairs (Route, ids_keep), or to () for all tokens.
+    routes   function from a denoiser call's index to pairs (Route, indices of the tokens it keeps); (): all tokens run.
     """
 
     denoise: Callable[[Tensor, Tensor, Condition, Routes], Tensor]
@@ -208,7 +208,7 @@ class Branch:
 def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the guided denoiser (x, level) → D for one batch. `scale` maps the index of a denoiser call (0, 1, …) to
     ω. If ω is 1 or weak is None, only the strong branch runs. Both branches run as one batch if they have the same
-    `denoise` and routes of equal shape, else one after the other."""
+    `denoise` and keep equally many tokens on the same routes, else one after the other."""
     calls = itertools.count()
 
     def denoiser(x: Tensor, level: Tensor) -> Tensor:
@@ -231,9 +231,9 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """Return for each route what must be equal in both branches if they are to run as one batch: the shape of ids_keep,
-    and the route's blocks, fp32 and rejoin. A rule that scores tokens gets floats in place of
-    ids_keep, and chooses by them; for it, the whole route must be equal."""
+    """Return for each route what must be equal in both branches if they are to run as one batch: the shape of the kept
+    tokens' indices, and which blocks they run and skip. If a route comes with floats instead of indices, the network
+    chooses the tokens by them, and the whole route must be equal."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

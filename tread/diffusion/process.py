@@ -27,10 +27,8 @@ class Process(Protocol):
     variance_exploding             True if x_l = x + l·noise, so that a sampler may add noise between steps.
     data_std                       standard deviation to which dataset.normalize scales latents.
     conventions                    names of the settings that decide what a trained network's input and output mean.
-    beyond                         number of extra samples that the loss needs after a micro-batch: 0, or 1 for
-                                   rf.contrastive.
-    evaluation                     key of the mean evaluation_loss in metrics.jsonl; losses that can't be compared have
-                                   different keys.
+    beyond                         extra samples that the loss needs after a micro-batch: 0, or 1 for rf.contrastive.
+    evaluation                     key in metrics.jsonl of the mean evaluation_loss; only equal keys are comparable.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text.
     """
@@ -72,18 +70,20 @@ class Process(Protocol):
         """Return the predicted data (B, C, S, S), given the network's output for a noisy x."""
 
     def denoise(self, network: Network, x: Tensor, level: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        """Run the network on a noisy x and return D(x; l, y), the predicted data (B, C, S, S)."""
+        """Return the network's predicted data D(x; l, y) of noisy x. `routes` says which tokens skip which blocks."""
         return self.combine(network(*self.precondition(x, level), y, routes=routes), x, level)
 
     def errors(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three (B, C, S, S) fp32 tensors: squared errors that `loss` averages, predicted data, noisy input."""
+        """Return the squared errors that `loss` averages, the predicted data and the noisy input, (B, C, S, S) fp32
+        each. Here x is clean data, `noise` is standard normal, and `routes` says which tokens skip which blocks."""
 
     def loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's weighted mean error (B,) fp32, for clean latents x and standard normal noise."""
+        """Return each sample's weighted mean error (B,) fp32, for clean latents x and standard normal noise. `routes`
+        says which tokens skip which blocks."""
 
     def evaluation_levels(self, count: int) -> Tensor:
         """Return the noise levels at which the loss on held-out data is computed, rising, (count,) fp64."""
@@ -92,7 +92,7 @@ class Process(Protocol):
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's loss (B,) fp32 for comparing runs on held-out data. Arguments are those of `loss`."""
+        """Return each clean sample's loss (B,) fp32, with standard normal noise, to compare runs on held-out data."""
         return self.loss(network, x, y, level, noise, routes)
 
     def schedule(self, num_steps: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Sampling: draw latents or pictures, batch by batch, from seeds and labels.
 
-A sample depends only on its label and its seed, from which its noise and its routes' ids_keep are drawn.
+A sample depends only on its label and its seed, from which its noise and the tokens that skip blocks are drawn.
 
 Shapes: B samples, N tokens; latents (B, C, S, S).
 """
@@ -35,7 +35,7 @@ class Model:
     """A network ready for sampling.
 
     process  the diffusion process that it was trained on.
-    routes   the routes that it was trained with; guidance sets their ratios. () runs all tokens.
+    routes   the blocks that tokens could skip in training; guidance sets how many tokens skip them. (): none.
     prompts  the encoded prompts of a network that takes texts: label i is the i-th prompt. None: labels are classes.
     """
 
@@ -104,7 +104,7 @@ class Sampler:
         return sum(1 + (call.weak is not None) for call in self.plan(process))
 
     def flops(self, model: Model, weak: Model | None = None, attention: bool = True) -> int:
-        """Return the FLOPs per sample (see Backbone.forward_flops); `weak` is guidance's second network, if any."""
+        """Return the FLOPs per sample; attention=False leaves out token mixing. `weak` is guidance's second network."""
 
         def cost(model: Model, ratio: float, **more: bool) -> int:
             routes = [with_ratio(route, ratio) for route in model.routes]
@@ -119,8 +119,8 @@ class Sampler:
 
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
-    """Raise ValueError if the guidance's ratios do not suit the networks' routes (see check_ratio in
-    tread/routing/ids.py), or if the guidance leaves out SPRINT's sparse part and the network has none."""
+    """Raise ValueError if guidance is to skip tokens and a network has no routes, or its fraction would skip no token
+    or leave a single one; or if guidance leaves out SPRINT's sparse part and the network is no SPRINT."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
         lacks = f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part, but this network has none"
@@ -136,7 +136,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """Return a sample's FLOPs divided by those of the same steps without routes and guidance. For `weak` see draw."""
+    """Return a sample's FLOPs over those without guidance and skipped tokens. `weak` is guidance's second network."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 
@@ -153,12 +153,12 @@ def draw(
     """Draw samples batch by batch: yields latents (b, C, S, S) fp32 on the network's device, in the order of the seeds.
     As a generator it raises its ValueErrors when the first batch is asked for.
 
-    seeds       one per sample, from which the sample's noise and its routes' ids_keep are drawn.
+    seeds       one per sample, from which the sample's noise and the tokens that skip blocks are drawn.
     labels      (n,) int64 classes, or indices of the model's prompts, on the CPU.
     weak        guidance's second network; None: the weak branch uses `model` too.
     on_step     called at the start of each step with its number, the noise level, x and D(x), both (b, C, S, S) fp32.
     noise       (n, C, S, S) standard normal; None: noise is drawn from the seeds.
-    after_step  see `heun` in solvers.py; it is also given the padding of the last batch.
+    after_step  function (step's number, latents of a batch, with its padding) → latents to go on with.
 
     A sample does not depend on the others of its batch; another batch size changes it by rounding only.
     """
@@ -220,9 +220,9 @@ def _draw_batch(
 
 
 def _at_each_step(on_step: OnStep, order: Sequence[int], count: int, channels: int) -> Callable[[Denoiser], Denoiser]:
-    """Return a decorator of denoisers that calls on_step, for the first `count` samples and the `channels` of their
-    latents, at the first call of each step. `order` is call_order's. A step's first call is the last one at its noise
-    level, as heun first ends the previous step there."""
+    """Return a decorator of denoisers that calls on_step once in each step, for the first `count` samples and
+    `channels` channels. `order` has the index of each call's noise level. Of the calls at one level the last begins the
+    step, as Heun's method first ends the previous step there."""
     first, calls = dict(zip(order, range(len(order)))), itertools.count()
 
     def told(denoiser: Denoiser) -> Denoiser:
@@ -266,9 +266,9 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Return a function from the number of a denoiser call to this call's routes, pairs (Route, ids_keep). A route gets
-    the ratio ratios[call]; one that skips nothing is left out. ids_keep are drawn from each sample's own seed and the
-    name `stream`, even if all samples of a batch kept the same tokens in training."""
+    """Return a function from the index of a denoiser call to its routes, pairs (Route, indices of the kept tokens).
+    Routes skip the fraction ratios[call] of the tokens; those that skip none are left out. Indices are drawn from each
+    sample's own seed and the name `stream`, even if all samples of a batch kept the same tokens in training."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     uniform = [
@@ -293,8 +293,9 @@ def draw_pictures(
     check: bool = False,
     on_step: OnStep | None = None,
 ) -> Iterator[Tensor]:
-    """Like `draw`, but yield pictures (b, 1 or 3, H, W) uint8 on the CPU, made from latents by `decoder`. check=True
-    raises ValueError for samples that are not finite, which would be scored as black pictures."""
+    """Draw a sample for each seed and label (n,), and yield batches of pictures (b, 1 or 3, H, W) uint8 on the CPU,
+    which `decoder` makes from latents. `weak` is guidance's second network; at each step on_step gets its number, the
+    noise level, the latents and the predicted clean ones. check=True raises ValueError for non-finite samples."""
     for x in draw(model, seeds, labels, sampler, weak, on_step):
         if check and not x.isfinite().all():
             raise ValueError(f"samples are not finite: the weights are broken, or {sampler.precision} is too coarse")

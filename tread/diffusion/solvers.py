@@ -22,8 +22,8 @@ AfterStep = Callable[[int, Tensor], Tensor]  # (step, state) → the state to go
 
 @dataclass(frozen=True)
 class Churn:
-    """EDM's stochastic sampling (Algorithm 2): at noise levels from sigma_min (S_min) to sigma_max (S_max) each step
-    adds fresh noise of strength `amount` (S_churn; 0: none), scaled by `noise` (S_noise). Raises ValueError below 0."""
+    """EDM's stochastic sampling (Algorithm 2): at noise levels in sigma_min..sigma_max (S_min, S_max) each step adds
+    noise of strength `amount` (S_churn; 0: none), scaled by `noise` (S_noise). Raises ValueError for bad values."""
 
     amount: float = 0.0
     sigma_min: float = 0.0
@@ -56,7 +56,7 @@ def unchanged(step: int, x: Tensor) -> Tensor:
 @torch.no_grad()
 def euler(denoiser: Denoiser, noise: Tensor, levels: Tensor, after_step: AfterStep = unchanged) -> Tensor:
     """Solve by Euler's first-order method, with N calls for N steps. noise (B, C, S, S) is standard normal and scaled
-    by levels[0] to start; levels (N+1,) fall to 0. For after_step see `heun`."""
+    by levels[0] to start; levels (N+1,) fall to 0. after_step maps (step, state) to the state to go on with."""
     x, levels = _start(noise, levels)
     for i, (level, level_next) in enumerate(zip(levels, levels[1:])):
         x = after_step(i, x + (level_next - level) * (x - denoiser(x, level).to(x)) / level)
@@ -109,7 +109,8 @@ def solve(
     *churning: object,
     after_step: AfterStep = unchanged,
 ) -> Tensor:
-    """Return the samples of solver "euler" or "heun". `churning` is heun's churn and churn_noise; euler ignores it."""
+    """Solve by "euler" or "heun" from standard normal noise (B, C, S, S) over falling levels (N+1,). `churning` is
+    heun's churn and churn_noise, which euler ignores. after_step maps (step, state) to the next state."""
     check("solver", solver, Solver)
     if solver == "heun":
         return heun(denoiser, noise, levels, *churning, after_step=after_step)

@@ -1,5 +1,5 @@
-"""A class token (tread/models/class_token.py) on its way from data to noise and back, beside the latents: at the same
-time t, with noise of its own, and always by its velocity, noise minus data, whatever rf.predicts says.
+"""Diffuses a class token (a feature of the whole picture, see tread/models/class_token.py) beside the latents, at the
+same time t, with noise of its own. The network predicts its velocity, noise minus data, whatever rf.predicts says.
 
 Shapes: B samples, latents (B, C, S, S), class tokens (B, z).
 """
@@ -26,7 +26,7 @@ def noised_token(clean: Tensor | None, noise: Tensor | None, t: Tensor) -> dict[
 
 
 def with_blank_token(network: Backbone, count: int) -> Callable[..., Tensor]:
-    """Return the network, given class tokens of zeros for `count` samples if it takes any."""
+    """Return the network, with its argument class_token set to zeros for `count` samples if it takes class tokens."""
     token = network.z_embedder
     zeros = {} if token is None else {"class_token": network.pos_embed.new_zeros(count, token.width)}
     return partial(network, **zeros)
@@ -39,11 +39,11 @@ def token_loss(velocity: Tensor, clean: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Beside:
-    """Latents and class token as one tensor (B, C + k, S, S), which solvers and guidance treat like latents: the token
-    fills k = ⌈z/S²⌉ further channels, the last of them up to its end with zeros, which stay zeros.
+    """Latents and class token packed into one tensor (B, C + k, S, S), a state, which solvers and guidance treat like
+    latents. The token fills k = ⌈z/S²⌉ further channels; zeros, which stay zeros, fill up the last one.
 
-    channels  C.
-    width     z; None: there is no token, and k is 0.
+    channels  number C of the latents' channels.
+    width     length z of the token; None: there is no token, and k is 0.
     """
 
     channels: int
@@ -51,7 +51,7 @@ class Beside:
 
     @classmethod
     def of(cls, network: nn.Module) -> "Beside":
-        """Return how the states of this network are put together."""
+        """Return how this network's latents and class token are packed."""
         token = getattr(network, "z_embedder", None)
         return cls(network.in_channels, token and token.width)
 
@@ -64,7 +64,7 @@ class Beside:
         return state[:, : self.channels]
 
     def of_latents(self, after_step: AfterStep) -> AfterStep:
-        """Return after_step, which is given latents, as a function of states."""
+        """Turn after_step, a function of (step, latents), into one of packed states; the class token stays as it is."""
 
         def after(step: int, state: Tensor) -> Tensor:
             return torch.cat([after_step(step, self.latents(state)), state[:, self.channels :]], dim=1)
@@ -74,7 +74,7 @@ class Beside:
     def denoise(
         self, process: Process, network: nn.Module, state: Tensor, level: Tensor, y: Condition, routes: Routes
     ) -> Tensor:
-        """Return the predicted data of a state, as Process.denoise does of latents."""
+        """Run the network on a packed state (latents, class token), and return its predicted data, packed likewise."""
         x = self.latents(state)
         if self.width is None:
             return process.denoise(network, x, level, y, routes)

@@ -1,10 +1,10 @@
 """The training loss over kept tokens alone, for several routes, as in the first arXiv version of TREAD (2501.04765v1).
 
-The denoising loss is averaged over the patches that each route keeps, and over the routes. A reconstruction loss on
-the skipped patches, also averaged over the routes, is added with a coefficient, as in MaskDiT (Zheng et al. 2023, arXiv
-2306.09305). Its target is the noisy input, normalised within each patch with the unbiased variance, as in MaskDiT's
-code (0 if a patch is a single number). This follows what is known of that version; the published TREAD averages over
-all patches.
+On each route some patches skip some blocks, and the others are kept. The denoising loss is averaged over the patches
+that each route keeps, and over the routes. A reconstruction loss on the skipped patches, also averaged over the routes,
+is added with a coefficient, as in MaskDiT (Zheng et al. 2023, arXiv 2306.09305). Its target is the noisy input,
+normalised within each patch with the unbiased variance, as in MaskDiT's code (0 if a patch is a single number). This
+follows what is known of that version of TREAD; the published one averages over all patches.
 
 MaskDiT is trained with the same two terms, for its one route. Only the denoising term has the process's loss weight:
 λ(σ) for EDM. For rectified flow the velocity's error has weight 1. With D = x_t − t·v that error is
@@ -36,9 +36,8 @@ def kept_terms(
     patch_size: int,
     reconstruction: float,
 ) -> Tensor:
-    """Return weight · kept_error + reconstruction · reconstruction_error (of the skipped patches) per sample: (B,).
-    `squared`, `denoised` and `noisy`, (B, C, S, S) each, are what Process.errors returns; `weight` is (B,); `ids` has
-    ids_keep (B, K) of each route."""
+    """Return weight · kept_error + reconstruction · reconstruction_error per sample, (B,). `squared` errors, `denoised`
+    data and `noisy` input are (B, C, S, S), `weight` is (B,); `ids` has each route's indices (B, K) of kept patches."""
     terms = weight * kept_error(squared, ids, patch_size)
     if reconstruction:
         terms = terms + reconstruction * reconstruction_error(denoised, noisy, ids, patch_size)
@@ -46,7 +45,7 @@ def kept_terms(
 
 
 def kept_error(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
-    """Average squared errors (B, C, S, S) over the patches ids_keep (B, K) of each route, then over routes: (B,)."""
+    """Average errors (B, C, S, S) over each route's kept patches (`ids`: indices (B, K)), then over routes: (B,)."""
     patches = to_patches(squared, patch_size).mean(dim=2)  # (B, N)
     return torch.stack([patches.gather(1, ids_keep).mean(dim=1) for ids_keep in ids]).mean(dim=0)
 
@@ -56,7 +55,7 @@ def reconstruction_error(denoised: Tensor, noisy: Tensor, ids: Sequence[Tensor],
 
     denoised  (B, C, S, S), the network's estimate of the data, taken as the reconstruction.
     noisy     (B, C, S, S), the network's input. The target is each of its patches, scaled to mean 0 and variance 1.
-    ids       each route's ids_keep (B, K). If a route keeps all patches, its term is 0.
+    ids       indices (B, K) of each route's kept patches. If a route keeps all patches, its term is 0.
     """
     target = to_patches(noisy, patch_size)
     variance, mean = torch.var_mean(target, dim=2, keepdim=True, correction=min(1, target.shape[2] - 1))

@@ -46,11 +46,13 @@ def load(
 ) -> "TrainedModel":
     """Load a trained network for sampling.
 
-    source             a checkpoint's folder, a run's folder (its latest checkpoint), or hf:user/name[@revision].
-    weights            "ema" or "model", the raw ones.
-    device             None: a GPU if there is one.
-    precision          "fp32", "bf16", or "auto": bf16 on a GPU that has it.
-    autoencoder, decode_precision, text_encoder  as the options of sample.py.
+    source            a checkpoint's folder, a run's folder (its latest checkpoint), or hf:user/name[@revision].
+    weights           "ema" or "model", the raw ones.
+    device            None: a GPU if there is one.
+    precision         "fp32", "bf16", or "auto": bf16 on a GPU that has it.
+    autoencoder       hub id, folder or file of the autoencoder that decodes latents; None: the recorded one.
+    decode_precision  of the autoencoder: "fp32", "tf32" or "bf16".
+    text_encoder      hub id or folder of the encoder for prompts; None: the recorded one.
 
     Raises ValueError or FileNotFoundError if there is no such checkpoint, or it is damaged or can't be sampled.
     """
@@ -129,10 +131,11 @@ class TrainedModel:
         on_step: OnStep | None = None,
     ) -> list[Image.Image] | Tensor | np.ndarray:
         """Draw pictures: each class, or each prompt, with each seed, class by class. A picture depends on its class and
-        seed alone, up to rounding. The options not named here are those of sample.py, with its defaults.
+        seed alone, up to rounding. steps=None and solver=None take the process's defaults; `shift` replaces rectified
+        flow's s in t' = s·t / (1 + (s−1)·t); `churn` is EDM's S_churn, or a Churn.
 
-        classes   class names or numbers, one or several; None in a list is no class. None: ten, spread over all.
-        seeds     numbers, or "a-b", both included.
+        classes   class names or numbers, one or several; None in a list means no class. Default: ten, spread over all.
+        seeds     numbers, or text such as "0-7", both ends included.
         prompts   for a text-conditional network, instead of classes: texts that say what to draw.
         labels    a class for each seed, instead of `classes`: pairs, not all combinations.
         guidance  a name in configs/guidance/; scale, strong, weak, interval, checkpoint, weights, same_ids and force
@@ -172,7 +175,7 @@ class TrainedModel:
     def _pairs(
         self, classes: object, labels: Sequence[Label] | None, prompts: Sequence[str], seeds: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the seed and the label of each picture. Raises ValueError for unknown classes."""
+        """Return the seeds and labels of all pictures. Raises ValueError for unknown classes or conflicting options."""
         if labels is None:
             listed = [classes] if isinstance(classes, (str, int, np.integer)) else classes
             if listed is not None and not len(listed):

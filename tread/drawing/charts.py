@@ -38,8 +38,7 @@ class Panel:
     log     axes with a logarithmic scale: "", "x", "y" or "xy".
     levels  {name: y} of dotted horizontal lines; with `names`, {name: x} of vertical ones.
     names   if y is a category, the labels of y = 0, 1, …, from the top; the points are then not joined by lines.
-    noise   half the width of a grey band around 0, for differences that chance alone can make: around y = 0 or, with
-            `names`, around x = 0. None: no band.
+    noise   half the width of a grey band around y = 0 (with `names` x = 0), for differences by chance; None: none.
     zero    whether the y axis begins at 0.
     """
 
@@ -128,8 +127,8 @@ def make_logarithmic(axis: object, letter: str) -> None:
 
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: Mapping[str, str]) -> None:
-    """Draw training and evaluation losses over the steps. `records` are parsed lines of metrics.jsonl; routed=True adds
-    a note on routes to the training loss's name; `evaluations` is {key of an evaluation loss: its name}."""
+    """Draw training and evaluation losses over the steps. `records` are parsed lines of metrics.jsonl; routed=True: the
+    legend notes that tokens skipped blocks in training; `evaluations` is {key of an evaluation loss: its name}."""
     names = {"loss": "training loss" + ", with routes: not comparable to runs without" * routed}
     names |= {key: f"{called}: EMA weights, all tokens, held-out data" for key, called in evaluations.items()}
     lines = []

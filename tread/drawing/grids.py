@@ -18,7 +18,7 @@ FACTS = "tread"  # key of a PNG's text that holds the facts as JSON
 
 
 def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:
-    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, `columns` in a row; small ones grow n-fold, up to 64 px."""
+    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, `columns` in a row; small ones are enlarged, up to 64 px."""
     n, channels, height, width = pictures.shape
     zoom = max(1, 64 // max(height, width))
     pictures = pictures.repeat(zoom, axis=2).repeat(zoom, axis=3)

@@ -185,8 +185,7 @@ def encoded(
              autoencoder's latents; "auto": moments if there is a posterior.
     kept     further fields of LatentSpec: dtype, views, orientation and alpha.
 
-    Raises ValueError if store="moments" and the autoencoder has no posterior, or if it does not decode the latents of
-    such pictures to the same resolution.
+    Raises ValueError if store="moments" but there is no posterior, or if decoded pictures have another resolution.
     """
     posterior = type(model).__name__ == "AutoencoderKL"
     if store == "moments" and not posterior:
@@ -215,8 +214,8 @@ def encoded(
 
 
 def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept) -> LatentSpec:
-    """Return the spec of latents that are the pictures themselves, (3, R, R) in −1..1; arguments as for `encoded`.
-    Raises ValueError if store is "moments", or for R > 128."""
+    """Return the spec of latents that are the pictures themselves, (3, R, R) in −1..1. `classes` are the class names,
+    `kept` more fields of LatentSpec. Raises ValueError if store is "moments", or for R > 128."""
     if store == "moments":
         raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
     if resolution > PIXELS_UP_TO:
@@ -257,9 +256,10 @@ def load_decoder(
     autoencoder: str | None = None,
     precision: Decoding = "fp32",
 ) -> Decoder:
-    """Return a function from network latents (B, C, S, S) to pictures (B, 1 or 3, H, W) uint8. `autoencoder` (a name as
-    in load_autoencoder) replaces latents.autoencoder, but "pixels" takes none; for `precision` see `computing`. Raises
-    ValueError if it can't be loaded, has other channels or, unless `autoencoder` is given, did not make the latents."""
+    """Return a function from network latents (B, C, S, S) to pictures (B, 1 or 3, H, W) uint8, computed in `precision`:
+    "fp32", "tf32" or "bf16". `autoencoder` (hub id, folder or file) replaces latents.autoencoder, but not "pixels".
+    Raises ValueError if it can't be loaded, takes other channels or, if it is latents.autoencoder, has another hash
+    than latents.fingerprint."""
     if latents.autoencoder == "pixels":
         if autoencoder is not None or precision != "fp32":
             raise ValueError("autoencoder=… and decode_precision=… are of latents, but this network draws pixels")

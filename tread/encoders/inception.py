@@ -189,7 +189,6 @@ class Inception(nn.Module):
         return self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(feature_map))).mean(dim=(2, 3))  # of (n, 2048, 8, 8)
 
     def _until_6d(self, x: Tensor) -> Tensor:
-        """Map x (n, 3, 299, 299) to the output of Mixed_6d, (n, 768, 17, 17)."""
         x = halved(self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x))))
         x = halved(self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x)))
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))  # (n, 288, 35, 35)
@@ -235,14 +234,14 @@ def _cached() -> Path:
 
 
 def find_at_hand(path: str | None = None) -> Path | None:
-    """Return the path that find_weights would return, or None if it would have to download the file. Raises the same
-    errors."""
+    """Return the weight file `path`, else $TREAD_INCEPTION, else the one in torch's cache; None if there is none of
+    them. Raises FileNotFoundError if the first two name no file, ValueError if the cached one is damaged."""
     return find_weights(path) if path or os.environ.get(VARIABLE) or _cached().is_file() else None
 
 
 def find_weights(path: str | None = None) -> Path:
     """Return the weight file: `path`, else $TREAD_INCEPTION, else pytorch-fid's file in torch's cache, downloaded if
-    needed. Raises FileNotFoundError, or ValueError if the cached file is damaged."""
+    needed. Raises FileNotFoundError if it is missing or can't be fetched, ValueError if the cached file is damaged."""
     if given := path or os.environ.get(VARIABLE):
         if not Path(given).is_file():
             raise FileNotFoundError(f"{given} is not there; inception=… or {VARIABLE} must name the Inception weights")
@@ -262,8 +261,7 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """Load a frozen network from a weight file with pytorch-fid's parameter names, with or without fc. Raises
-    ValueError for other weights."""
+    """Load a frozen network from a weight file with pytorch-fid's names, with or without fc. ValueError for others."""
     state = read_state_dict(path, "any")
     channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 in FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)

@@ -70,7 +70,7 @@ class WordEncoder:
         return [word for word in split_words(caption) if word not in self._numbers]
 
     def encode(self, captions: Sequence[str]) -> Text:
-        """Return word numbers (B, T) int64 with their mask (B, T); longer captions are cut off."""
+        """Return word numbers (B, T) int64 and their mask (B, T), False at padding; longer captions are cut off."""
         T = self.spec.tokens
         rows = [self._cut(caption)[:T] for caption in captions]
         tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows], dtype=torch.int64).view(-1, T)
@@ -163,7 +163,7 @@ def text_encoder(
     vocabulary: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
 ) -> TextEncoder:
-    """Return the text encoder named `name` (see the top of this file). Raises ValueError if it can't be loaded.
+    """Load the text encoder "words", "minilm", "clip-l", or one by hub id or folder. Raises ValueError if that fails.
 
     captions    texts that decide `tokens` and `vocabulary` if these are None.
     tokens      T; None: CLIP's own 77, else enough for the longest caption (see settle_tokens).
@@ -189,8 +189,8 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
-    """Return the number of tokens T for captions of these lengths: the longest, rounded up to a multiple of 8. 72 takes
-    the place of 64 (see attention_fault in tread/runtime/device.py). T is at most `limit`, if given, and LONGEST."""
+    """Return the number of tokens T for captions of these lengths: the longest, rounded up to a multiple of 8, at most
+    LONGEST and `limit`. 64 becomes 72, since some cuDNN versions make NaN gradients under masks over 64 keys."""
     tokens = -(-max([8, *lengths]) // 8) * 8
     return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 

@@ -56,8 +56,8 @@ class Encoder:
     """A frozen encoder from pictures (B, 3, H, W) uint8 to features (B, T, z) float32 of T = side² tokens, row by row.
 
     name         the recorded name; encoders with the same name are taken to be the same.
-    run          the network: pictures → features, before they are averaged to `grid`; or such features, and a function
-                 without arguments that goes on to the feature (B, P) of each picture as a whole.
+    run          the network: pictures → features, before they are averaged to `grid`; or a pair of these and a function
+                 without arguments that computes the feature (B, P) of each picture as a whole.
     fingerprint  hash of the weights; for module:function also of the module's source.
     grid         tokens along a side, to which larger feature maps are averaged; None: as many as the network gives.
     precision    "fp32", or "bf16" for autocast.
@@ -77,8 +77,9 @@ class Encoder:
 
     @torch.no_grad()
     def encode_both(self, pictures: Tensor, whole: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return what `encode` returns, and features (B, P) fp32 of the pictures as a whole: DINOv2's class token,
-        Inception's pooled features, or the mean over the tokens of a function of yours; None with whole=False."""
+        """Return features (B, T, z) fp32 of pictures (B, 3, H, W) uint8, and features (B, P) fp32 of each as a whole,
+        None with whole=False: DINOv2's class token, Inception's pooled features or, for other encoders, the tokens'
+        mean."""
         check_pictures(pictures)
         with computing(self.device, self.precision):
             made = self.run(pictures.to(self.device))
@@ -100,7 +101,7 @@ class Encoder:
 
     def cost(self, height: int) -> Cost:
         """Return the cost of encoding one square picture of `height` pixels a side: matrix products and convolutions
-        only, 2 FLOPs per multiply-add. Raises ValueError as `encode` does, and for features that are not finite."""
+        only, 2 FLOPs per multiply-add. Raises ValueError if the features have a wrong shape or are not finite."""
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             features = self.encode(torch.zeros(1, 3, height, height, dtype=torch.uint8))
         if not features.isfinite().all():
@@ -117,8 +118,9 @@ def encoder_name(name: str) -> str:
 def open_encoder(
     name: str, device: torch.device | str, *, grid: int | None = None, inception: str | None = None
 ) -> Encoder:
-    """Return the encoder named `name` (see the top of this file). Raises ValueError or OSError if it can't be loaded.
-    `grid`: tokens along a side (None: the network's); `inception`: Inception's weight file (None: see find_weights)."""
+    """Load the encoder "inception", "dinov2-s" (or -b, -l, -g), a DINOv2 by hub id or folder, or module:function.
+    `grid`: tokens along a side (None: the network's). `inception`: the Inception's weight file (None: found or fetched,
+    see find_weights). Raises ValueError or OSError if loading fails."""
     device, recorded = torch.device(device), encoder_name(name)
     if name == "inception":
         network, grid = load_inception(find_weights(inception), device), grid or INCEPTION_GRID
@@ -143,8 +145,8 @@ def open_encoder(
 
 
 def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Return the Inception's 17×17 map interpolated at the tokens' centres: (B, T, 768) with T = max(grid, 16)²; and
-    the way on to the pooled features (B, 2048).
+    """Return the Inception's 17×17 map interpolated at the tokens' centres: (B, T, 768) with T = max(grid, 16)²; and a
+    function that returns the pooled features (B, 2048).
 
     Interpolation is linear between the centres of cells and constant beyond the outer ones. The network's input is the
     picture resized to 299 pixels a side: input pixel p lies at pixel p·(size / 299) of the picture, see `resize`, and

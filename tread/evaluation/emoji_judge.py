@@ -49,8 +49,8 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Return [training, held-out] captions of dataset=emoji, opened for a text-conditional network, made if missing.
-    Raises FileNotFoundError or ValueError if that fails, or if the network was trained on another size or text."""
+    """Open the captions of dataset=emoji for a text-conditional network: [training, held-out]. Missing data is made.
+    Raises FileNotFoundError or ValueError if that fails, or the network was trained on other text or another size."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)
     for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):
@@ -69,8 +69,8 @@ def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
 
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
-    """Choose `count` emoji whose captions a network is prompted with: half are training emoji, evenly spread; half are
-    held-out compositions, in order and repeated if there are too few. Without held-out data all are training emoji."""
+    """Choose `count` emoji whose captions a network is prompted with: half from training, evenly spread; half held-out
+    ones that combine known parts in a new way, repeated if too few. Without any of these, all are from training."""
     compositions = read_index(heldout.folder).get("compositions", 0) if heldout else 0
     held = np.arange(count // 2) % compositions if compositions else np.arange(0)
     seen = np.linspace(0, len(train) - 1, count - len(held)).round().astype(np.int64)
@@ -86,9 +86,9 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
 
     seen_top1, seen_top5  for captions of training emoji: share of pictures whose nearest real emoji (or one of the five
                           nearest) has the caption.
-    held_top1, held_top5  the same for held-out compositions.
+    held_top1, held_top5  the same for held-out emoji, which combine known parts in a new way.
     …_real                the share for the real pictures of the prompted emoji; below 1 if other emoji look like them.
-    …_shifted             the share for these real pictures, shifted by one pixel: what good but inexact samples get.
+    …_shifted             the share for these real pictures shifted by one pixel, which are good but inexact samples.
     …_inception…          the same shares, with distances between Inception features instead of pixels.
     """
     shown = real.pictures[torch.from_numpy(asked.numbers)]

@@ -1,8 +1,8 @@
 """Loss on held-out data with all tokens and with noise that is the same for all runs.
 
-Compare runs by this number: a routed network's training loss is higher than a dense one's, and does not show how
-good the network is with all tokens. EDM's loss is weighted as in training, at its noise levels; rectified flow's is the
-error of the velocity at uniform times.
+Compare runs by this number: the training loss is higher if some tokens skip blocks (a route), and then does not show
+how good the network is with all tokens. EDM's loss is weighted as in training, at its noise levels; rectified flow's is
+the error of the velocity at uniform times.
 """
 
 from functools import partial
@@ -38,13 +38,13 @@ def read_points(
     device: torch.device,
     stream: str = "evaluation",
 ) -> tuple[tuple[Tensor, Condition, Tensor, Tensor], dict[str, Tensor]]:
-    """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S);
-    and noised class tokens, if the data is read with class tokens, as noised_token returns them.
+    """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S); and
+    {"class_token": noised class tokens (n, z)}, which is {} if the data is read without class tokens.
 
-    numbers  (n,) numbers of the points, in 0..points−1; the noise depends only on them and on the name `stream`.
+    numbers               (n,) points to read, in 0..points−1; the noise depends only on these numbers and on `stream`.
+    points, noise_levels  total number of points, and of noise levels that they share.
 
-    Other arguments are those of `heldout_loss`. If the dataset stores moments (mean and deviation of each latent), the
-    mean is read; if a sample has several captions, the first one.
+    Of moments (mean and deviation of each latent) the mean is read; of a sample's captions, the first one.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())

@@ -247,8 +247,7 @@ def part_size(count: int, batch_size: int) -> int:
 
 
 def feature_store(pictures: Pictures, folder: Path, network: Inception) -> ShardStore:
-    """Return the store of the pictures' features, a folder in the cache `folder`. Its name has the hashes of the
-    pictures and of the Inception's weights."""
+    """Return the store of the pictures' features: a folder in `folder`, named by hashes of pictures and network."""
     plan = {"pictures": pictures.sha256, "inception": network.sha256}
     pieces = pieces_of(range(pictures.count), part_size(pictures.count, batch_size=32))
     return ShardStore(folder / f"{pictures.sha256[:16]}-{network.sha256[:16]}", plan, pieces)

@@ -61,7 +61,6 @@ class Moments:
 
     @classmethod
     def unpack(cls, row: Tensor) -> "Moments":
-        """Return the moments that `pack` put into a row (1 + D + D·D,)."""
         numbers = row.cpu().numpy()
         size = (math.isqrt(4 * len(numbers) - 3) - 1) // 2  # D of 1 + D + D·D
         return cls(int(numbers[0]), numbers[1 : 1 + size], numbers[1 + size :].reshape(size, size))
@@ -134,13 +133,13 @@ def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
 
 
 def _radii(features: Tensor, seen: Seen) -> Tensor:
-    """Return each point's squared distance to its NEIGHBOURS-th nearest other point, (n,); `seen` as in _distances."""
+    """Return each point's squared distance to its NEIGHBOURS-th nearest other point, (n,); call seen(rows done)."""
     blocks = _distances(features, features, seen)
     return torch.cat([block.topk(NEIGHBOURS + 1, dim=1, largest=False).values[:, -1] for block in blocks])
 
 
 def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float:
-    """Return the share of points in at least one ball (squared `radii` around `centres`); `seen` as in _distances."""
+    """Return the share of points in at least one ball (squared `radii` around `centres`); call seen(rows done)."""
     inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, seen))
     return inside.item() / len(points)
 

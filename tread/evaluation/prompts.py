@@ -58,7 +58,7 @@ def encode_prompts(
 ) -> tuple[Text, list[str]]:
     """Encode prompts for the network; also return notes on prompts that are cut off or have unknown words. `place` is
     the text encoder's hub id or folder; None: the one used in training. Raises ValueError if the encoder can't be
-    loaded, has another hash than the one used in training, or needs no `place`, as its words are in the checkpoint."""
+    loaded or has another hash than in training, or if `place` is given though the checkpoint holds the encoder."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(
             f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"

@@ -11,8 +11,9 @@ DEPTH = ("", "*/", "*/*/")  # folders below a run's folder that are searched for
 
 
 class Score(NamedTuple):
-    """A score: its settings and values, keyed as in fid.csv; {metric: sample count} for metrics computed on another
-    number of samples than values["count"]; and notes for readers."""
+    """One scoring of samples. `values` are settings and metrics, keyed by fid.csv's columns. `counts` is {metric:
+    number of samples} for metrics computed on another number than values["count"]. `notes` are warnings, and reasons
+    for missing metrics."""
 
     values: dict
     counts: dict[str, int]
@@ -46,8 +47,7 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 
 
 def _read(path: Path, problems: list[str]) -> list[dict]:
-    """Return a .json's object in a list, or a .csv's rows without empty cells. If the file is unreadable, return [] and
-    append a message to `problems`."""
+    """Return a .json's object in a list, or a .csv's rows. If it is unreadable, return [] and tell `problems` why."""
     try:
         with path.open(newline="", errors="replace") as file:
             if path.suffix == ".csv":

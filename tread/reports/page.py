@@ -70,14 +70,14 @@ class Page:
         self.add(f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>")
 
     def curves(self, charts: Sequence[Mapping[str, Panel]]) -> None:
-        """Append charts. Each is {x-axis: panel}, with the key "" if it has only one x-axis. One set of buttons, which
-        choose the axis and the lines to show, serves all of them."""
+        """Append charts that share buttons for the x-axis and the lines to show. A chart is {name of an x-axis: Panel
+        with its lines}; the name is "" if there is only one x-axis."""
         self.charts.append([{axis: _plain(panel) for axis, panel in chart.items()} for chart in charts])
         self.add('<div class="charts"></div>')
 
     def slider(self, rows: Mapping[str, Mapping[int, str]]) -> None:
-        """Append a slider over steps, with pictures {name: {step: data URI}}. At each slider position a name shows its
-        latest picture up to that step."""
+        """Append a slider over training steps and, for each name in {name: {step: data URI of a picture}}, the newest
+        picture up to the chosen step. If there is none yet, the first picture is shown."""
         steps = sorted({step for pictures in rows.values() for step in pictures})
         figures = []
         for name, pictures in rows.items():
@@ -123,7 +123,7 @@ class Page:
 
 
 def filled(name: str, parts: Mapping[str, str]) -> str:
-    """Return the text of file `name` in this folder, with each {{key}} of `parts` replaced by its value."""
+    """Return the text of file `name`, which lies beside this module, with each {{key}} replaced by parts[key]."""
     skeleton = (HERE / name).read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], skeleton)
 

@@ -42,11 +42,8 @@ ABOUT = {  # columns of a score besides its metrics
 
 @dataclass(frozen=True)
 class Subject:
-    """The runs of a report.
-
-    groups  the runs, grouped if they differ only in their seed.
-    names   run folder → unique name on the page, in the order of the runs.
-    """
+    """The runs of a report. `groups` are the runs, together if they differ only in their seed; `names` maps a run's
+    folder to its unique name on the page."""
 
     runs: Sequence[Found]
     groups: Sequence[SeedGroup]
@@ -113,7 +110,7 @@ def add_troubles(page: Page, subject: Subject) -> None:
 
 
 def troubles_of(run: Found) -> list[str]:
-    """Return warnings for readers of a run's numbers, the worst first."""
+    """Return warnings about a run for readers of its numbers, the worst first."""
     texts, starts, planned = [], run.starts, value_at(run.config, "train.steps")
     if run.status.get("state") != "finished" or (planned is not None and run.step < planned):
         texts.append(f"{run.state()}, at step {run.progress}")
@@ -204,7 +201,7 @@ def add_scores(page: Page, subject: Subject) -> None:
 
 
 def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[list[str]]]:
-    """Return a table's head and a row per score. Columns for which no score has a value are left out."""
+    """Return a table's head, and a row for each score of `run`. Columns in which no score has a value are left out."""
 
     def known(names: Iterable[str]) -> list[str]:
         return [name for name in names if any(score.values.get(name) not in (None, "") for score in scored)]
@@ -220,7 +217,6 @@ def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[li
 
 
 def _cell(value: object) -> str:
-    """Return a record's value as text for a table."""
     try:
         return f"{float(value):,.0f}" if float(value).is_integer() else f"{float(value):.5g}"
     except (TypeError, ValueError):
@@ -241,7 +237,7 @@ def add_time(page: Page, subject: Subject) -> None:
 
 
 def time_of(run: Found) -> dict[str, float]:
-    """Return {kind of work: seconds} that a run took, without zeros; older code did not record all kinds."""
+    """Return {activity: seconds > 0} of a run, such as "waiting for data"; older code did not record all of them."""
     rest = run.status.get("spent")
     records = [*run.records, rest if isinstance(rest, dict) else {}]
 

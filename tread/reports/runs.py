@@ -39,7 +39,7 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The number of steps done: the largest that the status or a record states."""
+        """The number of steps done: the largest one in the status and the records."""
         stated = self.status.get("step")
         return max([stated if isinstance(stated, int) else 0, *(record["step"] for record in self.records)])
 
@@ -69,8 +69,8 @@ def told_time(stated: object) -> str | None:
 
 
 def folders_of(patterns: Sequence[str]) -> list[Path]:
-    """Return the folders that names or glob patterns stand for, each once. Names are not checked; patterns match runs
-    with metrics only. Raises FileNotFoundError for a pattern without such a run, or if there are no patterns."""
+    """Return run folders, each once. A pattern is a folder's path, which is not checked, or a glob, which matches only
+    folders with metrics. Raises FileNotFoundError for a glob without a match, or if `patterns` is empty."""
     folders: dict[Path, None] = {}
     for pattern in patterns:
         matching = [Path(pattern)]

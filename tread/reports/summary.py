@@ -73,7 +73,7 @@ def describe(run: Run) -> str:
 
 
 def describe_alignment(run: Run) -> str:
-    """Return a line on the aligned block, its targets, and the size of the projector."""
+    """Return a line on the alignment loss (REPA or self-alignment): its blocks, targets, weight and projector size."""
     settings, network = run.cfg.alignment, run.network
     blocks, teacher = settings.resolve(len(network.blocks))
     kept = [f"{tokens}" for tokens in run.aligner.tokens(active_routes(run.cfg, 0))]

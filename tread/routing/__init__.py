@@ -1,1 +1,1 @@
-"""Rules that choose tokens; hooks for models that can't be edited. To reuse, copy this folder and routing_module.py."""
+"""Token routing: rules that choose tokens, and hooks for existing models. Needs only torch and routing_module.py."""

@@ -1,13 +1,13 @@
-"""Routes for models that can't be edited, by forward hooks on a ModuleList of blocks.
+"""Token routing by forward hooks, for models whose code can't be edited: a route's blocks run on some tokens only.
 
-    routing = attach_routes(model.transformer_blocks, [Route(2, -4)])
+    routing = attach_routes(model.transformer_blocks, [Route(2, -4)])  # from block 2 to the fourth from the end
     with routing.on(torch.rand(B, N)):      # outside of this context the model runs all tokens
         loss = criterion(model(...))
         loss.backward()                     # inside too: activation checkpointing calls the blocks again
 
-Each block on a route gets the kept tokens, and its output is put back among the skipped ones right after it. So
-whatever a model does between two blocks applies to all tokens, skipped ones too. If it does nothing there, the result
-is that of run_blocks, which gathers and scatters once per route; hooks do so at each block.
+Each block of a route gets the kept tokens, and its output is put back among the skipped tokens right after the block.
+So whatever a model does between two blocks applies to all tokens, skipped ones too. If it does nothing there, the
+result is that of routing_module.run_blocks, which gathers and scatters once per route; hooks do so at each block.
 
 Blocks may take the tokens by keyword and return them in a tuple. For joint blocks of text and picture tokens,
 attach_routes(…, tokens="hidden_states", output=1) routes the picture tokens and leaves the text whole.
@@ -16,15 +16,15 @@ Names and shapes do not say for certain which other inputs have a token axis. By
 raises ValueError; the caller can pass two functions instead:
 
     select(args, kwargs, ids_keep) → args, kwargs    a block's inputs, with everything along a token axis gathered
-    join(output, saved, ids_keep) → output           a block's output, put back among all tokens; `saved` is (args,
-                                                     kwargs) of the block before `select`, or those of block `rejoin`
-                                                     for the last block of a route that has one
+    join(output, saved, ids_keep) → output           a block's output, put back among all tokens. `saved` is (args,
+                                                     kwargs) of the block before `select`. After the last block of a
+                                                     route with Route.rejoin it is (args, kwargs) of block `rejoin`
 
-With `tokens`, both functions find the tokens first in args, however the model called the block. With `output`, join
-gets and returns the tokens alone.
+With attach_routes(tokens=…), both functions find the tokens first in args, however the model called the block. With
+attach_routes(output=…), join gets and returns the tokens alone.
 
-One or two blocks of each class on a route are checked at their first call: two more forwards show whether the order
-of the tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
+One or two blocks of each class on a route are checked at their first call: two more forwards show whether the order of
+the tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -61,9 +61,9 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
 
 
 def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """Like select_first, but raise ValueError if another tensor among the inputs (lists and dicts are searched too) has
-    an axis of length N, which may be a token axis. If N = B, a tensor's first axis counts as the batch axis. This is
-    the default of attach_routes."""
+    """Return a block's inputs (args, kwargs) with the kept tokens alone in args[0], (B, N, D) → (B, K, D). Raises
+    ValueError if another tensor among the inputs, also in lists and dicts, has an axis of length N, which may be a
+    token axis. If N = B, first axes count as batch axes. This is the default of attach_routes."""
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
     others = {f"input {place}": given for place, given in enumerate(args[1:], 1)} | kwargs
@@ -96,7 +96,7 @@ def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
 
 
 class Routing:
-    """Routes attached to a model's blocks by attach_routes. They act only inside the contexts `on` and `on_ids`."""
+    """Hooks on a model's blocks, made by attach_routes. They act only inside the contexts `on` and `on_ids`."""
 
     def __init__(
         self,
@@ -137,9 +137,9 @@ class Routing:
                 ]
 
     def _tokens_first(self, number: int, index: int, args: tuple, kwargs: dict) -> Inputs:
-        """Return the inputs (args, kwargs) of block `index`, with the tokens moved to args[0] if they came by keyword.
-        Raises ValueError if the ids_keep of route `number` are for another number of tokens. With a custom
-        `select` any input may be the tokens, so the error is raised only if no input has an axis of this length."""
+        """Return the inputs (args, kwargs) of block `index`, with tokens that came by keyword moved to args[0]. Raises
+        ValueError if their number is not the one that `on` or `on_ids` was given for route `number`. With a custom
+        `select` any input may be the tokens, so it is enough that one input has an axis of this length."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
@@ -155,7 +155,7 @@ class Routing:
         return args, kwargs
 
     def _call(self, index: int, module: nn.Module, args: tuple) -> None:
-        """Note that block `index` is called. If this begins a new forward pass, forget inputs saved for `rejoin`."""
+        """Note that block `index` is called. If this begins a new forward pass, forget inputs saved in the last one."""
         if self._ids is not None and _in_forward():
             if index < self._last:
                 self._check_rejoined()
@@ -163,7 +163,7 @@ class Routing:
             self._last = index
 
     def _check_rejoined(self) -> None:
-        """Raise RuntimeError if a forward pass saved inputs for a route's `rejoin` that its last block did not use."""
+        """Raise RuntimeError if inputs were saved for a route, but its last block, which needs them, did not run."""
         for route in [self.routes[number] for number, (_, _, forward) in self._rejoins.items() if forward]:
             said = f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}"
             raise RuntimeError(f"{said}: leave rejoin out if blocks may be skipped; after errors, enter anew")
@@ -176,8 +176,8 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved), _in_forward()
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """Return, and forget, the inputs that block `rejoin` of route `number` got in this forward pass; the skipped
-        tokens return with their values from there. `index` is the route's last block, and `args` its inputs now.
+        """Return, and forget, the inputs that block Route.rejoin of route `number` got in this forward pass. The
+        skipped tokens return with the values they had there. `index` is the route's last block, and `args` its inputs.
         Raises RuntimeError if no inputs were saved, or if they have been changed in place since."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
@@ -242,7 +242,7 @@ class Routing:
 
     @torch.no_grad()
     def _watch(self, number: int, index: int, args: tuple) -> None:
-        """Warn, the first time block `index` follows another on route `number`, if skipped tokens changed between."""
+        """Warn, once, if skipped tokens changed between blocks `index` − 1 and `index`, both on route `number`."""
         (last, before), ids = self._entered or (None, None), self._ids[number]
         tokens = self._entered = (index, args[0]) if args and isinstance(args[0], Tensor) else None
         if last != index - 1 or index not in self._unwatched or tokens is None:
@@ -262,10 +262,10 @@ class Routing:
 
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None) -> Iterator[None]:
-        """Return a context in which the model runs with the given ids_keep (B, K) int64, one tensor for each route.
-        `tokens` is N, or each route's N: blocks called with another number of tokens raise ValueError (None: any number
-        will do). Raises ValueError for ids_keep that check_ids refuses, RuntimeError if these blocks' routes are on
-        already or were removed. Warns at the end if no block on a route was called."""
+        """Return a context in which each route's blocks run on the tokens at its ids_keep (B, K) int64, one tensor per
+        route. `tokens` is N, or each route's N: blocks called with another number of tokens raise ValueError (None: any
+        number will do). Raises ValueError for ids_keep of wrong shape or dtype, or with repeated or too large indices,
+        RuntimeError if these blocks' routes are on already or were removed. Warns if no such block is called."""
         self._waiting = False
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
@@ -303,9 +303,10 @@ class Routing:
         force_keep: Tensor | None = None,
         prefix: int = 0,
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model runs with tokens chosen by uniform noise (B, N), one tensor per route or
-        one for all. `ratio` replaces the routes' selection_ratio, e.g. at inference; for the others see choose_ids.
-        Raises ValueError for another number of tensors, and what on_ids raises."""
+        """Return a context in which routes keep tokens chosen by uniform noise (B, N): one tensor per route, or one for
+        all. `ratio` replaces each selection_ratio; `grid` is (H, W) of the N tokens, for rules that need it;
+        `force_keep` (B, N) bool marks tokens that must be kept; `prefix` more tokens before the N are kept too. Raises
+        ValueError if these do not fit, RuntimeError if these blocks' routes are on already or were removed."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if not all(isinstance(u, Tensor) for u in each):
             raise ValueError("noise must be tensors, one after the other: on(n1, n2), not on((n1, n2))")
@@ -335,16 +336,18 @@ def attach_routes(
     Routing: the routes act only while the model runs in its context `on` or `on_ids`.
 
     blocks        the model's own list, in the order in which it calls the blocks.
-    routes        routes that share no block. Hooks can't change precision, so fp32 must be "auto" or "off"; both mean
-                  "off". If `rejoin` lies before `start`, activation checkpointing of single blocks raises RuntimeError.
-    select, join  functions that gather inputs and put outputs back, see the top of this file; not needed for blocks
-                  (tokens, …) → tokens. select=select_first allows further inputs with an axis of length N.
+    routes        routes that share no block. Hooks can't change precision: Route.fp32 must be "auto" or "off", and both
+                  mean "off". With Route.rejoin before Route.start, activation checkpointing of single blocks raises
+                  RuntimeError.
+    select, join  select(args, kwargs, ids_keep) → (args, kwargs) gathers a block's inputs; join(output, saved inputs,
+                  ids_keep) → output puts its output back. The defaults suit blocks (tokens, …) → tokens.
+                  select=select_first allows further inputs with an axis of length N.
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
     verify        True: blocks raise ValueError if the order of their tokens matters. In each class of blocks on routes,
-                  the first is checked, and the one whose settings differ most from the first's. A check runs the block
-                  twice more, at its first call on a route outside compiled graphs. False: no check, for blocks that
-                  use the order on purpose, such as scans.
+                  the last is checked, and the one whose settings differ most from the last's. A check runs the block
+                  twice more, at its first call on a route outside compiled graphs. False: no check, for blocks that use
+                  the order on purpose, such as scans.
 
     Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
     default `select`, for blocks that contain a module with batch_first=False.

@@ -1,11 +1,12 @@
-"""Rules that choose which tokens a route keeps: functions from uniform noise to ids_keep, and a table of them.
+"""Rules that choose which tokens a route keeps (its blocks run on these only), and a table of them.
 
-Each function returns ids_keep (B, K) int64, the indices of the kept tokens in raster order, for run_blocks or
-attach_routes. No function draws random numbers: the caller draws `torch.rand(B, N, generator=…)` for the global batch
-from a generator seeded by (seed, step), and passes each process its rows: ids don't depend on the number of processes.
+Rules turn uniform noise into ids_keep (B, K) int64, the indices of the kept tokens in raster order. They draw no random
+numbers: the caller draws `torch.rand(B, N, generator=…)` for the global batch from a generator seeded by (seed, step),
+and passes each process its rows: ids don't depend on the number of processes.
 
 RULES maps names to rules; Route.select and the setting `model.routes.<n>.select` are such names. For a new rule,
-subclass Token and override what differs. If a rule has `scores`, a function of the tokens' values, run_blocks calls it.
+subclass Token and override what differs. A rule with a function `scores` of the tokens' values chooses during the
+forward pass, in run_blocks (routing_module.py).
 
 This file needs only torch and routing_module.py.
 
@@ -25,8 +26,8 @@ Some = Tensor | None
 
 
 def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
-    """Return `noise` (B, N) with −∞ where `keep` (B, N) bool is true, so that draw_ids keeps those tokens; K does not
-    change. Raises ValueError if a sample has more than K of them; this check synchronises a GPU."""
+    """Return `noise` (B, N) with −∞ where `keep` (B, N) bool is true: rules keep the tokens with the smallest numbers.
+    Raises ValueError if `keep` marks more than K = N − int(N·selection_ratio) in a sample; this waits for a GPU."""
     _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
@@ -86,8 +87,8 @@ def _by_groups(values: Tensor, grid: Grid) -> Tensor:
 
 
 def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None = None) -> Tensor:
-    """Keep the same tokens in all samples, chosen by the first sample's noise: ids_keep (B, K). Tokens for which
-    force_keep (B, N) bool is true in any sample are kept; more than K of them raise ValueError.
+    """Keep the same K = N − int(N·selection_ratio) tokens in all samples, chosen by the first sample's noise: ids_keep
+    (B, K). force_keep (B, N) bool marks tokens that all samples keep; more than K in all raise ValueError.
 
     This is for models whose positions or masks have no batch axis. If a batch is split over processes or accumulation
     steps, give each part the same first row of noise and the same forced tokens, or the parts choose differently.
@@ -109,7 +110,7 @@ class Token:
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         """Return ids_keep (B, K): the tokens with the largest scores (B, N) or, if scores is None, the smallest uniform
-        draws (B, N). `keep` (B, N) bool marks tokens that must be kept (None: none; over K: ValueError)."""
+        draws (B, N). `keep` (B, N) bool marks tokens that must be kept; more than K of them raise ValueError."""
         if scores is not None and scores.shape != draws.shape:
             raise ValueError(f"scores of {route.select} are {tuple(scores.shape)}, but must be {tuple(draws.shape)}")
         draws = draws if scores is None else -scores
@@ -118,7 +119,7 @@ class Token:
         return draw_ids(draws, route.selection_ratio)
 
     def count(self, route: Route, num_tokens: int, grid: Grid | None) -> int:
-        """Return K, how many of N = num_tokens tokens are kept. Rules for rows use the grid; None: it is unknown."""
+        """Return how many of num_tokens tokens are kept. Rules for rows use the tokens' grid (H, W), if known."""
         return num_keep(num_tokens, route.selection_ratio)
 
     def check_route(self, route: Route) -> None:
@@ -212,15 +213,15 @@ RULES |= {"token": Token(), "row": Row(), "shared": Shared(), "group": Group(), 
 def choose_ids(
     route: Route, noise: Tensor, grid: Grid | None = None, force_keep: Tensor | None = None, prefix: int = 0
 ) -> Tensor:
-    """Return a route's ids_keep (B, prefix + K), chosen by the rule route.select.
+    """Return a route's ids_keep (B, prefix + K) int64, the indices of the kept tokens, chosen by the rule route.select.
 
     noise       (B, N) uniform numbers for the tokens that may be skipped.
     grid        (H, W) of these tokens, required by select="row" and "group".
-    force_keep  (B, N) bool, true for tokens that must be kept; K does not change.
+    force_keep  (B, N) bool, true for tokens that must be kept; the number of kept tokens, K, does not change.
     prefix      number of further tokens before these N (class, register or text tokens), which are always kept.
 
-    Raises ValueError for a grid or force_keep that does not fit, for rules that score tokens (use run_blocks), and for
-    rules that keep another number of tokens than their `count` says.
+    Raises ValueError for a grid or force_keep that does not fit, for rules that need the tokens' values (use
+    run_blocks), and for a rule of your own whose `count` returns another number than K.
     """
     rule = RULES[route.select]
     if rule.scores is not None:
@@ -231,8 +232,8 @@ def choose_ids(
 
 
 def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
-    """Return one entry for a network's argument `routes`: (route, ids_keep (B, K)), chosen by the uniform numbers
-    `draws` (B, N). If the route's rule scores tokens: (route, draws), as run_blocks then calls the rule."""
+    """Return (route, ids_keep (B, K)), an entry of a network's argument `routes`, chosen by the uniform numbers `draws`
+    (B, N). Rules that need the tokens' values choose later, in the network: for them return (route, draws)."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
 
 
@@ -242,7 +243,7 @@ def with_ratio(route: Route, ratio: float) -> Route:
 
 
 def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """Return how many of N tokens choose_ids keeps for a route, without prefix tokens, which are always kept."""
+    """Return how many of N tokens a route keeps, without prefix tokens (class tokens, say), which always run."""
     return RULES[route.select].count(route, num_tokens, grid)
 
 
@@ -253,14 +254,14 @@ def count_run(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
 
 
 def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
-    """Describe a resolved route: "r(2→8) keeps 8 of 16 tokens"."""
+    """Return a text like "r(2→8) keeps 8 of 16 tokens", for a route over blocks 2 to 8 without negative indices."""
     comma = "" if str(route).endswith(")") else ","
     return f"{route}{comma} keeps {count_kept(route, num_tokens, grid)} of {num_tokens} tokens"
 
 
 def check_ratio(route: Route, grid: Grid, key: str) -> None:
-    """Raise ValueError, naming the setting `key`, if the route's selection_ratio is above 0 but skips no token or
-    leaves a single one, which could attend only to itself. In settings both are mistakes; Route itself allows them."""
+    """Raise ValueError, naming the setting `key`, if a selection_ratio above 0 skips no token of the grid (H, W) or
+    keeps a single one, which could attend only to itself. Settings forbid both, while a Route allows them."""
     ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
     unit, units = RULES[route.select].check_grid(grid)
     if ratio and kept == tokens:
@@ -286,10 +287,10 @@ def _check_mask(noise: Tensor, keep: Tensor) -> None:
 
 @dataclass(frozen=True)
 class RatioSchedule:
-    """A selection_ratio, the same for all routes, that moves through a few levels during training.
+    """A selection_ratio for all routes that goes from `start` to `end` between training steps `first` and `last`.
 
-    start, end  the ratios, in [0, 1): `start` lasts beyond step `first`, and `end` begins before step `last`.
-    shape       "linear", or "cosine" (flat at both ends).
+    start, end  ratios in [0, 1).
+    shape       the course of the change: "linear", or "cosine" (flat at both ends).
     levels      the number of different ratios, 2 to 16 (else ValueError); compiled blocks have one graph for each.
     """
 

@@ -1,8 +1,8 @@
-"""Check that blocks do not compute positions from the order of their tokens, which a route would make wrong silently.
+"""Check that blocks do not take positions from the order of their tokens, which is wrong where tokens are left out.
 
-A block with rotary angles from arange(x.shape[1]), say, gives the K kept tokens the positions 0..K−1, and nothing
-fails. If positions are passed along with the tokens instead, permuted tokens give permuted outputs. The check permutes
-all tokens and compares. This file needs only torch and routing_module.py.
+A block with rotary angles from arange(x.shape[1]), say, gives K kept tokens the positions 0..K−1, and nothing fails. If
+positions are passed along with the tokens instead, permuted tokens give permuted outputs. The check permutes all tokens
+and compares. This file needs only torch and routing_module.py.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ def check_positions(
     blocks: Sequence[Callable[..., Tensor]], tokens: Tensor, *shared: Tensor, along: Sequence[Tensor] = ()
 ) -> None:
     """Raise ValueError if a block's output depends on the order of its tokens (B, N, D), N > 1. Blocks are called as
-    run_blocks(blocks, tokens, *shared, along=along) calls them; each tensor of `along` is (B, N, …).
+    block(tokens, *along, *shared); each tensor of `along` is (B, N, …), with one row per token.
 
-    The blocks that blocks_to_check picks run twice, in eval mode without gradient, with random parameters, since a
-    fresh adaLN-Zero block adds nothing. Parameters, buffers, mode and global random generators stay as they were.
+    One or two blocks of each class run twice, in eval mode without gradient, with random parameters, since a fresh
+    adaLN-Zero block adds nothing. Parameters, buffers, mode and global random generators stay as they were.
     """
 
     def select(args: tuple, kwargs: dict, ids: Tensor) -> tuple[tuple, dict]:
@@ -48,10 +48,9 @@ def check_positions(
 
 
 def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
-    """Choose which of {index: block} to check, and return their indices. For each class these are the last block and,
-    if settings differ, the block whose settings differ most from the last's. An integer attribute with a different
-    value in every block is not compared, as it is likely the block's own index; a block that makes positions from some
-    index on is most likely the last one."""
+    """Choose one or two blocks of each class in {index: block} and return their indices: the last block, since one that
+    makes positions only from some depth on is most likely the last, and the block whose settings differ most from the
+    last's, if any do. An integer that differs in every block is not compared: it is likely the block's own index."""
     alike: dict[type, dict[int, dict]] = {}
     for index, block in sorted(blocks.items(), reverse=True):
         alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}
@@ -100,12 +99,12 @@ def permuted(ids: Tensor, shared: bool = False) -> Tensor:
 def order_matters(
     block: Callable, args: tuple, kwargs: dict, ids: Tensor, shared: bool, select: Callable, join: Callable
 ) -> float:
-    """Return by how much a block's output for inputs (args, kwargs) changes if its tokens at ids (B, K) are permuted.
+    """Return by how much a block's output for inputs (args, kwargs) changes if its tokens at the indices `ids` (B, K)
+    are permuted, relative to what the block adds to its tokens args[0]; 0 within rounding.
 
-    The change is relative to what the block adds to its tokens args[0], and 0 within rounding. Tokens are replaced by
-    noise, and so are all-zero inputs without a token axis. shared=True permutes all samples alike.
-    `select` gathers the inputs and `join` puts the output back, as in hooks.py. For a block with sharded or quantized
-    parameters, which can't be replaced by random ones, the function warns and returns 0.
+    Tokens are replaced by noise, and so are all-zero inputs without a token axis. shared=True permutes all samples
+    alike. select(args, kwargs, ids) → (args, kwargs) gathers the tokens; join(output, (args, kwargs), ids) puts the
+    output back. For a block with sharded or quantized parameters, which can't be made random, warns and returns 0.
     """
     plain = (nn.Parameter, Tensor)
     if any(type(given) not in plain or given.is_meta for given in getattr(block, "parameters", list)()):
@@ -147,7 +146,7 @@ def order_matters(
 def _sandbox(block: Callable) -> Iterator[Callable]:
     """Yield a function that calls the block with random parameters, in eval mode, without gradient, on copies of its
     buffers (noise for floating-point ones that are all zero) and with forked random generators. Afterwards the modules'
-    attributes are as before, lists and dicts among them too: a block may keep what it computes first, a cache say."""
+    attributes, also what their lists and dicts hold, are as before, even if the block has filled a cache."""
     if not isinstance(block, nn.Module):
         with torch.no_grad():
             yield block

@@ -24,8 +24,8 @@ ONE_EACH = "one command for each value, each with its own name="
 
 def door(kind: type | None = None, stopped: str = "stopped") -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Return a decorator for a script's main function. The decorated function takes no argument: Hydra composes the
-    options from the script's config file (see config_file) and the command line. Expected errors end the script with
-    one line, and Ctrl-C prints `stopped`.
+    options from the script's config file in configs/ and the command line. Expected errors end the script with one
+    line, and Ctrl-C prints `stopped`.
 
     kind  the dataclass of the options; None: the function gets the composed config as nested dicts.
     """
@@ -52,13 +52,13 @@ def open_door(
     literal: Collection[str] = (),
     spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
-    """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call `main`, made by `door`.
-    An error in the composed config ends the script without a traceback; HYDRA_FULL_ERROR=1 shows it.
+    """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call `main`, which `door`
+    decorated. An error in the composed config ends the script without a traceback; HYDRA_FULL_ERROR=1 shows it.
 
     known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
              keys; None: the keys of the dataclass that `door` was given.
-    literal  keys whose values Hydra must not parse: `take_literally` encodes them.
-    spell    function that rewrites the list of overrides for Hydra.
+    literal  keys whose values Hydra must not parse, as they may hold commas, quotes, braces or $.
+    spell    function that gets the overrides and returns them as Hydra needs them, e.g. spell_folder.
     """
     script = inspect.unwrap(main).__globals__
     config = config_file(Path(script["__file__"]))
@@ -86,8 +86,8 @@ def open_door(
 
 
 def named_plugins(words: Iterable[str], config: Path) -> list[str]:
-    """Return the plugins that an override in `words` names, else those that the config file names. Returns [] if the
-    override or the file can't be parsed; the script refuses it later."""
+    """Return the plugins named by an override plugins=… in `words`, else by the config file. Returns [] if the override
+    or the file can't be parsed; the script reports that error later."""
     typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
     with contextlib.suppress(Exception):  # a config that can't be read is refused later, with the reason
         plugins = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(typed)).get("plugins")
@@ -120,13 +120,13 @@ def explained(stopped: str = "stopped") -> Iterator[None]:
 
 
 def spell_folder(words: Iterable[str]) -> list[str]:
-    """Rewrite dataset=<folder> to dataset.path=<folder>; for Hydra, `dataset` names a file in configs/dataset/."""
+    """Rewrite dataset=<folder> to dataset.path=<folder>, since for Hydra dataset=… names a file in configs/dataset/."""
     return [re.sub("^dataset=", "dataset.path=", word) for word in words]
 
 
 def take_literally(words: Iterable[str], keys: Collection[str]) -> list[str]:
-    """Encode the values of some keys in a command line, so that Hydra does not parse their commas, quotes, signs,
-    braces or $; `plain` decodes them."""
+    """Encode the values of some keys in a command line, so that Hydra does not parse the characters in them, such as
+    commas, quotes, braces or $; `plain` decodes the values."""
     parted = [(word, *word.partition("=")) for word in words]
     return [
         f"{key}=${{literal:x{os.fsencode(text).hex()}}}" if equals and key in keys else word
@@ -148,8 +148,7 @@ def plain(composed: DictConfig) -> dict:
 
 
 def config_file(script: Path) -> Path:
-    """Return a script's config file, named like the script, else config.yaml. It lies in configs/, which is beside the
-    script or beside the script's folder."""
+    """Return configs/<script's name>.yaml or else configs/config.yaml; configs/ is beside the script or its folder."""
     folder = next(folder for folder in (script.parent / "configs", script.parent.parent / "configs") if folder.is_dir())
     config = folder / f"{script.stem}.yaml"
     return config if config.is_file() else folder / "config.yaml"
@@ -165,7 +164,7 @@ def read_choice(configs: Path, group: str, name: str) -> dict:
 
 def answer_help(doc: str, config: Path | None = None) -> None:
     """If sys.argv holds --help or -h, print the script's docstring `doc` and the main keys of its config file, and
-    exit. "--help all" prints all keys, also those of the files that this file extends."""
+    exit. "--help all" prints all keys, also those of the config files named in its defaults list."""
     if not {"--help", "-h"} & {*sys.argv[1:]}:
         return
     parts, files = [doc.strip()], [config] if config else []

@@ -41,8 +41,8 @@ def why_failing(attempt: Callable[[], None]) -> str | None:
 
 
 def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | None]:
-    """Return whether to compile, by the setting `value`, and, if that is wanted but fails, the error in one line, else
-    None. "auto" wants it on GPUs only."""
+    """Return whether to compile, and an error in one line or None. The setting `value` asks for it always, never, or on
+    GPUs only ("auto"). If it is asked for but a trial on the device fails, return False and the trial's error."""
     if not value or (value == "auto" and device.type != "cuda"):
         return False, None
     reason = why_not(device)

@@ -18,10 +18,8 @@ LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launc
 
 
 def use_precision(name: Precision, device: torch.device) -> str:
-    """Return the precision to use; "auto" becomes "bf16" on a GPU that has it in hardware, else "fp32".
-
-    On a GPU this also sets TF32: on with bf16, since a route may run a block in fp32, which is slow without; else off.
-    """
+    """Return the precision to use; "auto" becomes "bf16" on a GPU that has it in hardware, else "fp32". On a GPU this
+    also sets TF32: on with "bf16", to speed up blocks that are kept in fp32 for stability, else off."""
     check("precision", name, Precision)
     if name == "auto":
         name = "bf16" if has_bf16(device) else "fp32"
@@ -49,8 +47,8 @@ def tf32_flags() -> list[str]:
 
 
 def set_tf32(flags: list[str]) -> None:
-    """Set the precisions `flags`, in the order of `tf32_flags`, and torch's old flags as well: torch.compile of torch
-    2.9 and 2.10 still reads these, and raises an error where they differ from the new ones (pytorch #166387)."""
+    """Set the precision of fp32 products, convolutions and recurrent layers to `flags`, and torch's old flags as well:
+    torch.compile of torch 2.9 and 2.10 reads those, and raises an error if they differ (pytorch #166387)."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     matmul.allow_tf32, cudnn.allow_tf32 = flags[0] == "tf32", flags[1] == "tf32"
     if hasattr(matmul, "fp32_precision"):  # the old flags alone would not override the global fp32_precision
@@ -58,8 +56,8 @@ def set_tf32(flags: list[str]) -> None:
 
 
 def attention_fault(release: str, cudnn: int | None, masked_keys: int | None) -> str | None:
-    """Return a description of cuDNN attention's known fault in torch `release` with version `cudnn` (such as 91002), or
-    None. masked_keys is the number of keys if attention has both a mask and gradients, else None."""
+    """Return a text on a known fault of cuDNN's attention in torch version `release` with cuDNN version `cudnn` (91002
+    is 9.10.2), or None. masked_keys is the number of keys if attention has both a mask and gradients, else None."""
     version = tuple(int(part) for part in release.split(".")[:2])
     if cudnn and version == (2, 9) and cudnn < 91501:
         return "reads beyond its memory (pytorch #169849)"
@@ -69,8 +67,8 @@ def attention_fault(release: str, cudnn: int | None, masked_keys: int | None) ->
 
 
 def avoid_faults(device: torch.device, masked_keys: int | None = None) -> str | None:
-    """Switch cuDNN's attention off in this process if it has a fault, and return a line that says which, else None. For
-    the faults and `masked_keys` see attention_fault."""
+    """Switch cuDNN's attention off in this process if it has a known fault, and return a line on the fault, else None.
+    masked_keys is the number of keys if attention has both a mask and gradients, else None."""
     cudnn = torch.backends.cudnn.version() if device.type == "cuda" else None
     fault = attention_fault(torch.__version__, cudnn, masked_keys)
     if fault is None:
@@ -104,11 +102,9 @@ def usable_cores() -> int:
 
 
 def use_cores(threads: int | None, processes: int) -> int:
-    """Set the number of CPU threads that torch uses in this process, and return it. `processes` is the number of
-    processes on this machine. With threads=None torch uses OMP_NUM_THREADS threads, else an equal share of the cores.
-
-    accelerate and torchrun set OMP_NUM_THREADS=1 in processes that they launch, so 1 counts as unset there.
-    """
+    """Set the number of CPU threads that torch uses in this process, and return it. With threads=None it is
+    OMP_NUM_THREADS or, if unset, an equal share of the cores for each of the `processes` on this machine. accelerate
+    and torchrun set OMP_NUM_THREADS=1 in processes that they launch, so 1 counts as unset there."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # may be a list, a number per nesting level
     launched = not LAUNCHED.isdisjoint(os.environ)
     if not asked.isdecimal() or asked == "0" or (launched and asked == "1"):

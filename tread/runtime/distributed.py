@@ -22,9 +22,10 @@ T = TypeVar("T")
 
 
 def open_training(precision: str, cpu_threads: int | None, processes: int | None = None) -> "tuple[Processes, str]":
-    """Set up the processes that train one network. Returns them and the precision, "auto" resolved by `use_precision`.
-    Raises ValueError if the launch is neither one device nor DDP, or has another number of processes than `processes`
-    (None: any number will do). For cpu_threads see use_cores."""
+    """Set up the processes that train one network. Returns them and the precision; "auto" becomes "bf16" on GPUs that
+    have it, else "fp32". On CPUs each process uses cpu_threads threads (None: OMP_NUM_THREADS, or its share of the
+    cores). Raises ValueError if accelerate is set to anything but one device or DDP, or if the launch has another
+    number of processes than `processes` (None: any number will do)."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         how = "launch them by torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
         raise ValueError(f"accelerate was asked for several processes and started one, as it does on CPUs: {how}")
@@ -51,8 +52,8 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
 
 def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes":
     """Set up processes that share independent work: those that accelerate or torchrun launched, else this one alone.
-    They communicate by gloo on any device, and may wait days for each other. With device=None each uses its own GPU, or
-    the CPU if there is none. Raises ValueError for a device that can't be used."""
+    They communicate by gloo on any device, and may wait days for each other. device=None: each uses its own GPU, or the
+    CPU; cpu_threads=None: OMP_NUM_THREADS, or a share of the cores. Raises ValueError if the device can't be used."""
     state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
     if device is None:
         device = f"cuda:{state.local_process_index}" if torch.cuda.is_available() else "cpu"
@@ -67,7 +68,7 @@ def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes
 
 
 class Processes:
-    """This process, and its communication with the other processes of its launch; see open_training and share_work.
+    """This process, and its communication with the others of its launch. Made by open_training or share_work.
 
     rank, count, main  this process's number, the number of processes, and whether this one's number is 0.
     device             the device that it computes on.
@@ -84,8 +85,8 @@ class Processes:
             raise ValueError(f"{started} processes were launched, but accelerate runs {self.count}")
 
     def distribute(self, network: nn.Module) -> nn.Module:
-        """Return the network, wrapped in DDP if there are several processes; DDP does not broadcast its buffers. Lets
-        go what was distributed before."""
+        """Return the network; with several processes, return it wrapped in DDP, which does not broadcast its buffers.
+        This frees the memory of what an earlier call returned."""
         if self.count > 1:
             self._launched.free_memory()
         buffers = [name for name, _ in network.named_buffers()]

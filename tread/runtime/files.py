@@ -123,7 +123,7 @@ def check_place(folder: Path, needed: int) -> None:
 
 
 def check_file(name: str) -> Path:
-    """Return `name` as a path. Raises OSError for a folder, and if its own folder, made if missing, is not writable."""
+    """Return `name` as a path and make its parent. Raises OSError for a folder, or if the parent is not writable."""
     if name.endswith("/") or Path(name).is_dir():
         raise Unwritable(f"{name} could not be written: it names a folder, but must name a file")
     check_place(Path(name).parent, 0)
@@ -147,7 +147,6 @@ def plain_name(name: object, where: object) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes on a folder's disk."""
     return shutil.disk_usage(folder).free
 
 
@@ -164,12 +163,9 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 
 class Lock:
-    """A lock on a file, made if missing, that one process holds until it is released or the process ends.
-
-    busy  message of the FileExistsError if another process holds the lock; None: wait for it.
-
-    Does nothing on a file system without locks.
-    """
+    """A lock on a file, made if missing, that one process holds until it is released or the process ends. If another
+    process holds it, this raises FileExistsError with the message `busy` or, with busy=None, waits. Has no effect on a
+    file system without locks."""
 
     def __init__(self, path: Path, busy: str | None) -> None:
         with explain_failure(path):

@@ -1,5 +1,5 @@
 """Fetches from the Hugging Face hub, after checks: is a model cached, and does the server answer within seconds?
-Without them, the libraries would retry a silent server for minutes."""
+Without these checks, the libraries would retry a silent server for minutes."""
 
 import re
 import sys
@@ -69,14 +69,13 @@ def local(source: str | Path) -> Path:
 
 
 def revision_in(path: object) -> str | None:
-    """Return the hash of the revision in a path into the hub's cache, or a text with one; None if there is none."""
+    """Return the commit hash in a path of the hub's cache, or in a text with such a path; None if there is none."""
     found = re.search(r"snapshots/([0-9a-f]{40})\b", str(path))
     return found and found[1]
 
 
 def check_repository(name: str) -> None:
-    """Raise ValueError unless `name` is like user/name and the user is logged in to the hub, OSError if the hub does
-    not answer."""
+    """Raise ValueError unless `name` is user/name and the user is logged in, OSError if the hub does not answer."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import get_session
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def guard_imports(script: Mapping) -> None:
-    """While a script imports, let Ctrl-C (exit code 130) and a missing package (1) end the process with one line.
-    `script` is the script's globals(). Once the script has defined `main`, its imports count as done, and Ctrl-C and
-    missing packages raise as usual. If Ctrl-C was being ignored, it stays ignored."""
+    """While a script imports, let Ctrl-C (exit code 130) and a missing package (exit code 1) end the process with one
+    line. `script` is the script's globals(). Once the script has defined `main`, its imports count as done, and Ctrl-C
+    and missing packages raise as usual. If Ctrl-C was being ignored, it stays ignored."""
 
     def interrupted(number: int, frame: object) -> None:
         if "main" in script:

@@ -1,7 +1,7 @@
 """Imports plugins: user modules named by the setting `plugins` that register rules, architectures, … when imported.
 
-schema.read imports a config's plugins before it reads any other key. Configs of runs and checkpoints name them, so
-training, resuming, sampling and scoring know the same entries.
+schema.read imports a config's plugins before it reads any other key. Runs and checkpoints record their config, so
+resuming, sampling and scoring import the same plugins as training.
 """
 
 import importlib
@@ -50,9 +50,9 @@ def plugin_changes(info: Mapping) -> list[str]:
 
 
 def check_plugin(name: str, folder: Path) -> str:
-    """Return `name`, the plugin that the checkpoint in `folder` needs, if it is a module's name, a file that exists at
-    this path, or a file of a name imported before. Otherwise raises ValueError: another copy, such as one that came
-    with the checkpoint, is imported only if the setting `plugins` names it."""
+    """Return `name`, the plugin that the checkpoint in `folder` needs, if it is a module's name, an existing .py file,
+    or a file of the same name as one already imported. Otherwise raises ValueError: a copy elsewhere, such as one that
+    came with the checkpoint, is imported only if the setting `plugins` names it."""
     file = Path(name).name
     if not name.endswith(".py") or file in _imported or Path(name).is_file():
         return name

@@ -1,7 +1,7 @@
 """Reads settings, nested dicts, into dataclasses by their annotations; unknown keys and wrong types raise ValueError.
 
-Choices are Literals. Annotated[…] adds a Range for a number, a text that errors show in brackets, or Chosen, for a
-section whose dataclass is picked from a table. Numbers without a Range must be finite.
+Choices are Literals. In Annotated[type, …] a Range limits a number, a string is a hint that errors show in brackets,
+and a Chosen marks a section whose dataclass is picked from a table. Numbers without a Range must be finite.
 """
 
 import difflib
@@ -43,9 +43,9 @@ class Chosen(NamedTuple):
     table: Mapping[str, type]
 
     def settle(self, section: object, where: str) -> tuple[type, dict]:
-        """Return the dataclass that a section of the settings names, and a copy of the section for it: keys that only
-        other entries have are removed, defaults are added. `where` is the section's dotted key, for messages. Raises
-        ValueError if the section names no entry of the table, or sets a key that only other entries have."""
+        """Return the dataclass that a section of the settings names, and a copy of the section: defaults are added, and
+        keys that only other entries of the table have are left out. Raises ValueError if such a key does not have its
+        default, or if the section names no entry. `where` is the section's dotted key, for messages."""
         if not isinstance(section, dict) or self.key not in section:
             raise ValueError(f"{where} is {section!r}, but must be a section that has {self.key}")
         check(f"{where}.{self.key}", section[self.key], Annotated[Literal[tuple(self.table)], "or a plugin's"])
@@ -70,8 +70,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def known_keys(kind: type, prefix: str = "") -> list[str]:
-    """Return the dotted keys of all settings in dataclass `kind`, those of sections too, with `prefix` before each. `*`
-    stands for the index of a list's item."""
+    """Return the dotted keys of dataclass `kind` and its sections, each after `prefix`; "*" stands for a list index."""
     keys = []
     for name, hint in _hints(kind).items():
         keys.append(prefix + name)
@@ -100,7 +99,7 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """Return the error for an unknown key: it names our key if `key` is another codebase's name, else the nearest."""
+    """Return the error for an unknown key; it names our key for another codebase's `key`, else the most similar key."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
@@ -172,8 +171,7 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return the settings `tree` after replacing floats such as 1e3 by ints where `read` took them for ints. `built` is
-    the dataclass that `read` made from `tree`."""
+    """Return the settings `tree` with ints for floats such as 1e3 that became ints in `built`, read from `tree`."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree

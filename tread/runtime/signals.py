@@ -18,11 +18,8 @@ SAME = 0.5  # seconds in which a repeated signal counts once: torchrun forwards 
 
 
 def leave_at_once(code: int, last_words: str = "") -> None:
-    """Print `last_words` and end this process without clean-up, if it has process groups; otherwise do nothing.
-
-    Deleting a gloo group waits for its threads while holding the GIL. If a thread needs the GIL to free a tensor, the
-    process would never end.
-    """
+    """Print `last_words` and end this process without clean-up if torch.distributed is initialised, else do nothing.
+    Clean-up could hang: deleting a gloo group waits for its threads while holding the GIL, which a thread may need."""
     if dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.write(last_words and last_words + "\n")
@@ -33,8 +30,9 @@ def leave_at_once(code: int, last_words: str = "") -> None:
 class Stop:
     """Listens for SIGTERM, SIGUSR1 and Ctrl-C until `close` is called. Must be constructed in the main thread.
 
-    The first signal sets `reason`. A second one calls `ending`, then ends the process at once, even while it waits for
-    a device. If the launcher (accelerate or torchrun) ends, that counts as a signal: not all launchers forward signals.
+    The first signal sets the attribute `reason`. A second one calls the function `ending`, if that is set, and ends the
+    process at once, even while it waits for a device. The end of the launcher (accelerate or torchrun) counts as a
+    first signal, as not all launchers forward signals.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,8 @@ def read_state_dict(path: Path, weights: str = "ema") -> dict[str, Tensor]:
 
 
 def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, Tensor]]:
-    """Like read_state_dict, but return (kind, state dict); kind is "ema", "model", or None if the file does not say."""
+    """Return (kind, state dict) for the weights "ema", "model", or "any" (averaged ones if there are any); kind is None
+    if the file does not say. Raises ValueError if the file can't be read, or holds the other kind only."""
     parts = _parts(path)
     kind = next((kind for kind in KEYS if weights in (kind, "any") and kind in parts), None)
     if kind in parts:
@@ -64,8 +65,8 @@ def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
 
 
 def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
-    """Return {kind: (weights, place)}. kind is "ema", "model" or None (unknown); the weights are not checked yet; place
-    says, for messages, where in the file they are."""
+    """Return {kind: (weights, place)}. kind is "ema", "model" or None (unknown); the weights are not checked yet;
+    `place` is a text for messages on where they are in the file."""
     content, parts = _read(path), {}
     for kind, keys in KEYS.items():
         key = next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
@@ -129,8 +130,9 @@ def _flat(content: object) -> dict[str, dict]:
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors to the bare network's names, without wrappers' prefixes, and drop EMA wrappers' counters. If
-    there is no x_embedder, only "_orig_mod." is removed. Raises ValueError if two entries get the same name."""
+    """Return the tensors under the bare network's names, without wrappers' prefixes and EMA wrappers' counters. Where
+    the patch embedding x_embedder is missing, only "_orig_mod." is removed. MaskDiT's label matrix becomes a table.
+    Raises ValueError if two entries get the same name."""
     names = {name: name.replace("_orig_mod.", "") for name in state}
     heads = [name.removesuffix(FIRST) for name in names.values() if name.endswith(FIRST)]
     head = min((head for head in heads if WRAPPERS.fullmatch(head)), key=len, default=None)
@@ -144,10 +146,8 @@ def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert released MaskDiT's label matrix (D, classes), for one-hot labels, to an embedding table (classes + 1, D).
-
-    The last row, the null class, is zero, as MaskDiT embeds a dropped label. A square matrix whose last row is zero
-    counts as a table already.
-    """
+    The last row, for the null class, is zero, since MaskDiT embeds dropped labels as zeros. A square matrix whose last
+    row is zero counts as a table already."""
     if not {MASKDIT, LABELS, FIRST} <= state.keys():
         return state
     matrix = state[LABELS]

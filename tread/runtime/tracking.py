@@ -15,7 +15,7 @@ def check_tracker(name: str) -> None:
 
 
 class Wandb:
-    """Logs to Weights & Biases. The run's folder keeps the id, by which it resumes. Raises ValueError if it refuses."""
+    """Logs to Weights & Biases; a resumed run reuses the id in its folder. Raises ValueError if wandb can't start."""
 
     def __init__(self, project: str, name: str, config: dict, folder: Path) -> None:
         import wandb  # takes seconds, and is off by default
@@ -37,7 +37,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Writes events to <run>/tensorboard, hiding older ones of steps after `step`, which a resumed run repeats."""
+    """Writes events to <folder>/tensorboard. Older events of steps after `step` are hidden, as they are repeated."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes seconds
@@ -57,8 +57,8 @@ Tracker = Wandb | TensorBoard
 
 
 def open_tracker(tracker: str, project: str, config: dict, folder: Path, step: int) -> Tracker | None:
-    """Open a tracker for a run's steps after `step`; `project` is wandb's. Return None for "none". Raises ValueError if
-    wandb refuses."""
+    """Open the tracker "wandb" or "tensorboard" for a run that begins or goes on after `step` steps; return None for
+    "none". `project` is the project's name at wandb. Raises ValueError if wandb fails to start."""
     if tracker == "wandb":
         return Wandb(project, config["name"], config, folder)
     return TensorBoard(folder, step) if tracker == "tensorboard" else None

@@ -36,7 +36,8 @@ BETA = 0.05  # where smooth L1 turns from a parabola into a line (SRA)
 
 @dataclass(frozen=True)
 class Alignment:
-    """The settings of section `alignment`, which configs/defaults.yaml explains."""
+    """Settings of an alignment loss, which compares outputs of blocks with targets: an encoder's features (kind "repa")
+    or a deeper block of the averaged network ("self"). configs/defaults.yaml explains each setting."""
 
     kind: Literal["none", "repa", "self"] = "none"
     block: int | None = None
@@ -59,8 +60,8 @@ class Alignment:
             raise ValueError(f"alignment.fade is {self.fade}, but alignment.until {written(self.until)}: fade ≤ until")
 
     def weight_at(self, step: int) -> float:
-        """Return the weight of alignment in the loss of step `step` (0, 1, …): `weight`; over the `fade` steps before
-        step `until` it falls linearly to 0, which it is from there on. It is 0 without alignment, too."""
+        """Return the weight of alignment in the loss of step `step` (0, 1, …): `weight`, which falls linearly to 0 over
+        the `fade` steps before step `until` and stays 0 from there on. Without alignment it is 0."""
         if self.kind == "none" or (self.until is not None and step >= self.until):
             return 0.0
         return self.weight if not self.fade else self.weight * min(1.0, (self.until - step) / self.fade)
@@ -84,16 +85,14 @@ class Alignment:
 
 
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """Compute the loss of mode "repa" for each sample, −cosine averaged over the tokens: (B,) fp32.
-
-    projected  (B, K, z), the projector's output for the tokens at positions ids_keep (B, K); ids_keep=None: all N.
-    targets    (B, N, z).
-    """
+    """Return the loss of mode "repa" for each sample, the mean −cosine: (B,) fp32. `projected` (B, K, z) is the
+    projector's output at positions ids_keep (B, K) (None: at all N), `targets` (B, N, z) are the encoder's features."""
     return -F.cosine_similarity(projected.float(), _kept(targets, ids_keep), dim=2).mean(dim=1)
 
 
 def self_distance(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """Compute the loss of mode "self" for each sample, smooth L1: (B,) fp32. Arguments are those of alignment_loss."""
+    """Return the loss of mode "self" for each sample, the mean smooth L1: (B,) fp32. `projected` (B, K, z) is the
+    projector's output at positions ids_keep (B, K) (None: at all N), `targets` (B, N, z) are the teacher's outputs."""
     distance = F.smooth_l1_loss(projected.float(), _kept(targets, ids_keep), beta=BETA, reduction="none")
     return distance.mean(dim=(1, 2))
 
@@ -103,11 +102,8 @@ def _kept(targets: Tensor, ids_keep: Tensor | None) -> Tensor:
 
 
 def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Sequential:
-    """Build the MLP that maps the aligned block's output to the targets, (B, K, D) → (B, K, z); its biases start at 0.
-
-    width  z, the channels of the targets. Mode "repa" has two hidden layers of width alignment.width; "self" has one
-           of width 2·D.
-    """
+    """Build the MLP that maps an aligned block's output (B, K, hidden_size) to targets (B, K, width); its biases start
+    at 0. Mode "repa" has two hidden layers of alignment.width channels; "self" has one of 2·hidden_size."""
     inner = [alignment.width] * 2 if alignment.kind == "repa" else [2 * hidden_size]
     sizes, layers = [hidden_size, *inner, width], []
     for inputs, outputs in zip(sizes, sizes[1:]):
@@ -118,7 +114,7 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
 
 
 class Aligned(nn.Module):
-    """A network and the projector of some blocks' outputs as one module, so that DDP wraps both."""
+    """A network, and the projector for the outputs of some of its blocks, as one module, so that DDP wraps both."""
 
     def __init__(self, network: Backbone, projector: nn.Module, blocks: Sequence[int]) -> None:
         super().__init__()
@@ -128,8 +124,8 @@ class Aligned(nn.Module):
         self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None,
         path_drop: Tensor | None = None, class_token: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the network's output; record.outputs[block] is then (projected tokens (B, K, z), ids_keep) for each of
-        `blocks`."""
+        """Return the network's output for these arguments, which its own forward explains. record.outputs[i] is then
+        (projected tokens (B, K, z), ids_keep (B, K) or None) for each aligned block i."""
         record = record or Record()
         record.blocks = self.blocks
         some = {"path_drop": path_drop, "class_token": class_token}  # not every network takes them
@@ -179,7 +175,7 @@ class Aligner:
         return sum(distance(projected, targets, ids_keep) for projected, ids_keep in recorded) / len(recorded)
 
     def tokens(self, routes: Sequence[Route]) -> list[int]:
-        """Return the number of tokens that each aligned block runs under `routes`."""
+        """Return the number of tokens on which each aligned block runs, given the step's `routes`."""
         run = self.module.network.tokens_run(routes)
         return [run[block] for block in self.module.blocks]
 

@@ -1,8 +1,8 @@
 """Costs of training: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
 
-A step's predicted time is a sum: matrix products, attention, the blocks' other reads and writes, the embedding and the
-last layer, the optimizer and the averages; but at least the time that the host needs to launch the step. Its constants
-are estimates for compiled networks in bf16; benchmarks/gpu_check.py measures the real values.
+A step's predicted time is the sum of the times of matrix products, attention, the blocks' other reads and writes, the
+embedding and the last layer, the optimizer and the averages. It is at least the time that the host needs to launch the
+step. The constants are estimates for compiled networks in bf16; benchmarks/gpu_check.py measures the real values.
 
 A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storage sizes but no
 numbers, and after each operation the bytes of all storages in use are counted.
@@ -102,7 +102,8 @@ def step_seconds(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: Device,
     aligner: Aligner | None = None, constants: Constants = PREDICTED,
 ) -> float:  # fmt: skip
-    """Predict the seconds of a compiled bf16 step of `images` samples on a GPU; `constants`: shares of peak speed."""
+    """Predict the seconds of a compiled bf16 training step of `images` samples on a GPU. `constants` holds the shares
+    of its peak speeds that a step reaches."""
     blocks = blocks_run(network, routes)
     head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
@@ -121,8 +122,8 @@ def step_seconds(
 
 
 def projector_bytes(aligner: Aligner, routes: Sequence[Route], precision: str) -> int:
-    """Return the bytes that alignment's loss of one image keeps for the backward pass: the projector's input, its
-    layers' and activations' outputs, and the targets. An encoder's own memory is in `live_bytes`."""
+    """Return the bytes per image that the alignment loss keeps for the backward pass: the projector's input, its
+    layers' and activations' outputs, and the targets. A live encoder's own memory is not included (see live_bytes)."""
     layers = [layer for layer in aligner.module.projector if isinstance(layer, nn.Linear)]
     network, width = aligner.module.network, layers[-1].out_features
     tokens = sum(aligner.tokens(routes))
@@ -135,7 +136,8 @@ def memory(
     aligner: Aligner | None = None,
 ) -> StepMemory:  # fmt: skip
     """Return the bytes of a step in micro-batches of `images` samples on one device: traced if not `compiled`, else by
-    tables of bytes per token and channel. train.memory="auto" counts as "plain"; so does "budget" if not `compiled`."""
+    tables of bytes per token and channel. Activations are saved as train.memory says; "auto" counts as "plain" (all are
+    kept), and so does "budget" (cheap ones are recomputed) if not `compiled`."""
     if aligner is not None:
         step = memory(cfg, network, routes, images, precision, compiled)
         weights = 4 * count_parameters(aligner.module.projector)
@@ -160,9 +162,9 @@ def memory(
 
 
 class MemoryPlan(NamedTuple):
-    """How a run's steps save memory. `how` is "plain", "budget" or "checkpointing", as in train.memory; `said` states
-    this choice, and on a GPU the predicted memory. `warning` says that memory may not suffice, or that train.memory
-    can't be obeyed; None: neither."""
+    """How a run's steps save memory. `how` is "plain" (keep all activations), "budget" (compiled blocks recompute cheap
+    ones) or "checkpointing" (recompute blocks). `said` is a text on this choice and, on a GPU, the predicted memory.
+    `warning` says that memory may not suffice, or that train.memory can't be obeyed; None: neither."""
 
     how: str
     said: str
@@ -173,9 +175,9 @@ def plan_memory(
     cfg: Settings, network: Backbone, kinds: Sequence[Kind], images: int, room: int, precision: str,
     compiled: bool, aligner: Aligner | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """Choose how steps on micro-batches of `images` samples save memory: as train.memory says. With "auto", plain,
-    budget (compiled blocks only) and checkpointing are tried in this order, and the first is taken whose steps fit into
-    the share USABLE of `room` bytes in each of `kinds`. If the chosen way does not fit, the plan has a warning."""
+    """Choose how steps on micro-batches of `images` samples save memory, by train.memory. "auto" takes the first of
+    "plain", "budget" (if `compiled`) and "checkpointing" with which all steps fit into the share USABLE of `room`
+    bytes. `kinds` lists the steps: (routes, whether alignment is on). A choice that does not fit has a warning."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [((), False)], {}, images
 
@@ -199,8 +201,8 @@ def plan_memory(
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
-    """Return the different kinds of the training steps `steps`. If train.ratio_schedule changes the ratio, only the
-    kinds at the first of these steps and at the schedule's first and last step are returned."""
+    """Return the different pairs (routes, whether the alignment loss is on) of the training steps `steps`. Of the
+    ratios that train.ratio_schedule goes through, only a few are included, such as the first and the last."""
     schedule, ends = cfg.train.ratio_schedule, (cfg.train.routes_until, cfg.alignment.until)
     places = (steps.start, *ends, *((schedule.first, schedule.last) if schedule else ()))
     there = (place for place in places if place is not None and place in steps)
@@ -214,7 +216,7 @@ def picture_side(cfg: Settings) -> int:
 
 def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> int:
     """Return the bytes of REPA's encoder and its activations for `images` pictures; 0 unless alignment.source=live.
-    They are measured on one blank picture; encoder=None: estimated for the DINOv2 in alignment.encoder."""
+    They are measured with a blank picture; encoder=None: they are estimated for the DINOv2 in alignment.encoder."""
     alignment = cfg.alignment
     if alignment.kind != "repa" or alignment.source != "live":
         return 0
@@ -228,7 +230,7 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
-    """Return an Aligner to count costs with, whose projector is on the meta device; None if the run aligns nothing.
+    """Return an Aligner to count costs with, whose projector is on the meta device; None for a run without alignment.
     Loads the encoder only if its width, or with alignment.source=live its FLOPs, can't be known otherwise."""
     alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
     if alignment.kind == "none":
@@ -248,11 +250,8 @@ def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
 
 
 def largest_micro_batch(few: StepMemory, more: StepMemory, images: int, room: float) -> int:
-    """Return the largest divisor of `images` at which a step fits a device; 0 if a single sample does not.
-
-    few, more  a step's memory with one sample and with two.
-    room       the device's memory in bytes, of which the step may use the share USABLE.
-    """
+    """Return the largest divisor of `images` with which a step fits into the share USABLE of `room` bytes; 0 if even
+    one sample does not. `few` and `more` are a step's memory with one sample and with two."""
     each = more.saved - few.saved
     fits = (n for n in range(images, 0, -1) if images % n == 0 and few.peak + (n - 1) * each <= USABLE * room)
     return next(fits, 0)

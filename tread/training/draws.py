@@ -1,5 +1,5 @@
-"""The random numbers of a training step, its routes' ids included, each a function of (seed, step, position in the
-global batch), see tread/runtime/randomness.py."""
+"""The random numbers of a training step, also those that choose the routes' tokens. Each is a function of (seed, step,
+position in the global batch), see tread/runtime/randomness.py."""
 
 import math
 from collections.abc import Callable
@@ -30,8 +30,8 @@ class Draws:
     token: Tensor | None = None  # (B, z) standard normal, to be added to class tokens; None without them
 
     def rows(self, rows: slice, beyond: int = 0) -> "Draws":
-        """Return the random numbers of the samples in the slice `rows` of the batch. Noise and posterior also cover the
-        `beyond` samples after them; the batch's first sample follows its last."""
+        """Return the random numbers of the samples in the slice `rows` of the batch. `noise` and `posterior` also cover
+        the next `beyond` samples, for losses that contrast samples; after the batch's last sample comes its first."""
         routes = tuple((route, chosen[rows]) for route, chosen in self.routes)
         drawn = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         if beyond:
@@ -41,8 +41,8 @@ class Draws:
 
 
 def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
-    """Return the model's routes at step `step` (0, 1, …), with the ratio of train.ratio_schedule if that is set; ()
-    from step train.routes_until on."""
+    """Return the routes of training step `step` (0, 1, …): the model's, with the selection_ratio of
+    train.ratio_schedule if that is set, and none from step train.routes_until on."""
     until, schedule = cfg.train.routes_until, cfg.train.ratio_schedule
     if until is not None and step >= until:
         return ()
@@ -51,8 +51,8 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
 
 
 def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
-    """Draw all random numbers of a training step, for the global batch, each kind from its own random stream: runs with
-    and without routes see the same noise."""
+    """Draw all random numbers of a training step, for the global batch, each kind from its own random stream, so that
+    runs with and without routes see the same noise."""
 
     def drawn(kind: Callable[..., Tensor], stream: str, *size: int) -> Tensor:
         return kind(size, generator=generator(cfg.seed, step, stream, device=device), device=device)

@@ -71,7 +71,7 @@ def guarded_step(run: Run) -> None:
 
 def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:
     """Return a micro-batch size below `tried` with which `attempt(size)` does not run out of memory, or None. It tries
-    divisors of `share`, a process's part of the batch, large ones first; after a failure at most half as large ones."""
+    divisors of `share`, a process's part of the batch, from large to small, and at least halves the size each time."""
     at_most = tried - 1
     while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
         torch.cuda.empty_cache()

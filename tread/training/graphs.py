@@ -2,9 +2,9 @@
 
 Steps with equal routes and tensor shapes are of one kind. The first ones of a kind run without a graph, on the stream
 used for recording. Then a graph is recorded, and later steps copy their inputs into its fixed buffers and replay it.
-All graphs share a memory pool, as nothing in it outlives a step; weights, optimizer, averages and statistics lie
-outside. A new graph is checked on the inputs of two steps, without an update (hold=1): its losses and gradient norms
-must equal those of the step without a graph. If they differ, or recording fails, the run continues without graphs.
+All graphs share a memory pool, as a graph's own tensors are not needed after its step; weights, optimizer, averages and
+statistics lie outside. A new graph is first tried on the inputs of two steps, without updating weights: losses and
+gradient norms must equal those without a graph. If they differ, or recording fails, the run continues without graphs.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ class Graphs:
     """Takes a run's training steps, with CUDA graphs once they are recorded.
 
     stream  the stream for recording graphs and for the first steps of each kind; None on a CPU.
-    record  function (step) → replay: records the function `step`, which does a step, without running it, and returns a
-            function that replays it. In tests on a CPU it may return its argument.
+    record  function (step) → replay: records the function `step`, which does a training step, as a graph without
+            running it, and returns a function that replays the graph. In tests on a CPU it may return `step` itself.
     """
 
     def __init__(self, run: Run, stream: "torch.cuda.Stream | None", record: Callable[[Replay], Replay]) -> None:
@@ -50,7 +50,7 @@ class Graphs:
         self.usual = 3 if run.processes.count == 1 else 11  # DDP changes its buckets at first
 
     def take(self, inputs: Inputs) -> None:
-        """Do a training step: the first few of each kind by `step_on`, later ones, if possible, by a CUDA graph."""
+        """Do a training step: the first few of each kind (routes, shapes) directly, later ones by a CUDA graph."""
         leaves, layout = tree_flatten(inputs._replace(draws=vars(inputs.draws)))
         tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
         fixed = [leaf for leaf in leaves if isinstance(leaf, Hashable)]  # all but numpy arrays of sample numbers
@@ -88,8 +88,9 @@ class Graphs:
         """Record a graph of a step, and return a function that replays it on the inputs in `kind.buffers`, which is set
         here. `leaves` and `layout` are a step's inputs, flattened by tree_flatten. The run stays unchanged.
 
-        Raises AssertionError unless the graph's losses and gradient norms are those of a usual step, for these inputs
-        and kind.last; this and errors of recording in all processes. If a step fails, this process alone raises."""
+        All processes raise AssertionError if the graph's losses or gradient norms differ from those without it, and any
+        error of recording. An error while a step runs is raised in its own process, as Failure if there are several.
+        """
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
         inputs, run = tree_unflatten(clones, layout), self.run

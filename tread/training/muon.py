@@ -25,8 +25,7 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of an iteration: σ → a·σ + b·σ
 
 
 def block_matrices(network: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices of attention, MLP and other mixers: the weights of the linear layers in the network's blocks
-    except those of their adaLN modulations."""
+    """Return the weight matrices of linear layers in the network's blocks, except those of adaLN modulations."""
     weights = [layer.weight for name, layer in block_layers(network) if "adaLN_modulation" not in name]
     return [weight for weight in weights if min(weight.shape) > 1]
 
@@ -53,13 +52,13 @@ def orthogonalized(matrices: Tensor, iterations: int, dtype: torch.dtype) -> Ten
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the first of two parameter groups (matrices), fused AdamW for the second. Arguments are those of the
-    config's section optim; lr, betas and eps are AdamW's. The first group's rate is lr until the caller multiplies it
-    by the group's entry lr_factor = muon_lr / lr, as optimizer_step does.
+    """Muon for the first of two parameter groups (matrices), with `momentum` and `steps` Newton–Schulz iterations, and
+    fused AdamW for the second, with lr, betas and eps. The first group's rate is lr, too, until the caller multiplies
+    it by the group's entry lr_factor = muon_lr / lr, as optimizer_step does. muon_scale is a key of SCALES.
 
     Like fused AdamW it divides gradients by `grad_scale`, changes nothing if `found_inf` is 1 (both 0-d, or None), and
     takes rates as tensors. Matrices of one shape are orthogonalized together, in bf16 on a GPU and in fp32 on a CPU,
-    which may emulate bf16. Raises ValueError for a momentum outside [0, 1), or for steps (iterations) < 1.
+    which may emulate bf16. Raises ValueError for a momentum outside [0, 1), or for steps < 1.
     """
 
     grad_scale = found_inf = None
@@ -89,7 +88,6 @@ class Muon(torch.optim.AdamW):
             self.update(weights, own["lr"], own["weight_decay"])
 
     def update(self, weights: list[nn.Parameter], rate: Tensor | float, weight_decay: float) -> None:
-        """Take Muon's step for matrices of one shape."""
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)

@@ -18,7 +18,7 @@ SKIPPING = (torch.optim.AdamW, torch.optim.Adam, Muon)  # fused, they clip and s
 
 
 def learning_rate(cfg: Settings, step: int) -> float:
-    """Return the learning rate of training step `step` (0, 1, …), by optim.warmup_steps, schedule and final_lr."""
+    """Return the learning rate of training step `step` (0, 1, …), as optim.warmup_steps, schedule and final_lr say."""
     optim = cfg.optim
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -41,9 +41,9 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 def optimizer_step(
     optimizer: torch.optim.Optimizer, lr: Tensor | float, clip_norm: float | None, hold: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Update the parameters by their gradients, unless the gradients are not finite, and clear the gradients. They are
-    first scaled down to the norm clip_norm (None: never). If `hold`, 0-d fp32, is 1, the update is skipped as well. The
-    rate of a parameter group is lr, times its entry lr_factor if there is one.
+    """Scale the gradients down to the norm clip_norm (None: never), update the parameters by them, unless they are not
+    finite, and clear them. If `hold`, 0-d fp32, is 1, the update is skipped as well. The rate of a parameter group is
+    lr, times its entry lr_factor if there is one.
 
     Returns the norm before clipping, and 1.0 if the update was skipped, else 0.0; both 0-d fp32 on the device.
     """

@@ -18,8 +18,8 @@ from tread.training.muon import Muon, Scale, block_matrices, groups_of
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer that optim.name can choose. Checkpoints save, and skipped steps restore, its `state` and
-    `param_groups`.
+    """An optimizer that optim.name can choose. Its `state` and `param_groups` are saved in checkpoints, and restored
+    when a step is skipped.
 
     make  the optimizer class, or a function that returns an instance. It gets the parameters and, by keyword, lr, the
           settings of section optim that `shared` names, and those in optim.options.
@@ -47,10 +47,8 @@ OPTIMIZERS = Table(OptimizerEntry, {
 
 @dataclass(frozen=True)
 class OwnRate:
-    """Parameters with a learning rate of their own instead of optim.lr; 0 freezes them.
-
-    match  regular expression; a parameter belongs to the first group whose expression is found in its name.
-    """
+    """Parameters with a learning rate of their own instead of optim.lr; 0 freezes them. A parameter belongs to the
+    first group whose regular expression `match` is found in its name."""
 
     match: str
     lr: PositiveOrZero
@@ -104,8 +102,7 @@ class Optim:
         return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
 
     def freeze(self, network: nn.Module) -> None:
-        """Freeze the parameters of groups with lr 0. Raises ValueError for groups without any parameter, and if nothing
-        is left to train."""
+        """Freeze parameters with a rate of 0. Raises ValueError for an empty group, or if none is left to train."""
         members = [self._group_of(name) for name, _ in network.named_parameters()]
         for number, group in enumerate(self.groups):
             if group not in members:
@@ -124,8 +121,8 @@ class Optim:
     def build(
         self, parameters: Iterable[tuple[str, nn.Parameter]], network: nn.Module | None = None
     ) -> torch.optim.Optimizer:
-        """Build the optimizer of these named parameters. `network` is for entries with splits=True, which treat its
-        block matrices apart. Raises ValueError if the optimizer refuses its settings."""
+        """Build the optimizer of these named parameters. `network` is for optimizers that treat the matrices in its
+        blocks differently, as Muon does. Raises ValueError if the optimizer refuses its settings."""
         if OPTIMIZERS[self.name].splits:
             groups = groups_of((parameter for _, parameter in parameters), network)
         elif not self.groups:
@@ -150,12 +147,12 @@ class Optim:
 
     @property
     def copies(self) -> float:
-        """The optimizer's state, in numbers per parameter value (AdamW: 2); for blocks' matrices see matrix_copies."""
+        """How many numbers of state the optimizer keeps per trained weight outside blocks' matrices (AdamW: 2)."""
         return OPTIMIZERS[self.name].copies(self.options or {})
 
     @property
     def matrix_copies(self) -> float:
-        """Like `copies`, for the blocks' matrices (Muon: 1)."""
+        """How many numbers of state the optimizer keeps per weight of the blocks' matrices (AdamW: 2, Muon: 1)."""
         return 1 if OPTIMIZERS[self.name].splits else self.copies
 
     def state_size(self, network: nn.Module) -> int:
@@ -165,7 +162,7 @@ class Optim:
         return int(self.matrix_copies * matrices + self.copies * (trained - matrices))
 
     def split(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return a text on parameters with their own rate or method, to follow the optimizer's name; "" if none."""
+        """Return a text, to follow the optimizer's name, on parameters with their own rate or method; "" if none."""
         if self.groups and not OPTIMIZERS[self.name].splits:
             parts = [(sum(p.numel() for p in group["params"]), group) for group in optimizer.param_groups]
             told = (f"{count:,} parameters at {self.lr * group.get('lr_factor', 1):g}" for count, group in parts)

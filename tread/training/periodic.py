@@ -37,9 +37,9 @@ from tread.training.run import Failure, Run, StepStatistics
 
 
 class Clock:
-    """Measures time and FLOPs of training, without evaluating and saving: for the whole run, and since the last log for
-    the speed. The slow first steps (compiling, recording) do not count in the forecast, nor in the speed unless a log
-    is due right after them."""
+    """Measures the time and FLOPs of training, without those of evaluating and saving: for the whole run, and since the
+    last log for the speed. The first steps are slow (compiling, recording): the forecast leaves them out, and so does
+    the speed, unless a log is due right after them."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
@@ -115,8 +115,9 @@ def log(run: Run, clock: Clock) -> str:
 
 
 def read_statistics(run: Run) -> dict:
-    """Return the sums of StepStatistics by name; for loss and alignment, a list with each process's sum. Raises Failure
-    if more than train.max_bad_steps in a row, or more than half of the last 100 steps, were not finite."""
+    """Return what StepStatistics.read returns, {name: sum over the steps since the last log}, but for "loss" and
+    "alignment" a list with each process's sum. Raises Failure if more than train.max_bad_steps in a row, or more than
+    half of the last 100 steps, were not finite."""
     sums, most, steps = run.statistics.read(), run.cfg.train.max_bad_steps, ()
     for name in ("loss", "alignment") if run.aligner else ("loss",):
         sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.device)).tolist()
@@ -135,13 +136,13 @@ def read_statistics(run: Run) -> dict:
 
 
 def mostly_bad(sums: dict) -> bool:
-    """Return whether more than half of the last steps were not finite; `sums` come from read_statistics."""
+    """Return whether more than half of the last 100 steps were not finite; `sums` come from read_statistics."""
     return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 
 def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """Return the numbers (from 0) of the steps that were not finite among the run's last `steps`, as far back as
-    StepStatistics keeps flags. `sums` come from read_statistics."""
+    """Return the numbers (from 0) of the steps that were not finite among the run's last `steps`, of which only the
+    last 100 are known. `sums` come from read_statistics."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
@@ -164,8 +165,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
 
 
 def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Read again the training samples of the first of these steps: at most 100, fewer if batches exceed 256. Returns
-    whether any sample holds a number that is not finite, and a text that names such samples or says that none does."""
+    """Read again the training samples of the first of these steps: at most 100 steps, or fewer for batches of more than
+    256. Returns whether any sample holds a number that is not finite, and a text that names such samples."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
     spoilt = name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked))
@@ -200,9 +201,9 @@ def interrupts(run: Run) -> bool:
 
 def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
     """Do all work that is due after run.step steps, and save if an earlier save was `postponed`. Returns (whether
-    training goes on, whether a save is postponed now). Bad steps postpone a save.
+    training goes on, whether a save is postponed now). Saves are postponed while loss or gradients are not finite.
 
-    If anything but training fails, such as reading a file, the step is saved before the error is raised.
+    If the work raises another error than Failure, such as OSError for a file, the step is saved first.
     """
     try:
         full = False
@@ -237,10 +238,8 @@ def save_due(run: Run, asked: bool) -> bool:
 
 
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
-    """Evaluate, score and draw what is due after run.step steps; returns False if the run was asked to stop meanwhile.
-
-    done  work to leave out, as it was done at this step before an interruption: the evaluation's name, "fid", "grid".
-    """
+    """Evaluate, score and draw what is due after run.step steps, without the work in `done` (the evaluation's name,
+    "fid" or "grid"), which was done before an interruption. Returns False if the run was asked to stop meanwhile."""
     metric, cfg = run.model.process.evaluation, run.cfg
     if run.heldout is not None and run.due(cfg.every.evaluate) and metric not in done:
         with run.timed("eval"):
@@ -273,8 +272,8 @@ def done_before(run: Run) -> set[str]:
 
 
 def evaluate(run: Run) -> float:
-    """Return the mean loss of the EMA weights on held-out data with all tokens, see tread/evaluation/heldout_loss.py.
-    It means nothing if the run was asked to stop meanwhile (run.stop.agreed()), which cuts the evaluation short."""
+    """Return the mean loss of the EMA weights on held-out data with all tokens (tread/evaluation/heldout_loss.py). If
+    the run is asked to stop meanwhile (run.stop.agreed()), the evaluation ends early and its result is meaningless."""
     options, processes, process, network = run.cfg.eval, run.processes, run.model.process, run.ema.network
     total = torch.zeros((), device=processes.device)
     mine = torch.arange(options.points)[processes.rank :: processes.count]
@@ -356,7 +355,7 @@ def sampler(run: Run, samples: int) -> Sampler:
 def save(run: Run) -> bool:
     """Copy what a checkpoint holds, let a thread write it, and return True. Returns False, without saving, if this step
     or most of the last ones were not finite. A run's last step is saved all the same, but then no older checkpoint is
-    removed. First waits until the previous checkpoint is written, see `finish_saving`. Raises OSError if that failed,
+    removed. First waits until the previous checkpoint is written. Raises that one's OSError if it could not be, and
     Failure if the weights are not finite."""
     with run.timed("save"):
         finish_saving(run)

@@ -134,8 +134,9 @@ class Run:
         self.wrap()
 
     def wrap(self) -> None:
-        """Set `wrapped` to what step number `step` calls, and `aligns` to whether it aligns: the network, with its
-        projector then, in DDP if there are several processes. DDP needs a gradient of all that it wraps."""
+        """Set `aligns` to whether step number `step` uses the alignment loss, and `wrapped` to what the step calls: the
+        network or, if it aligns, network and projector; in DDP if there are several processes. At other steps the
+        projector would get no gradient, which DDP does not allow."""
         # a graph can't record hooks that were made on the default stream
         graphed = self.cfg.train.cuda_graphs is True and self.device.type == "cuda"
         self.aligns, self.wrapped = self.aligner_at(self.step) is not None, None  # frees DDP's buckets
@@ -143,7 +144,7 @@ class Run:
             self.wrapped = self.processes.distribute(self.aligner.module if self.aligns else self.network)
 
     def aligner_at(self, step: int) -> Aligner | None:
-        """Return the aligner if step number `step` aligns, else None."""
+        """Return the aligner if step number `step` trains with an alignment loss, else None."""
         return self.aligner if self.cfg.alignment.weight_at(step) else None
 
     @property
@@ -174,7 +175,7 @@ class Run:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Context manager that measures its block's seconds, which the next `record` writes as <what>_seconds."""
+        """Context manager that times its block; the next call of `record` writes the time as <what>_seconds."""
         began = time.perf_counter()
         yield
         self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - began

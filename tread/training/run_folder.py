@@ -39,7 +39,7 @@ class Claim:
 
 def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     """Decide how a run starts in `folder`, without changing files. Raises FileExistsError, FileNotFoundError or
-    ValueError if it would mix two runs or lose one, or if `resume`, the setting, forbids it."""
+    ValueError if the folder has other files or a run of other settings, or if `resume`, the setting, forbids it."""
     other = "name=<another name> starts a run of its own"
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")

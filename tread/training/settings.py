@@ -233,7 +233,7 @@ MEASURES = ("channels", "size", "num_classes")
 
 
 def as_recorded(config: dict) -> dict:
-    """Return a config with the old classes of init_classes as strings, as JSON has them in a run's record."""
+    """Return a config in which the keys of init_classes (old classes) are strings, as JSON makes them."""
     if not isinstance(asked := config.get("init_classes"), dict):
         return config
     return {**config, "init_classes": {str(old): new for old, new in asked.items()}}
@@ -285,8 +285,9 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
     """Make part "train" or "heldout" of the built-in dataset dataset.embedded at `path`, if that is missing; other data
-    is left alone. Emoji get encoded captions if the network takes text. Raises prepare_cifar10's errors. For digits
-    and emoji, raises FileNotFoundError if a missing `path` does not end in <embedded>/<part>: it is likely mistyped."""
+    is left alone. Emoji get encoded captions if the network takes text. Raises ValueError or OSError if CIFAR-10's
+    archive can't be had or read, and, for digits and emoji, FileNotFoundError if a missing `path` does not end in
+    <embedded>/<part>, as it is likely mistyped."""
     kind = cfg.dataset.embedded
     if kind == "cifar10" and not Path(path).exists():
         cifar10.prepare_cifar10(Path(cfg.dataset.path), cfg.dataset.archive)

@@ -111,7 +111,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 
 def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
-    """Return settings and config with the model.position_scale that init_positions=scaled asks for."""
+    """Return settings and config with model.position_scale = old / new rows of tokens, for init_positions=scaled."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, run, side)
     if cfg.model.position_scale not in (1.0, scale):
@@ -122,8 +122,8 @@ def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
 
 
 def adapt(cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | None) -> frozenset[str]:
-    """Add LoRA's adapters to the network, after loading the weights that the run started from if it goes on. Returns
-    the names of the parameters that are frozen. Without lora.rank: does nothing."""
+    """Add LoRA's adapters to the network, and return the names of the frozen parameters. If the run goes on from the
+    checkpoint `earlier`, first load the weights that it adapted. Without lora.rank: does nothing."""
     if cfg.lora.rank is None:
         return frozenset()
     if earlier:
@@ -138,10 +138,10 @@ def prepare_blocks(
     lasting: bool,
 ) -> tuple[MemoryPlan, str | None]:  # fmt: skip
     """Choose how the steps save memory, and compile the blocks, forward and backward, before the first step. Returns
-    the choice, and the reason if compiling is wanted but fails, else None.
+    (the choice, error); the error, one line, says why compiling failed if it was wanted, and is None otherwise.
 
-    rows     the rows of a micro-batch.
-    steps    the steps still to be done, for whose routes blocks are compiled.
+    rows     the part of the batch that is a micro-batch.
+    steps    the numbers of the steps to come; blocks are compiled for the routes of each.
     lasting  whether gradients stay in memory between passes (accumulation, DDP).
     """
     device, images, kinds = network.pos_embed.device, rows.stop - rows.start, kinds_to_come(cfg, steps)
@@ -208,8 +208,9 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
-    """Record the start, and remove results after the step at which the run continues; in the main process only. Raises
-    OSError, also if the disk has no room for a checkpoint, or ValueError if the tracker can't be opened."""
+    """Record the start in the run's folder, and remove results after the step at which the run continues; in the main
+    process only. Raises OSError, also if a checkpoint would not fit on the disk, or ValueError if the tracker can't be
+    opened."""
     say, optim = run.processes.say, run.cfg.optim
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": device_name(run.processes.device), "precision": run.precision}
@@ -390,9 +391,8 @@ def data_warnings(run: Run) -> list[str]:
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
-    """Return the captions for sample grids, as fields of Run: {"prompts": encoded captions, "captions": their texts}.
-    They are the first captions of sampling.classes samples, spread over the data. The texts are [] if they are
-    unknown, as for some imported captions."""
+    """Return captions for sample grids, as fields of Run: {"prompts": encoded captions, "captions": texts, [] if
+    unknown}. They are the first captions of sampling.classes samples, spread over the data."""
     samples = spread_classes(len(data), cfg.sampling.classes)
     captions = [data.captions[sample][0] for sample in samples] if "captions" in read_index(data.folder) else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
@@ -431,8 +431,9 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open part "train" or "heldout" of a dataset (a missing built-in one, dataset.embedded, is made first); see
-    LatentDataset for `placement`. Raises FileNotFoundError, or ValueError if it does not fit the model."""
+    """Open part "train" or "heldout" of a dataset, after making it if it is built in (dataset.embedded) and missing.
+    Its files are memory-mapped or, with placement "ram" or "device", copied to RAM or to `device`. Raises
+    FileNotFoundError, or ValueError if the data does not fit the model."""
     prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None

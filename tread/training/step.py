@@ -27,11 +27,12 @@ def loss(
     cfg: Settings, network: Callable[..., Tensor], latents: LatentSpec, batch: Batch, draws: Draws, null: Condition,
     aligner: Aligner | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute a list of losses, each (B,) fp32: denoising, class tokens included, and, with an aligner, alignment.
+    """Return the losses of each sample, a list of (B,) fp32: the denoising loss, with that of class tokens if there are
+    any, and, with an aligner, the alignment loss.
 
     network  the run's network, or aligner.module if there is an aligner; wrapped in DDP if there are several processes.
-    latents  the meaning of the batch's stored numbers.
-    null     the condition that replaces dropped labels or texts, see Backbone.null.
+    latents  describes the numbers in `batch`: their shape, scale, and whether they are latents or moments.
+    null     the condition that replaces dropped labels or texts, for one sample.
     """
     process, record, own = process_of(cfg), Record(), slice(len(draws.level))
     x, batch = to_network(batch.stored, latents, draws.posterior), batch.rows(own)  # x may go on (process.beyond)
@@ -92,8 +93,8 @@ def step_inputs(run: Run) -> Inputs:
 
 
 def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
-    """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. What it reads and
-    what changes between steps must be a tensor in `inputs`, as a CUDA graph of one call is replayed for later steps."""
+    """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. A CUDA graph of one
+    call is replayed for later steps, so any value that differs between steps must be a tensor in `inputs`."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
     weights, aligner = ((1.0,), None) if inputs.alignment is None else ((1.0, inputs.alignment), run.aligner)
     totals, beyond = [0.0] * len(weights), process_of(cfg).beyond
