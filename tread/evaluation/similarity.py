@@ -30,7 +30,7 @@ from tread.runtime.randomness import seeded_uniform
 
 
 class States(NamedTuple):
-    """The tokens between the blocks in one forward pass.
+    """The tokens between the L blocks in one forward pass.
 
     tokens  (L + 1, B, N, D) fp32, at their positions in the grid; 0 for tokens that a state does not hold.
     held    (L + 1, B, N) bool: which tokens a state holds.

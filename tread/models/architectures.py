@@ -100,7 +100,7 @@ class NetworkOptions:
         self.check_routes()
 
     def check_routes(self) -> None:
-        """Raise ValueError for routes that this network can't have."""
+        """Raise ValueError if tokens can't skip the blocks of self.routes in this architecture."""
         check_routes(self.routes, self.depth)
 
     @property

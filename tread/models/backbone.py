@@ -185,7 +185,7 @@ class Backbone(nn.Module):
         return torch.full((count,), self.num_classes, device=self.pos_embed.device)
 
     def tokens_run(self, routes: Sequence[Route]) -> list[int]:
-        """Return for each block the number of tokens on which it runs under these routes."""
+        """Return for each block the number of tokens on which it runs if tokens skip the blocks of these routes."""
         tokens = [self.num_tokens] * len(self.blocks)
         for route in check_routes(routes, len(tokens)):
             running = count_run(route, self.num_tokens, self.grid)

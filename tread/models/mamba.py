@@ -48,7 +48,7 @@ def in_raster_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
 class Mamba2Mixer(nn.Module):
     """Mamba-2's token mixing in several scan directions: (B, N, D) → (B, N, D).
 
-    One projection gives the gate z and x (E channels each), B and C (`state` channels each), all shared by the
+    One projection gives the gate z and x (expand·D channels each), B and C (`state` channels each), all shared by the
     directions, and a Δ for each head of each direction. Each direction has its own causal convolution of x, B and C,
     and its own parameters A, D and bias of Δ. The directions' outputs are put back in raster order, summed, gated,
     normalised and projected. Parameter names are Mamba-2's with one group; the directions' parameters are concatenated.

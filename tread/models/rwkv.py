@@ -94,8 +94,8 @@ class RWKVBlock(nn.Module):
 
 
 class RWKV(Backbone):
-    """The network F(x; t, y) of RWKV blocks; mlp_ratio is the width of the channel mix divided by hidden_size. Other
-    arguments are Backbone's. Blocks use neighbouring tokens, so routes keep whole rows: Route(…, select="row")."""
+    """The network F(x; t, y) of RWKV blocks; mlp_ratio is the width of the channel mix divided by hidden_size. `sizes`
+    go to Backbone. Blocks use neighbouring tokens, so only whole rows may skip blocks: Route(…, select="row")."""
 
     needs_grid = True
 

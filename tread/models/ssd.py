@@ -31,7 +31,8 @@ LEVEL = 8  # most chunks in a chunk of the next level
 
 def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """Return y (S, T, G·R, P) fp32 of the recurrence h_t = exp(Δ_t·A)·h_{t−1} + Δ_t·x_t B_tᵀ, y_t = h_t C_t, h_0 = 0,
-    for x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B and C (S, T, G, N).
+    for x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B and C (S, T, G, N): S samples, T tokens, G groups of R heads
+    that share B and C, P channels per head, and a state h of P × N numbers per head.
 
     Δ ≥ 0 and A ≤ 0 may have any size: each decay is the exponential of a sum over the tokens that it spans, never a
     quotient or a difference of sums, so nothing overflows or cancels. Computed in fp32 for any input precision

@@ -3,7 +3,7 @@
 Between attention and MLP, picture tokens give the queries and the text gives keys and values (as in PixArt-α, Chen et
 al. 2023, arXiv 2310.00426). The text is normalised and projected once to the tokens' width; its pooled vector is added
 to the timestep's conditioning. The last projections of cross-attention and of the pooled vector start at zero, so the
-text has no effect on an untrained network. Routes gather picture tokens only: every block sees the whole text. With
+text has no effect on an untrained network. Only picture tokens skip blocks: each block sees the whole text. With
 norm="layer", mlp="gelu" and positions="sincos", all parts except those for text are the same as in DiT (dit.py), and
 have the same names.
 
