@@ -51,7 +51,7 @@ def measured(names: Sequence[str], results: Results) -> list[str]:
 def table(study: Study, results: Results) -> str:
     """Return the text of table.md: a table of means ± standard deviations over the seeds, with a row per arm; a table
     of differences between compared arms, paired by seed; the verdict of the study's decision rule, if it has one; and
-    notes. With the figure "balance", a table per metric has both means and differences."""
+    notes. If study.figure is "balance", there is a table per metric instead, with both means and differences."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
@@ -186,8 +186,8 @@ OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#
 
 
 def colours(study: Study) -> dict[str, str]:
-    """Return {arm: colour}, from COLOURS or, for arms that it lacks, the next of OTHERS. Arms that differ only in how
-    they are scored share a colour."""
+    """Return {arm: colour}: the colour that its overrides have in COLOURS, else the next one of OTHERS. Arms that
+    differ only in how they are scored share a colour."""
     counts = Counter(word for arm in study.arms.values() for word in arm.overrides)
     base = {word for word, count in counts.items() if 2 * count > len(study.arms) and not word.startswith("model=")}
     if len({frozenset({*arm.overrides} - base) for arm in study.arms.values()}) < len(
@@ -345,8 +345,8 @@ ENDS = "dots: seeds; bars: their 95% interval; grey: two standard deviations by 
 
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
     """Return two standard deviations, over seeds, of the difference of two compared arms in a metric at equal "images"
-    or "FLOPs" (`name`), pooled over the study's pairs. If these have too few seeds, take it from the published study
-    "convergence" at the nearest number of images, except at the scale demo. None if it is unknown."""
+    or "FLOPs" (`name`), pooled over the study's pairs. If these have too few seeds, and study.scale is not "demo", it
+    is that of the published study "convergence" at the nearest number of images. None if it is unknown."""
     pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
     each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
@@ -391,7 +391,7 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
 
 def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
     """Return one run's "flops" or "steady_seconds" of training (`axis`), divided by another's; None if either is
-    unknown, or seconds are not of the same device."""
+    unknown, or if seconds were not measured on the same device."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     ends = [max(curve(each, "loss", axis), default=0) for each in (run, other)]
@@ -569,7 +569,7 @@ FIGURES = {
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write results.json (a line per finished training), figure.png and table.md to `folder`. They cover all runs in
-    the study's YAML file and the requested `runs`; table.md names the missing ones. `made` is {key of a training: the
+    the study's YAML file and the requested `runs`; table.md names the missing ones. `made` is {hash of a training:
     content of its result.json}."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
@@ -586,7 +586,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
 
 
 def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write table.md and, if there are results, figure.png for `runs`. `made` is {key of a training: its record}."""
+    """Write table.md and, if there are results, figure.png for `runs`. `made`: {training's hash: its result.json}."""
     results, left = gather(runs, made), missing(runs, made)
     left = "; ".join(filter(None, [left, *(f"{arm} (after its trials)" for arm in study.arms if arm not in results)]))
     with explain_failure(folder):

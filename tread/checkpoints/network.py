@@ -54,7 +54,7 @@ class Network:
 
 
 def settle_shifts(cfg: Network) -> None:
-    """Replace "auto" in cfg.rf by numbers, in place, if the latents' shape is set. `cfg` may also be Settings."""
+    """Replace "auto" in cfg.rf.shift and train_shift by numbers, in place, if cfg.dataset has size and channels."""
     if None not in (cfg.dataset.channels, cfg.dataset.size):
         object.__setattr__(cfg, "rf", cfg.rf.for_latents(cfg.dataset.channels, cfg.dataset.size))
 

@@ -51,7 +51,8 @@ class StepStatistics:
         self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
-        """Add a step's mean loss and alignment loss, if any (0-d), and optimizer_step's results `norm` and `skip`."""
+        """Add a step's mean loss, gradient norm, alignment loss if any, and `skip` (1: its update was skipped), all
+        0-d."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
         in_a_row, longest, ago, aligned = self.sums[4:].unbind()
