@@ -48,7 +48,7 @@ class Mlp(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """DiT's transformer block with adaLN-Zero. `conditioning` is the conditioning vector's width; None means `dim`."""
+    """DiT's transformer block with adaLN-Zero. `conditioning` is the width of the conditioning vector; None: D."""
 
     returns_values = False  # see value_residual.py
 
@@ -79,7 +79,7 @@ class DiTBlock(nn.Module):
 
 class DiT(Backbone):
     """The DiT network F(x; t, y). value_residual=True mixes the first block's attention values into those of later
-    blocks. The other arguments go to Backbone (tread/models/backbone.py); ValueError if sizes do not fit together."""
+    blocks. Backbone (tread/models/backbone.py) takes the other arguments, and raises ValueError if sizes do not fit."""
 
     def __init__(
         self, *, hidden_size: int = 1152, num_heads: int = 16, mlp_ratio: float = 4.0, value_residual: bool = False,

@@ -140,8 +140,8 @@ def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
 
 
 def measure(kinds: Kinds, pairs: int) -> dict:
-    """Time each kind of step `pairs` times, in turns. Returns a dict for JSON: the device, versions and sizes, and in
-    "kinds" {name: times, speeds and memory}. "ratio" there is the first kind's time divided by this one's."""
+    """Time each kind of step `pairs` times, in turns. Returns a dict for JSON: the device, versions and sizes, and
+    "kinds", {name: times, speeds, memory, and "ratio": the first kind's time divided by this one's}."""
     failed: dict[str, str] = {}
     turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
     (first, (run, dense)), *_ = kinds.items()

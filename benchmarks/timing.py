@@ -106,9 +106,9 @@ class Turns(NamedTuple):
 def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
-    """Measure the functions in `calls` {name: function}. A turn calls each once, in an order that the next turn
-    reverses. Turns.first and held take two turns, Turns.seconds `rounds` more. An error in a function raises ValueError
-    or, if `failed` is given, adds {name: error} to it, and the function is left out from then on."""
+    """Measure functions, `calls` {name: function}. A turn calls each once, in an order that the next turn reverses: two
+    turns for Turns.first and held, then `rounds` for Turns.seconds. An error in a function raises ValueError or, if
+    `failed` is given, adds {name: error} to it, and the function is left out from then on."""
     costs, held = {name: [] for name in calls}, {}
     watched = -2 if DEVICE.type == "cuda" else -1  # the turn that gives Turns.held
     for turn in range(-2, rounds):

@@ -125,8 +125,8 @@ def seconds_alone(results: Results) -> dict[str, str]:
 
 
 def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tuple[Columns, list[str]]:
-    """Return the columns and row names of a table of differences between compared arms, paired by seed: of each metric
-    at equal training images, at equal FLOPs and at equal seconds. Rows are the pairs with runs to compare."""
+    """Return the columns and row names of a table of differences between compared arms, paired by seed. Columns are
+    each metric at equal training images, FLOPs and seconds; rows are the pairs with runs to compare."""
     cells: dict[tuple[str, str], dict[str, Estimate]] = {}
     for (metric, name), (arm, other) in product(product(metrics, EQUAL), study.pairs):
         if less := paired(results.get(arm, ()), results.get(other, ()), metric, name):
@@ -425,7 +425,7 @@ def guidance_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric against the guidance scale ω, a line per network and kind of guidance; y axes start at 0."""
+    """Draw each metric against the guidance scale ω: a line per network and kind of guidance; y axes start at 0."""
     known, panels, colour = sampling_flops(results), [], colours(study)
     others = iter(OTHERS)
     for metric in study.metrics:
@@ -568,9 +568,8 @@ FIGURES = {
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write results.json (a line per finished training), figure.png and table.md to `folder`. They cover all runs in
-    the study's YAML file and the requested `runs`; table.md names the missing ones. `made` is {hash of a training:
-    content of its result.json}."""
+    """Write results.json (a line per finished training), figure.png and table.md to `folder`, for all runs in the
+    study's YAML and the requested `runs`. table.md names missing runs. `made` is {training's hash: its result.json}."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):

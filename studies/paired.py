@@ -106,8 +106,8 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     """Return one run's metric minus another's at the most FLOPs or seconds that both reach; `axis` is "flops" or
-    "steady_seconds". None if one has no value there, or if seconds were not surely timed on the same device. Runs that
-    end within 1% of the same seconds, as with a time budget, are compared at their ends."""
+    "steady_seconds". None if one has no value there, or if the seconds may be from different devices. Runs that end
+    within 1% of the same seconds, as with a time budget, are compared at their ends."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]

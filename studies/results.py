@@ -26,8 +26,9 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
-    """Return {training's hash: content of its result.json} from published results (unless `again`) and from the folder
-    `results`. If both hold a training, the folder's counts unless only the other is finished; all scores are kept."""
+    """Return {training's hash: content of its result.json} from published results (unless `again`) and the folder
+    `results`. If both hold a training, the folder's record counts unless only the other is finished; all scores are
+    kept."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
@@ -40,7 +41,7 @@ def finished(results: Path, again: bool = False) -> dict[str, dict]:
 
 
 def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
-    """Return whether a run is trained and fully scored. `made` is {training's hash: content of its result.json}."""
+    """Return whether a run is trained and has its planned scores. `made` is {training's hash: its result.json}."""
     record = made.get(run.training.key, {"trained": False})
     reached = max((point["step"] for point in record.get("points", ())), default=0)
     due = [score for score in run.scores if run.training.is_scored_at(score.step, reached)]
@@ -48,8 +49,7 @@ def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
-    """Return a text with the arms and seeds whose runs are not complete, or "". `made`: {training's hash: its
-    result.json}."""
+    """Return, as text, the arms and seeds whose runs are incomplete. `made` is {training's hash: its result.json}."""
     left = defaultdict(list)
     for run in runs:
         if not is_made(run, made):
@@ -59,8 +59,8 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
     """Return {arm: its trained runs, with the scores they have; if none is trained, the run that got furthest}. `made`
-    is {training's hash: content of its result.json}. If an earlier arm has the same training, a run is left out until
-    all its scores are there."""
+    is {training's hash: its result.json}. A run whose training an earlier arm has, too, is left out until it is fully
+    scored."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():

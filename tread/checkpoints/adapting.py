@@ -103,8 +103,8 @@ def old_side(stored: StoredWeights) -> int:
 
 
 def position_scale(init_from: str, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled: that of the weights `init_from`, times their rows of
-    tokens, over the new rows, `side`. If the folder `run` holds a run already, return its recorded scale instead."""
+    """Return model.position_scale for init_positions=scaled: that of the weights `init_from`, times their number of
+    token rows / `side`, the new number. If the folder `run` holds a run already, return its recorded scale instead."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
     stored = read_weights(local(init_from))

@@ -64,7 +64,6 @@ class TreadPipeline(DiffusionPipeline):
         return LatentSpec.from_json(self.config.latents)
 
     def get_label_ids(self, label: str | Sequence[str]) -> list[int]:
-        """Return the numbers of classes, given their names."""
         names = [label] if isinstance(label, str) else label
         return [class_number(name, self.latents.classes) for name in names]
 
@@ -93,7 +92,7 @@ class TreadPipeline(DiffusionPipeline):
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple:
-        """Draw a picture per class label or prompt (of a single one, per seed); return them as `images` or (images,).
+        """Draw a picture per class label or prompt (per seed, if there is a single one), and return them as `images`.
 
         class_labels          names or numbers of classes; None in a list draws without a class.
         prompt                texts, for a network trained on captions.

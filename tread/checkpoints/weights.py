@@ -109,7 +109,7 @@ def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 def usual_heads(hidden_size: int) -> int | None:
-    """Return the usual number of heads of a DiT: the published one, else hidden_size / 64 if whole, else None."""
+    """Return the usual number of heads for a DiT of this width: the published one, else hidden_size / 64 or None."""
     return USUAL_HEADS.get(hidden_size, hidden_size // 64 if hidden_size % 64 == 0 else None)
 
 
@@ -140,8 +140,8 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return {"model.<name>": default} for the architecture settings["model.architecture"]: those of its options with a
-    default, and its constants, that change what given weights compute."""
+    """Return {"model.<name>": default} for those options and constants of settings["model.architecture"] that have a
+    default and that change what given weights compute."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
@@ -286,8 +286,7 @@ def load_weights(
 ) -> StoredWeights:
     """Load the "ema" or "model" `weights` in `path`, a file, folder or hf:user/name[@revision], into `network`, after
     `adapt` has changed them; return them. `model` and `text`, the network's settings, are compared with recorded ones
-    if given. Raises OSError if weights can't be found, ValueError if names, shapes or recorded settings do not
-    match."""
+    if given. Raises OSError if weights can't be found, ValueError if names, shapes or recorded settings differ."""
     stored = adapt(read_weights(local(path), weights))
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored

@@ -48,8 +48,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def open(self, index: dict, full: bool) -> object:
-        """Check this section's files, as listed in `index`, a parsed index.json, and return an open reader; `full`
-        compares hashes too. Raises ValueError or OSError if they are damaged."""
+        """Open this section's files, as listed in `index`, a parsed index.json, and return an object that reads them;
+        `full` checks hashes, too. Raises ValueError or OSError if files are damaged."""
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
@@ -127,7 +127,7 @@ class SectionWriter(ShardStore, ABC):
             self.write(number, parts(shard))
 
     def publish(self) -> None:
-        """Move all shards beside the latents and list them in index.json. Raises OSError if some are missing."""
+        """Move all shards beside the latents and list them in index.json. Raises OSError if shards are missing."""
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path, index = self.folder / "index.json", read_index(self.folder)

@@ -149,7 +149,6 @@ class DatasetWriter(ShardStore):
         self.discard()
 
     def discard(self) -> None:
-        """Remove the unfinished work, and release its lock."""
         self.remove()
         self._lock.release()
 

@@ -119,8 +119,8 @@ class Sampler:
 
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
-    """Raise ValueError if guidance asks for what a network can't do: to skip tokens without having routes, or to skip
-    none or all but one of them; or to leave out SPRINT's sparse part without being a SPRINT."""
+    """Raise ValueError if guidance does not suit a network: if it skips tokens without routes, skips no token or all
+    but one, or leaves out SPRINT's sparse part of a network without one."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
         lacks = f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part, but this network has none"
@@ -136,7 +136,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """Return a sample's FLOPs over those without guidance and skipped tokens. `weak` is guidance's second network."""
+    """Return a sample's FLOPs / those without guidance and skipped tokens. `weak` is guidance's second network."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 

@@ -125,8 +125,8 @@ class Aligned(nn.Module):
         path_drop: Tensor | None = None, class_token: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the network's output for x (B, C, S, S), its time input t (B,) and conditions y; path_drop and
-        class_token are passed on if given. Then record.outputs[i] is (projected tokens (B, K, z), ids_keep (B, K) or
-        None) for each aligned block i."""
+        class_token are passed on. For aligned blocks i, record.outputs[i] is then (projected tokens (B, K, z), ids_keep
+        (B, K) or None)."""
         record = record or Record()
         record.blocks = self.blocks
         some = {"path_drop": path_drop, "class_token": class_token}  # not every network takes them

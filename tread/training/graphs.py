@@ -37,7 +37,7 @@ class StepKind:
 
 
 class Graphs:
-    """Takes a run's training steps, with CUDA graphs once they are recorded.
+    """Does a run's training steps, with CUDA graphs once they are recorded.
 
     stream  the stream for recording graphs and for the first steps of each kind; None on a CPU.
     record  function (step) → replay: records the function `step`, which does a training step, as a graph without
@@ -88,8 +88,8 @@ class Graphs:
         """Record a graph of a step, and return a function that replays it on the inputs in `kind.buffers`, which is set
         here. `leaves` and `layout` are a step's inputs, flattened by tree_flatten. The run's weights do not change.
 
-        If recording fails, all processes raise its error; if losses or gradient norms differ from those without graph,
-        AssertionError. If a step fails, its process alone raises the error, as Failure if the run has several ones.
+        All processes raise an error if recording fails, and AssertionError if losses or gradient norms differ from
+        those without graph. An error in a step is raised in its process alone, as Failure if the run has several.
         """
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))

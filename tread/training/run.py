@@ -51,8 +51,7 @@ class StepStatistics:
         self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
-        """Add a step's mean loss, gradient norm, alignment loss if any, and `skip` (1: its update was skipped), all
-        0-d."""
+        """Add a step's mean loss, gradient norm, alignment loss if any, and `skip` (1: no update, else 0), all 0-d."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
         in_a_row, longest, ago, aligned = self.sums[4:].unbind()
@@ -208,7 +207,7 @@ def statistics_of(info: dict, process: int, processes: int) -> dict[str, float |
 
 
 def leave(run: Run, finished: bool) -> None:
-    """Write and print that the run is finished or interrupted, and unlock its folder."""
+    """Write to status.json that the run is finished or interrupted, print interruptions, and unlock its folder."""
     if run.main:
         state, reason = "finished", None
         if not finished:
