@@ -48,7 +48,7 @@ class Mlp(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """DiT's transformer block with adaLN-Zero. `conditioning` is the width of the conditioning vector; None: D."""
+    """DiT's transformer block with adaLN-Zero. `conditioning` is the conditioning vector's width; None: hidden size."""
 
     returns_values = False  # see value_residual.py
 

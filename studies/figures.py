@@ -34,8 +34,7 @@ class Figure(NamedTuple):
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm of the study: one value of a metric per run}. The values are read at the last number of images for
-    which all runs of the arm have the metric."""
+    """Return {arm: a metric of each run}, at the last number of images for which all of the arm's runs have it."""
     return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
 
 
@@ -318,9 +317,8 @@ def balance_panels(study: Study, results: Results) -> list[Panel]:
 
 
 def precision_columns(study: Study, results: Results) -> Columns:
-    """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision. To
-    get the latter, the first arm is scored at several cfg scales, and its values are interpolated. A cell is empty if
-    the arm's precision is outside their range."""
+    """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision,
+    which is interpolated between the first arm's scores at several cfg scales. Outside their range a cell is empty."""
     first, columns = next(iter(study.arms)), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
     for metric in ("fid", "kid", "recall"):

@@ -120,8 +120,7 @@ def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names) for each pair of runs with equal seeds (same data order and noise), leaving out the
-    pairs where the result is None."""
+    """Return by(run, other, *names) for pairs of runs with equal seeds, leaving out the pairs where it is None."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]

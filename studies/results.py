@@ -26,8 +26,8 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
-    """Return {training's hash: content of its result.json} from published results (unless `again`) and the folder
-    `results`. If both hold a training, the folder's record counts unless only the other is finished; all scores are
+    """Return {training's hash: content of its result.json}, from published results (unless `again`) and folder
+    `results`. The folder's record counts, unless only the published training is finished; the scores of both are
     kept."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
@@ -59,8 +59,8 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
     """Return {arm: its trained runs, with the scores they have; if none is trained, the run that got furthest}. `made`
-    is {training's hash: its result.json}. A run whose training an earlier arm has, too, is left out until it is fully
-    scored."""
+    is {training's hash: its result.json}. A run with an earlier arm's training is left out until it has all its
+    scores."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():

@@ -78,8 +78,8 @@ class Encoder:
     @torch.no_grad()
     def encode_both(self, pictures: Tensor, whole: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return features (B, T, z) fp32 of pictures (B, 3, H, W) uint8, and one feature (B, P) fp32 of each whole
-        picture (None if whole=False): DINOv2's class token, Inception's pooled features or, for other encoders, the
-        tokens' mean."""
+        picture: DINOv2's class token, Inception's pooled features or, for others, the mean token. whole=False: None
+        instead."""
         check_pictures(pictures)
         with computing(self.device, self.precision):
             made = self.run(pictures.to(self.device))

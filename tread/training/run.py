@@ -64,8 +64,8 @@ class StepStatistics:
         self.recent.copy_(torch.cat([self.recent[1:], skip[None]]))
 
     def read(self) -> dict[str, float | str]:
-        """Return {name: sum} for NAMES, and "recent": a text with "1" for each bad and "0" for each good one of the
-        last steps. Waits for the device."""
+        """Return {name: sum} for NAMES and, under "recent", a text with a "1" for each bad and a "0" for each good one
+        of the last 100 steps. Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
