@@ -13,9 +13,9 @@ guides the velocity). With ω = 1 only the strong branch runs.
     path_drop        class                no class, without g    SPRINT, arXiv 2510.21986; g is its sparse part
     path_drop_class  class                class, without g       SPRINT
 
-A ratio is the fraction of tokens that skip the blocks of each route that the network was trained with. The weak branch
-of sparse and sparse_cfg may be another network. For a network that takes texts, "class" means the caption, "no class"
-the empty caption.
+A ratio is the fraction of tokens that skip some blocks: the blocks that could be skipped in training. The weak
+branch of sparse and sparse_cfg may be another network. For a network that takes texts, "class" means the caption, "no
+class" the empty caption.
 """
 
 import itertools

@@ -38,7 +38,7 @@ USABLE = 0.94  # share of a device's memory for tensors; CUDA and fragmentation 
 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
-    """Return the FLOPs of the training steps numbered `steps`, on whole batches under each step's own routes."""
+    """Return the FLOPs of the training steps numbered `steps`, on whole batches, with each step's token routes."""
     kinds, changes = Counter(), {steps.start, cfg.train.routes_until, cfg.alignment.until}
     firsts = [*steps] if cfg.train.ratio_schedule else sorted(step for step in changes if step in steps)
     for first, end in zip(firsts, [*firsts[1:], steps.stop]):
@@ -103,7 +103,7 @@ def step_seconds(
     aligner: Aligner | None = None, constants: Constants = PREDICTED,
 ) -> float:  # fmt: skip
     """Predict the seconds of a compiled bf16 training step of `images` samples on a GPU. `constants` holds the shares
-    of its peak speeds that a step reaches."""
+    of the GPU's peak speeds that a step reaches, and the time to launch a block."""
     blocks = blocks_run(network, routes)
     head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
@@ -135,9 +135,9 @@ def memory(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool,
     aligner: Aligner | None = None,
 ) -> StepMemory:  # fmt: skip
-    """Return the bytes of a step in micro-batches of `images` samples on one device: traced if not `compiled`, else by
-    tables of bytes per token and channel. Activations are saved as train.memory says; "auto" counts as "plain" (all are
-    kept), and so does "budget" (cheap ones are recomputed) if not `compiled`."""
+    """Return the bytes of a step in micro-batches of `images` samples on one device: traced if not `compiled`, else
+    computed from tables of bytes per token and channel. train.memory says which activations are kept: all ("plain" or
+    "auto"), those costly to recompute ("budget"; if not `compiled`, all), or blocks' inputs ("checkpointing")."""
     if aligner is not None:
         step = memory(cfg, network, routes, images, precision, compiled)
         weights = 4 * count_parameters(aligner.module.projector)
@@ -230,8 +230,8 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
-    """Return an Aligner to count costs with, whose projector is on the meta device; None for a run without alignment.
-    Loads the encoder only if its width, or with alignment.source=live its FLOPs, can't be known otherwise."""
+    """Return an Aligner, by which costs are counted, with its projector on the meta device; None without an alignment
+    loss. Loads the encoder only if its width, or with alignment.source=live its FLOPs, can't be known otherwise."""
     alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
     if alignment.kind == "none":
         return None
