@@ -79,7 +79,7 @@ class Job:
         return word if filled == value else f"{key}='{quoted}'"
 
     def record(self, score: Score) -> dict | None:
-        """Return a scoring script's JSON without the keys LEFT_OUT, and its overrides as "words"; None before it ran."""
+        """Return a score's JSON without the keys LEFT_OUT, and its overrides as "words"; None if there is none yet."""
         path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
         if not path.exists():
             return None

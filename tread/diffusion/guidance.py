@@ -114,7 +114,7 @@ class Guidance:
     checkpoint    path of the weak branch's network; None: the strong branch's network.
     weights       weights to load from that checkpoint, "ema" or "model".
     same_ids      True: both branches choose their tokens by the same random numbers.
-    force         True: allow likely mistakes, such as a network trained without routes, or strong above weak.
+    force         True: allow likely mistakes, such as a network trained without token routes, or strong above weak.
     """
 
     kind: str = "none"

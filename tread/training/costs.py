@@ -1,7 +1,7 @@
-"""Costs of training: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
+"""Costs of training: FLOPs, which depend on each step's token routes; bytes and seconds of a step on a device.
 
 A step's predicted time is the sum of the times of matrix products, attention, the blocks' other reads and writes, the
-embedding and the last layer, the optimizer and the averages. It is at least the time that the host needs to launch the
+embedding and the last layer, the optimizer and the EMA. It is at least the time that the host needs to launch the
 step. The constants are estimates for compiled networks in bf16; benchmarks/gpu_check.py measures the real values.
 
 A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storage sizes but no
@@ -72,7 +72,7 @@ class StepMemory(NamedTuple):
 def blank_loss(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: torch.device, precision: str
 ) -> Tensor:
-    """Return the mean loss (0-d) of a forward pass under `routes` on `images` all-zero latents, to measure its cost."""
+    """Return the mean loss (0-d) of a forward pass on `images` all-zero latents with token `routes`, to measure it."""
     x = torch.zeros(images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=device)
     level = torch.full((images,), 0.5, device=device)
     chosen = [pair(route, torch.zeros(images, network.num_tokens, device=device), network.grid) for route in routes]
@@ -82,7 +82,7 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Return the memory of an uncompiled step of `images` samples under `routes`, traced on fake tensors."""
+    """Return the memory of an uncompiled step of `images` samples with token `routes`, traced on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
@@ -177,7 +177,7 @@ def plan_memory(
 ) -> MemoryPlan:  # fmt: skip
     """Choose how steps on micro-batches of `images` samples save memory, by train.memory. "auto" takes the first of
     "plain", "budget" (if `compiled`) and "checkpointing" with which all steps fit into the share USABLE of `room`
-    bytes. `kinds` lists the steps: (routes, whether alignment is on). A choice that does not fit has a warning."""
+    bytes. `kinds` lists (token routes, whether the steps align). A choice that does not fit has a warning."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [((), False)], {}, images
 
@@ -201,7 +201,7 @@ def plan_memory(
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
-    """Return the different pairs (routes, whether the alignment loss is on) of the training steps `steps`. Of the
+    """Return the different pairs (token routes, whether the alignment loss is on) of the training steps `steps`. Of the
     ratios that train.ratio_schedule goes through, only a few are included, such as the first and the last."""
     schedule, ends = cfg.train.ratio_schedule, (cfg.train.routes_until, cfg.alignment.until)
     places = (steps.start, *ends, *((schedule.first, schedule.last) if schedule else ()))

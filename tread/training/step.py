@@ -56,7 +56,7 @@ def loss(
 
 
 class Inputs(NamedTuple):
-    """All values that differ between training steps with equal routes and tensor shapes, on the device."""
+    """All values that differ between training steps with equal token routes and shapes, on the device."""
 
     draws: Draws  # for the global batch
     batches: list[Batch]  # this process's micro-batches
