@@ -13,7 +13,7 @@ VERSION = 1
 
 
 def read_index(folder: Path) -> dict:
-    """Return a dataset's parsed index.json. Raises FileNotFoundError without it, ValueError if this code can't read it."""
+    """Return a dataset's parsed index.json. Raises FileNotFoundError without it, ValueError if it can't be read."""
     path = Path(folder) / "index.json"
     if not path.is_file():
         how = "prepare or import one there"
