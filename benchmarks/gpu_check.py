@@ -223,7 +223,7 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
 
 
 def words_of(size: str, *more: str) -> list[str]:
-    """Return train.py's overrides for a routed network of a DiT size such as "XL" (tiny on a CPU), and `more`."""
+    """Return train.py's overrides for a DiT of `size`, such as "XL" (tiny on a CPU), with a token route, and `more`."""
     tiny = ["model.hidden_size=32", "model.num_heads=2", "model.depth=3", "dataset.size=8", "train.batch_size=2"]
     tiny += ["model.routes=[{start: 1, end: 1}]"]
     words = [f"experiment=imagenet256_{size.lower()}2", "model=tread"]
@@ -306,7 +306,7 @@ def kernel_kind(name: str) -> str:
 
 
 def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
-    """Return {kind of kernel, such as "attention" or "copy": seconds of `work` in it}; on a GPU also "idle" ones."""
+    """Return the seconds of `work` by kind of kernel, such as "attention" or "copy"; on a GPU also of "idle" time."""
     cuda = DEVICE.type == "cuda"
     wait_for(DEVICE)
     began = time.perf_counter()
@@ -371,7 +371,7 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
 
 
 def peers(check: Check, options: Options) -> None:
-    """Time train.py's unrouted steps, and plain loops that train its network or diffusers' DiT, eager and compiled."""
+    """Time train.py's steps without token routes, and simple loops that train its network or diffusers' DiT."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
         """Return a function that takes BLOCK training steps (a constant) of network(x, t, y) as public scripts do:

@@ -78,7 +78,6 @@ def ours(folder: Path, placement: str) -> Callable[[], None]:
 
 
 def through(batches: Iterable) -> None:
-    """Read all batches of a loader once, and copy them to the device."""
     for stored, labels in batches:
         torch.as_tensor(stored).to(DEVICE), torch.as_tensor(labels).to(DEVICE)
 

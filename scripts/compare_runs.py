@@ -6,8 +6,8 @@ path.png and path.csv instead. Existing files are replaced. Runs that differ onl
 standard deviation. Without several seeds, differences of a few percent are chance.
 
 edm's evaluation loss, rf's velocity error, and the evaluation loss that older code wrote for rf are three different
-quantities, with a column and a curve each. The training loss is left out, as it can't compare runs with routes to runs
-without. images/s is the median over the run; measure speed by benchmarks/step_time.py, which times runs in turns.
+quantities, with a column and a curve each. The training loss is left out, as it can't compare runs with token routes to
+runs without. images/s is the median over the run; to measure speed, benchmarks/step_time.py times runs in turns.
 """
 
 import os

@@ -95,7 +95,7 @@ def export_for_diffusers(options: Options) -> str:
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
-    """Write a checkpoint with only the weights options.weights, and return it. options.public adds a file with
+    """Write a checkpoint with one kind of weights, options.weights, and return it. options.public adds a file with
     MaskDiT's released parameter names. Raises ValueError or OSError if the checkpoint does not fit the options, or if
     writing fails; then nothing is left of the folder."""
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()

@@ -2,8 +2,8 @@
 
 python studies/finetune_digits.py out=results/finetune-digits
 
-A network is trained on the digits 0 to 6, then on all ten (init_classes) for a tenth of its steps. It is compared with
-networks trained on all ten from the start, for as many steps and for ten times as many. `table.md` in the folder `out`
+A network is trained on the digits 0 to 6, then on all ten for a tenth of the steps (by the setting init_classes). It is
+compared with two networks trained on all ten from the start, for a tenth and for all of the steps. `table.md` in `out`
 states which fraction of 100 samples per class a classifier puts in their class, for old and for new classes.
 """
 

@@ -50,8 +50,8 @@ class Job:
         return state == "finished" or (state == "interrupted" and self.over_time())
 
     def only_scores_lack(self, made: Mapping[str, dict]) -> bool:
-        """Return whether `made` {key of a training: its record} has this training as finished, but the job's folder has
-        not. It must be trained again to be scored."""
+        """Return whether this training is finished according to `made` {key of a training: its record}, but not in the
+        job's folder, so that it must be trained again to be scored."""
         return not self.trained and made.get(self.training.key, {"trained": False})["trained"]
 
     def over_time(self) -> bool:
@@ -79,7 +79,7 @@ class Job:
         return word if filled == value else f"{key}='{quoted}'"
 
     def record(self, score: Score) -> dict | None:
-        """Return a scoring script's JSON less the keys LEFT_OUT, plus its overrides as "words"; None before it ran."""
+        """Return a score's JSON without the keys LEFT_OUT, and its overrides as "words"; None if there is none yet."""
         path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
         if not path.exists():
             return None
@@ -124,9 +124,8 @@ def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
 
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
-    """Return a job per training, with the scores of all runs that share it. `place` is this study's folder,
-    <results>/<study>/<scale>. A training that any study has begun at this scale stays there, a new one goes to
-    `place`."""
+    """Return a job per training, with the scores of all runs that share it. A training that any study has begun at this
+    scale stays in its folder; a new one goes to `place`, this study's folder <results>/<study>/<scale>."""
     by_key, jobs = defaultdict(list), []
     for run in runs:
         by_key[run.training.key].append(run)
@@ -138,9 +137,8 @@ def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None], part: Part = "both") -> list[str]:
-    """Train and score the jobs on the folder `data`, or do only one `part`, "train" or "score": `at_once` jobs at a
-    time, with equal shares of the cores. Call `after` in this thread when a job ends. Return the failed jobs'
-    errors."""
+    """Train and score the jobs on the folder `data`, or do only the `part` "train" or "score". `at_once` jobs at a time
+    share the cores equally. `after` is called in this thread when a job ends. Returns the failed jobs' errors."""
     cores, problems, children = max(1, usable_cores() // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, at_once, cores, children, part) for job in jobs]
@@ -156,8 +154,8 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 
 
 def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children", part: Part = "both") -> str | None:
-    """Run what a job's training and scores still lack (`part` "train" or "score": only these), as `children` of `cores`
-    threads each, and write its result.json. Return a line that describes the error, if there was one."""
+    """Train and score as far as a job still needs it (or do only the `part` "train" or "score"), in `children` of
+    `cores` threads each, and write its result.json. Return a line that describes the error, if there was one."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
     lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock

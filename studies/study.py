@@ -40,7 +40,7 @@ class Arm:
     overrides  overrides for train.py; {data} stands for the data's folder, {75%} for that fraction of the run's steps.
     images     number of images to train on, with repetition.
     flops      number of training FLOPs after which to end, instead of after `images`; None: after `images`.
-    seeds      number of seeds first_seed, first_seed + 1, ….
+    seeds      number of seeds, which are first_seed, first_seed + 1, ….
     evaluate   images between evaluation losses.
     save       images between checkpoints.
     score      images between scores, a multiple of `save`; 0: only the last checkpoint is scored.
@@ -75,11 +75,11 @@ class Study:
     against    {name of an arm: name of the arm that it is compared with}.
     besides    further pairs {name of an arm: name of the arm that it is compared with}.
     figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
-    seen       title of the published figure, which states what it shows.
-    trials     {arm: {an override: name of an arm that only tries it}}. The first arm is trained, with other seeds, with
-               the override whose trial ends best in the first metric.
+    seen       a sentence on what the results at the scale small show, the title of their figure; "": none.
+    trials     {arm: {override: name of an arm that tries it}}. An arm is trained with the override that ended best in
+               the first metric when it was tried, and with other seeds than the tries.
     rule       {"arm": …, "rivals": […], "metrics": […]}, fixed before the runs: the arm must beat the best rival.
-    published  {change: its published gain}. Arms named "dense, Muon" and "+ Muon" make the change "Muon".
+    published  {change: its gain in publications}. Arms named "dense, Muon" and "+ Muon" make the change "Muon".
     ways       names of further ways to score a network; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
     rehearsal  {field of Arm: value} for a quick test of the same commands with a tiny network; {}: none.
     """
@@ -107,13 +107,13 @@ class Study:
 
     @property
     def headline(self) -> str:
-        """The figure's title: at the scale small `seen`, if it is not empty, else `title`."""
+        """The figure's title: `seen` at the scale small, unless it is empty; otherwise `title`."""
         return self.seen if self.seen and self.scale == "small" else self.title
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run of train.py. `overrides` are all but those of folder and seed; `seconds` is its time budget, if any."""
+    """A run of train.py. `overrides` leave out the folder and the seed; `seconds` is its time budget, if any."""
 
     overrides: tuple[str, ...]
     seed: int
@@ -126,8 +126,8 @@ class Training:
         return self.steps * self.batch_size
 
     def is_scored_at(self, step: int, reached: int) -> bool:
-        """Return whether to compute the score planned at `step`. Scores are left out if a time budget ended training
-        earlier, at the step `reached`, but the last score is always computed."""
+        """Return whether to compute the score planned at `step`. If a time budget ended training at the step `reached`,
+        scores planned later are left out, except the last."""
         return self.seconds is None or step == self.steps or step <= reached
 
     @property
@@ -179,14 +179,15 @@ def names() -> list[str]:
 def read_study(name: str, scale: ScaleName) -> Study:
     """Read studies/<name>.yaml for one scale. An arm's values come from these sections, later ones overriding earlier:
 
-    scales.yaml             values of all studies at this scale; with `like: small`, those of small; `alone: true`, none
-    scales.<scale>          the study's values for all arms at this scale
+    scales.yaml             all studies' values at this scale
+    scales.<scale>          the study's values for all arms at this scale; `like: small` makes it start from the scale
+                            small of scales.yaml, `alone: true` from nothing
     arms.<arm>              the study's values for the arm
     scales.<scale>.arms     the arm's values at this scale; its overrides are added, and null leaves the arm out
 
     An arm with `over: <earlier arm>` adds its overrides and scoring to that arm's, and is compared with it. A scale's
-    `instead: {override: override}` replaces overrides of all arms. `ways` and scales.<scale>.ways {name: values} score
-    each network in further ways: each adds an arm for every arm, or for those in its `only`; null leaves a way out.
+    `instead: {override: other override}` replaces it in all arms. `ways` and scales.<scale>.ways {name: values} score
+    networks in further ways: each adds an arm for every arm, or for those in its `only`; null leaves a way out.
     `choose: {key: [values]}`, of the study, a scale or an arm, adds an unscored arm of one seed for each arm and value,
     to choose the best value (Study.trials). Raises ValueError for an unknown name, key or scale.
     """
@@ -239,8 +240,8 @@ def _named(arms: Iterable[str], ways: Iterable[str]) -> set[str]:
 
 
 def rehearsed(study: Study) -> Study:
-    """Return the study with the values of study.rehearsal for all its arms, for a quick test with as many evaluations,
-    checkpoints and scores. Raises ValueError if the study has no rehearsal."""
+    """Return the study for a quick test: with the values of study.rehearsal for all arms, and as many evaluations,
+    checkpoints and scores as before. Raises ValueError if the study has no rehearsal."""
     if not study.rehearsal:
         raise ValueError(f"studies/{study.name}.yaml has no section rehearsal")
     arms = {}
@@ -276,7 +277,7 @@ def _trials(study: Study) -> set[str]:
 
 def _chosen(study: Study, name: str, made: Mapping[str, dict] | None) -> Arm | None:
     """Return the arm `name`. If overrides are tried for it, add the best by the records `made` {key of a training: its
-    record} (None: the first), or return None if one is not trained yet."""
+    record} (None: the first). Return None if one of them has not been tried yet."""
     arm, trials = study.arms[name], study.trials.get(name, {})
     if not trials:
         return arm
@@ -318,7 +319,7 @@ def training_flops(training: Training) -> int:
 
 @cache
 def training_memory(training: Training) -> int:
-    """Return the most bytes that a step needs on a GPU, in bf16 and compiled, by scripts/plan.py's arithmetic."""
+    """Predict the most bytes that a step takes on a GPU, in bf16 and compiled, with its whole batch at once."""
     cfg, network, aligner = _built(training)
     return costs.memory(cfg, network, cfg.model.resolved_routes, cfg.train.batch_size, "bf16", True, aligner).peak
 

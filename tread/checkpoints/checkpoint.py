@@ -238,8 +238,8 @@ def _before(folder: Path) -> Path | None:
 
 
 def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return a run's newest undamaged checkpoint, and messages on what is wrong with newer ones; (None, []) if it has
-    none. Starts at `latest` and goes back to earlier steps, reading all files. Raises ValueError if all checkpoints are
+    """Return a run's newest undamaged checkpoint, and messages on what is wrong with newer ones; (None, []) without
+    any. Starts at `latest` and goes back to earlier steps, reading all files. Raises ValueError if all checkpoints are
     damaged, or if one was written by another version of this code."""
     problems = []
     for folder in reversed(_folders(run)):

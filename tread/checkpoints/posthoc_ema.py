@@ -124,8 +124,7 @@ def profiles(snapshots: Iterable[Snapshot]) -> list[tuple[int, float]]:
 def inner_products(profiles: Profiles) -> np.ndarray:
     """Return ∫ p_i(τ) p_j(τ) dτ of power-function profiles (step, sigma_rel): (len(profiles), len(profiles)) fp64. A
     profile is p(τ) = (γ+1) τ^γ / t^(γ+1) on [0, t], where t is its step and γ the exponent of its sigma_rel. For two
-    profiles (s, β) and (t, γ) with s ≤ t the integral over [0, s] is (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t; the power is
-    computed by logarithms."""
+    profiles (s, β) and (t, γ) with s ≤ t the integral over [0, s] is (β+1)(γ+1)/(β+γ+1) · (s/t)^γ / t."""
     t, gamma = np.array([(step, exponent(sigma_rel)) for step, sigma_rel in profiles]).T
     s, beta = t[:, None], gamma[:, None]
     later = np.maximum(s, t)
@@ -134,8 +133,9 @@ def inner_products(profiles: Profiles) -> np.ndarray:
 
 
 def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays for n stored profiles: their inner products with one another (n, n) and with the target (n,),
-    all profiles scaled to L2 norm 1; and the target's norm before scaling, divided by that of each stored one (n,)."""
+    """Return three arrays for fitting n stored profiles to the target profile (step, sigma_rel), all scaled to L2 norm
+    1: inner products of the stored ones with one another (n, n) and with the target (n,), and, from before scaling,
+    the target's norm over each stored profile's (n,)."""
     products = inner_products([*stored, (step, sigma_rel)])
     lengths = np.sqrt(products.diagonal())
     scaled = products / lengths / lengths[:, None]
@@ -143,10 +143,10 @@ def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np
 
 
 def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
-    """Return factors (len(stored),) with which the stored averages nearly sum to the one of width sigma_rel at `step`.
-    The fit is in L2 over training time (EDM2, Appendix C), by the normal equations in fp64. The factors sum to 1, so
-    that parameters that do not move in training are reproduced exactly; the paper leaves the sum free, which shrinks or
-    grows all parameters if snapshots are few. Raises ValueError for widths outside (0, 0.288)."""
+    """Return a factor for each stored average, (len(stored),). The sum of the averages times their factors approximates
+    the average of width sigma_rel at `step`, in L2 over training time (EDM2, Appendix C), by normal equations in fp64.
+    The factors sum to 1, so that parameters that do not move in training are reproduced exactly; the paper leaves the
+    sum free, which scales all parameters if snapshots are few. Raises ValueError for widths outside (0, 0.288)."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     solved = np.linalg.lstsq(products, np.stack([goal, scale], axis=1), rcond=None)[0]
     free, along = (solved * scale[:, None]).T
@@ -155,8 +155,8 @@ def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
 
 def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
     """Return how far the stored profiles pᵢ are from fitting the profile p of width sigma_rel at step `step`: the
-    relative error ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, for the best factors xᵢ (see `coefficients`). 0 is an exact
-    fit; accurate to 1e-7."""
+    relative error ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, with the factors xᵢ that `coefficients` returns. It is 0 for
+    an exact fit, and accurate to 1e-7."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     x = coefficients(stored, step, sigma_rel) / scale
     return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))

@@ -41,15 +41,15 @@ def value_at(config: dict, key: str) -> object:
 
 
 class RunLog:
-    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Create it before
-    run_folder.claim reads the folder: `start` then notices if another process has used the folder since."""
+    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Create it before anything in
+    the folder is read: `start` then notices if another process has used the folder since."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None
         self._seen = self._state()
 
     def _state(self) -> tuple[int, Path | None]:
-        """Return the number of starts and the newest checkpoint's path, if any; a training process changes them."""
+        """Return the number of starts and the newest checkpoint's path, if any: both change when a process trains."""
         checkpoint = newest(self.folder)
         return len(self.starts()), checkpoint and checkpoint.resolve()
 

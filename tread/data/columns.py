@@ -9,7 +9,7 @@ Pictures and features have a file for each shard of the latents, with the same n
 index.json names them: `pictures` is (3, H, W), with a file and a hash in each shard's entry; `features` is a section,
 see FeatureSpec. They are many times larger than the latents, and stay on disk even if the latents are kept in memory.
 
-Text has files of its own, here of the encoder "words", cut independently of the shards, in the order of the samples:
+Text has files of its own, in the order of the samples, but not split as the shards are. For the encoder "words":
 
     text-words-00000.npy            (n, T, C) float16, or (n, T) int32 word numbers
     text-words-00000.lengths.npy    (n,) int32: tokens of each caption; the rest of the T are padding
@@ -176,7 +176,6 @@ class TextSpec:
 
     @property
     def dtype(self) -> str:
-        """NumPy's name of the stored tokens' dtype."""
         return "int32" if self.width is None else "float16"
 
     @property

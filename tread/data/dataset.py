@@ -1,13 +1,13 @@
 """Reads datasets of latents: folders that are checked when they are opened, and then read as fast as memory allows.
 
     index.json               what the numbers mean, and the files with their hashes
-    shard-00000.npy          (n, views, channels, S, S) float16, float32 or, of pixels, uint8, read by memory map
+    shard-00000.npy          (n, views, channels, S, S) float16 or float32, uint8 for pixels; S is the latents' side
     shard-00000.labels.npy   (n,) int64
 
-In index.json, `content` is "latents", or "moments": a posterior's mean and spread stacked along the channels (2C),
-where `spread` is "logvar" or "std". The network sees (z − shift)·scale; `scale_applied` says whether the stored numbers
-are on that scale already. A second view, if stored, is the horizontally flipped picture. writer.py writes the format.
-Pictures and features beside the shards, which columns.py reads, are opened on request.
+In index.json, `content` is "latents" or "moments". Moments are a posterior's mean and its spread, stacked along the
+channels (2C); `spread` says whether that is "logvar" or "std". The network sees (z − shift)·scale; `scale_applied` says
+whether the stored numbers are on that scale already. A second view, if stored, is the horizontally flipped picture.
+writer.py writes the format. Pictures and features beside the shards, which columns.py reads, are opened on request.
 """
 
 import functools
@@ -31,10 +31,11 @@ from tread.runtime.schema import check
 
 
 class Batch(NamedTuple):
-    """B samples as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
+    """B samples: latents as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
 
-    The rest is None unless the dataset was opened with it: features (B, T, z) float16 and pictures (B, 3, H, W) uint8
-    of the same views, the text of one caption per sample, and class tokens (B, z) float16, features of whole pictures.
+    Other fields are None unless the dataset was opened with them: features (B, tokens, channels) float16 and pictures
+    (B, 3, H, W) uint8, mirrored if the latents are; a caption per sample, encoded; and class tokens, (B, channels)
+    float16, each a feature of a whole picture.
     """
 
     stored: Tensor
@@ -76,8 +77,8 @@ class LatentDataset:
     pictures   read pictures too: stored ones, or the latents if they are pixels; `picture_size` is their side.
     text       the name of a text encoder whose encoded captions are read too; `text_spec` describes them.
     flip       `batch` mirrors each sample with probability ½; for datasets of pixels with a single stored view only.
-    class_token  number of channels of the stored features that describe each picture as a whole (one vector a picture),
-                 which are read too; None: they are not. The dataset must have such features, of this number.
+    class_token  also read the stored features of whole pictures, a vector per picture, which must have this number of
+                 channels; None: do not.
     """
 
     folder: Path
@@ -165,15 +166,15 @@ class LatentDataset:
         return self._latents.locate(index)
 
     def normalize(self, std: float) -> None:
-        """Scale each channel of the latents to mean 0 and standard deviation `std`, by index.json's `normalize_by` (of
-        imported latents) or measured statistics. Raises ValueError without these, or for a constant channel."""
+        """Scale each channel of the latents to mean 0 and standard deviation `std`. Uses index.json's `normalize_by` if
+        it has that, else its measured statistics. Raises ValueError if it has neither, or for a constant channel."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(f"{self.folder} can't be normalised: it has no channel_mean and channel_std above 0")
         mean, measured = self.normal
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of whole batches in an epoch. Samples left over are skipped; they differ between epochs.
+        """Return the number of whole batches in an epoch. The samples left over, others in each epoch, are skipped.
         Raises ValueError if the dataset is smaller than a batch."""
         if len(self) < batch_size:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
@@ -217,9 +218,10 @@ class LatentDataset:
 
         views     the view of each sample, or one for all: 0 plain, 1 mirrored.
         pin       use page-locked memory.
-        captions  a caption number per sample, counted through all samples; None: each sample's first caption.
+        captions  the caption to read for each sample, by its number in the dataset; None: each sample's first.
 
-        Tensors are in CPU memory; placement "device" puts latents, text, and pictures made from latents on the device.
+        Tensors are in CPU memory. With placement "device", latents and text are on the device, and so are pictures if
+        they are the latents themselves (pixels).
         """
         indices, views = np.asarray(indices), np.asarray(views)
         if len(indices) and not (0 <= indices.min() <= indices.max() < len(self) and 0 <= views.min()):
@@ -238,7 +240,7 @@ class LatentDataset:
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text, tokens)
 
     def text_of(self, captions: np.ndarray) -> Text:
-        """Return the encoded captions with these numbers, counted through all samples of a dataset opened with text."""
+        """Return encoded captions by their numbers, which count from 0 through a dataset that is opened with text."""
         return self._text.read(captions)
 
     def null_text(self) -> Text:

@@ -13,7 +13,7 @@ VERSION = 1
 
 
 def read_index(folder: Path) -> dict:
-    """Return a dataset's parsed index.json. Raises FileNotFoundError, or ValueError if it can't be read."""
+    """Return a dataset's parsed index.json. Raises FileNotFoundError without it, ValueError if it can't be read."""
     path = Path(folder) / "index.json"
     if not path.is_file():
         how = "prepare or import one there"
@@ -46,7 +46,7 @@ def prepared_heldout(folder: Path) -> Path | None:
 
 
 def named_file(folder: Path, name: object) -> Path:
-    """Return the path of a file named by index.json. Raises FileNotFoundError; ValueError for a name with a folder."""
+    """Return `folder`/`name`. Raises FileNotFoundError if there is none, ValueError if `name` has a folder in it."""
     file = folder / plain_name(name, folder / "index.json")
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")

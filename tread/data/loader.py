@@ -23,7 +23,7 @@ class Loader:
 
     seed           decides the order of the data.
     micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
-    beyond         samples to read past the end of each micro-batch; past the global batch's end come its first ones.
+    beyond         number of samples to read past the end of each micro-batch, starting over at the global batch's end.
     steps          the number of training steps, beyond which nothing is read ahead; None: no limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
     bare_from      the step from which on neither features nor pictures are read; None: they always are.
@@ -92,6 +92,5 @@ class Loader:
             return moved, self._stream and self._stream.record_event()
 
     def close(self) -> None:
-        """Stop reading ahead."""
         self._pool.shutdown(cancel_futures=True)
         self._coming.clear()

@@ -13,9 +13,9 @@ guides the velocity). With ω = 1 only the strong branch runs.
     path_drop        class                no class, without g    SPRINT, arXiv 2510.21986; g is its sparse part
     path_drop_class  class                class, without g       SPRINT
 
-A ratio is the fraction of tokens that skip the blocks of each route that the network was trained with. The weak branch
-of sparse and sparse_cfg may be another network. For a network that takes texts, "class" means the caption, "no class"
-the empty caption.
+A ratio is the fraction of tokens that skip some blocks: the blocks that could be skipped in training. The weak
+branch of sparse and sparse_cfg may be another network. For a network that takes texts, "class" means the caption, "no
+class" the empty caption.
 """
 
 import itertools
@@ -114,7 +114,7 @@ class Guidance:
     checkpoint    path of the weak branch's network; None: the strong branch's network.
     weights       weights to load from that checkpoint, "ema" or "model".
     same_ids      True: both branches choose their tokens by the same random numbers.
-    force         True: allow likely mistakes, such as a network trained without routes, or strong above weak.
+    force         True: allow likely mistakes, such as a network trained without token routes, or strong above weak.
     """
 
     kind: str = "none"

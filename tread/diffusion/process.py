@@ -27,8 +27,8 @@ class Process(Protocol):
     variance_exploding             True if x_l = x + l·noise, so that a sampler may add noise between steps.
     data_std                       standard deviation to which dataset.normalize scales latents.
     conventions                    names of the settings that decide what a trained network's input and output mean.
-    beyond                         extra samples that the loss needs after a micro-batch: 0, or 1 for rf.contrastive.
-    evaluation                     key in metrics.jsonl of the mean evaluation_loss; only equal keys are comparable.
+    beyond                         further samples that a micro-batch's loss needs: 1 with rf.contrastive, else 0.
+    evaluation                     name of the evaluation loss in metrics.jsonl; compare only runs that share it.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text.
     """
@@ -92,7 +92,7 @@ class Process(Protocol):
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each clean sample's loss (B,) fp32, with standard normal noise, to compare runs on held-out data."""
+        """Return each sample's loss (B,) fp32 for clean held-out data x and standard normal noise, to compare runs."""
         return self.loss(network, x, y, level, noise, routes)
 
     def schedule(self, num_steps: int) -> Tensor:

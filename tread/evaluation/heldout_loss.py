@@ -21,8 +21,8 @@ from tread.runtime.randomness import seeded_normal
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
     """Return sample and noise-level indices, (n,) int64 each, of the evaluation points `numbers` (n,) in 0..points−1.
 
-    If points ≤ samples, point k has a sample at even spacing, so that each class has its share, and level
-    k % noise_levels. Otherwise it has sample s = k % samples and level (s + k // samples) % noise_levels.
+    If points ≤ samples, the samples are evenly spaced in the dataset, so that each class has its share, and point k
+    has level k % noise_levels. Otherwise it has sample s = k % samples and level (s + k // samples) % noise_levels.
     """
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels

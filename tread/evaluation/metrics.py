@@ -115,7 +115,7 @@ def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = nobody) ->
     samples' manifold. A manifold is the union of closed balls around a set's points; a ball reaches from its point to
     the k-th nearest other point, k = NEIGHBOURS. Distances are fp32; ADM's evaluator uses fp16 where that is finite.
 
-    Both sets must be on one device and have more than k points. BLOCK_NUMBERS distances are in memory at a time. `seen`
+    Both sets must be on one device and have more than k points. BLOCK_NUMBERS distances are computed at a time. `seen`
     is called with the number of rows just done; these numbers add up to 2·(n + m).
     """
     centre = reference.mean(dim=0)  # centred, as |a|² − 2ab + |b|² loses digits far from 0

@@ -97,7 +97,6 @@ def computing(device: torch.device, precision: str) -> AbstractContextManager:
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Imports plugins: user modules named by the setting `plugins` that register rules, architectures, … when imported.
+"""Imports plugins: user modules, named by the setting `plugins`, that add architectures, optimizers, metrics and so on.
 
 schema.read imports a config's plugins before it reads any other key. Runs and checkpoints record their config, so
 resuming, sampling and scoring import the same plugins as training.
@@ -50,9 +50,9 @@ def plugin_changes(info: Mapping) -> list[str]:
 
 
 def check_plugin(name: str, folder: Path) -> str:
-    """Return `name`, the plugin that the checkpoint in `folder` needs, if it is a module's name, an existing .py file,
-    or a file of the same name as one already imported. Otherwise raises ValueError: a copy elsewhere, such as one that
-    came with the checkpoint, is imported only if the setting `plugins` names it."""
+    """Return `name`, a plugin that the checkpoint in `folder` needs. Raises ValueError for a .py file that does not
+    exist, unless a file of the same name is already imported. A copy elsewhere, such as in `folder`, is imported only
+    if the setting `plugins` names it."""
     file = Path(name).name
     if not name.endswith(".py") or file in _imported or Path(name).is_file():
         return name

@@ -36,8 +36,8 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 
 class Chosen(NamedTuple):
-    """Marks a section of the settings whose dataclass depends on its key `key`: the value there names an entry of
-    `table`. Keys that only other entries have are dropped if they have their default values, and otherwise refused."""
+    """Marks a section of the settings whose dataclass is chosen by its key `key`: the value there names an entry of
+    `table`. Keys that this entry lacks and others have must have their default values, and are dropped."""
 
     key: str
     table: Mapping[str, type]
@@ -99,7 +99,7 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """Return the error for an unknown key; it names our key for another codebase's `key`, else the most similar key."""
+    """Return the error for an unknown key; it suggests our name of another codebase's key, or the most similar key."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
@@ -117,8 +117,8 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
 
 
 def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first word that is not a Hydra override (key=value), whose key is not in `known`, or
-    whose value {a:…,a:…} names a key twice, of which Hydra would take the last."""
+    """Raise ValueError for the first override that is not written key=value, has a key that is not in `known`, or
+    has a value that names a key twice, like {a:1,a:2}. Options, which begin with a dash, and their values pass."""
     overrides = list(overrides)
     for before, override in zip(["", *overrides], overrides):
         if not re.search("^[-~]|=", override) and not before.startswith("-"):  # after an option: its value
@@ -171,7 +171,7 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return the settings `tree` with ints for floats such as 1e3 that became ints in `built`, read from `tree`."""
+    """Return a copy of `tree` in which a float such as 1e3 is an int where `built`, read from `tree`, has an int."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree

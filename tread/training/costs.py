@@ -1,7 +1,7 @@
-"""Costs of training: FLOPs, which depend on the routes of each step; bytes and seconds of a step on a device.
+"""Costs of training: FLOPs, which depend on each step's token routes; bytes and seconds of a step on a device.
 
 A step's predicted time is the sum of the times of matrix products, attention, the blocks' other reads and writes, the
-embedding and the last layer, the optimizer and the averages. It is at least the time that the host needs to launch the
+embedding and the last layer, the optimizer and the EMA. It is at least the time that the host needs to launch the
 step. The constants are estimates for compiled networks in bf16; benchmarks/gpu_check.py measures the real values.
 
 A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storage sizes but no
@@ -38,7 +38,7 @@ USABLE = 0.94  # share of a device's memory for tensors; CUDA and fragmentation 
 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
-    """Return the FLOPs of the training steps numbered `steps`, on whole batches under each step's own routes."""
+    """Return the FLOPs of the training steps numbered `steps`, on whole batches, with each step's token routes."""
     kinds, changes = Counter(), {steps.start, cfg.train.routes_until, cfg.alignment.until}
     firsts = [*steps] if cfg.train.ratio_schedule else sorted(step for step in changes if step in steps)
     for first, end in zip(firsts, [*firsts[1:], steps.stop]):
@@ -72,7 +72,7 @@ class StepMemory(NamedTuple):
 def blank_loss(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: torch.device, precision: str
 ) -> Tensor:
-    """Return the mean loss (0-d) of a forward pass under `routes` on `images` all-zero latents, to measure its cost."""
+    """Return the mean loss (0-d) of a forward pass on `images` all-zero latents with token `routes`, to measure it."""
     x = torch.zeros(images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=device)
     level = torch.full((images,), 0.5, device=device)
     chosen = [pair(route, torch.zeros(images, network.num_tokens, device=device), network.grid) for route in routes]
@@ -82,7 +82,7 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Return the memory of an uncompiled step of `images` samples under `routes`, traced on fake tensors."""
+    """Return the memory of an uncompiled step of `images` samples with token `routes`, traced on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
@@ -103,7 +103,7 @@ def step_seconds(
     aligner: Aligner | None = None, constants: Constants = PREDICTED,
 ) -> float:  # fmt: skip
     """Predict the seconds of a compiled bf16 training step of `images` samples on a GPU. `constants` holds the shares
-    of its peak speeds that a step reaches."""
+    of the GPU's peak speeds that a step reaches, and the time to launch a block."""
     blocks = blocks_run(network, routes)
     head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
@@ -135,9 +135,9 @@ def memory(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, precision: str, compiled: bool,
     aligner: Aligner | None = None,
 ) -> StepMemory:  # fmt: skip
-    """Return the bytes of a step in micro-batches of `images` samples on one device: traced if not `compiled`, else by
-    tables of bytes per token and channel. Activations are saved as train.memory says; "auto" counts as "plain" (all are
-    kept), and so does "budget" (cheap ones are recomputed) if not `compiled`."""
+    """Return the bytes of a step in micro-batches of `images` samples on one device: traced if not `compiled`, else
+    computed from tables of bytes per token and channel. train.memory says which activations are kept: all ("plain" or
+    "auto"), those costly to recompute ("budget"; if not `compiled`, all), or blocks' inputs ("checkpointing")."""
     if aligner is not None:
         step = memory(cfg, network, routes, images, precision, compiled)
         weights = 4 * count_parameters(aligner.module.projector)
@@ -177,7 +177,7 @@ def plan_memory(
 ) -> MemoryPlan:  # fmt: skip
     """Choose how steps on micro-batches of `images` samples save memory, by train.memory. "auto" takes the first of
     "plain", "budget" (if `compiled`) and "checkpointing" with which all steps fit into the share USABLE of `room`
-    bytes. `kinds` lists the steps: (routes, whether alignment is on). A choice that does not fit has a warning."""
+    bytes. `kinds` lists (token routes, whether the steps align). A choice that does not fit has a warning."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [((), False)], {}, images
 
@@ -201,7 +201,7 @@ def plan_memory(
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
-    """Return the different pairs (routes, whether the alignment loss is on) of the training steps `steps`. Of the
+    """Return the different pairs (token routes, whether the alignment loss is on) of the training steps `steps`. Of the
     ratios that train.ratio_schedule goes through, only a few are included, such as the first and the last."""
     schedule, ends = cfg.train.ratio_schedule, (cfg.train.routes_until, cfg.alignment.until)
     places = (steps.start, *ends, *((schedule.first, schedule.last) if schedule else ()))
@@ -230,8 +230,8 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
-    """Return an Aligner to count costs with, whose projector is on the meta device; None for a run without alignment.
-    Loads the encoder only if its width, or with alignment.source=live its FLOPs, can't be known otherwise."""
+    """Return an Aligner, by which costs are counted, with its projector on the meta device; None without an alignment
+    loss. Loads the encoder only if its width, or with alignment.source=live its FLOPs, can't be known otherwise."""
     alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
     if alignment.kind == "none":
         return None

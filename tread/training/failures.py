@@ -18,7 +18,8 @@ from tread.training.step import loss, training_step
 
 
 class Launch:
-    """Context manager for train.py: listens for signals; ends a failed or stopped process by message or exit code."""
+    """Context manager around train.py's work: listens for stop signals, turns expected errors into a message without
+    traceback, and ends the process with the exit code INTERRUPTED if a signal stopped it."""
 
     def __init__(self) -> None:
         self.stop = Stop()

@@ -5,7 +5,7 @@ torch.optim.Muon (torch ≥ 2.9), a matrix W (rows, columns) with gradient g is 
 
     B ← μ·B + (1 − μ)·g,   U = μ·B + (1 − μ)·g (Nesterov's; else B),   W ← (1 − rate·weight_decay)·W − rate·r·O,
 
-where O is U with its singular values brought close to 1, and r is given by SCALES.
+where O is U with its singular values brought close to 1, and SCALES gives r by the number of rows and columns.
 """
 
 from collections.abc import Iterable

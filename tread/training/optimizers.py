@@ -18,8 +18,8 @@ from tread.training.muon import Muon, Scale, block_matrices, groups_of
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer that optim.name can choose. Its `state` and `param_groups` are saved in checkpoints, and restored
-    when a step is skipped.
+    """An optimizer that optim.name can choose. Checkpoints save its `state` and `param_groups`; a step that is skipped,
+    because its gradients are not finite, leaves them as they were.
 
     make  the optimizer class, or a function that returns an instance. It gets the parameters and, by keyword, lr, the
           settings of section optim that `shared` names, and those in optim.options.
@@ -102,7 +102,7 @@ class Optim:
         return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
 
     def freeze(self, network: nn.Module) -> None:
-        """Freeze parameters with a rate of 0. Raises ValueError for an empty group, or if none is left to train."""
+        """Freeze parameters of groups with rate 0. Raises ValueError if a group matches none, or if all are frozen."""
         members = [self._group_of(name) for name, _ in network.named_parameters()]
         for number, group in enumerate(self.groups):
             if group not in members:
