@@ -48,7 +48,7 @@ class Mlp(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """DiT's transformer block with adaLN-Zero. `conditioning` is the conditioning vector's width; None: the tokens'."""
+    """DiT's transformer block with adaLN-Zero. `conditioning` is the conditioning vector's width; None: hidden size."""
 
     returns_values = False  # see value_residual.py
 
@@ -61,9 +61,9 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning or dim, 6 * dim))
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Map tokens x (B, N, D) to (B, N, D) and, if returns_values is set, to the value vectors (B, N, H, d) of its
-        attention. The last of `given` is the conditioning c (B, conditioning). Before it come the first block's value
-        vectors, if this block mixes them into its own."""
+        """Return new tokens (B, N, D) for tokens x (B, N, D) and, if self.returns_values is set, also the attention's
+        value vectors (B, N, H, d). `given` is the conditioning vector c (B, conditioning); if this block mixes the
+        value vectors of the first block into its own, those come before c."""
         *along, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
@@ -78,8 +78,8 @@ class DiTBlock(nn.Module):
 
 
 class DiT(Backbone):
-    """The DiT network F(x; t, y); Backbone (tread/models/backbone.py) explains the other arguments and errors. With
-    value_residual=True, the attention values of later blocks are mixed with those of the first block."""
+    """The DiT network F(x; t, y). value_residual=True mixes the first block's attention values into those of later
+    blocks. Backbone (tread/models/backbone.py) takes the other arguments, and raises ValueError if sizes do not fit."""
 
     def __init__(
         self, *, hidden_size: int = 1152, num_heads: int = 16, mlp_ratio: float = 4.0, value_residual: bool = False,

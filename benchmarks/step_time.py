@@ -117,9 +117,9 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return {name: (run, settings)} of the kinds of steps to time: "dense", on all tokens, and "routed", under token
-    routes. In bf16, except for MaskDiT, also "routed, fp32: end", with each route's last block in fp32. Raises
-    ValueError for a model without routes."""
+    """Return {name: (run, settings)} of the steps to time: "dense", on all tokens; "routed", under token routes; in
+    bf16, except for MaskDiT, also "routed, fp32: end", with each route's last block in fp32. ValueError without
+    routes."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")
@@ -140,8 +140,8 @@ def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
 
 
 def measure(kinds: Kinds, pairs: int) -> dict:
-    """Time each kind of step `pairs` times, in turns. Returns a dict for JSON: the device, versions and sizes, and in
-    "kinds" {name: times, speeds and memory}. "ratio" there is the first kind's time divided by this one's."""
+    """Time each kind of step `pairs` times, in turns. Returns a dict for JSON: the device, versions and sizes, and
+    "kinds", {name: times, speeds, memory, and "ratio": the first kind's time divided by this one's}."""
     failed: dict[str, str] = {}
     turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
     (first, (run, dense)), *_ = kinds.items()

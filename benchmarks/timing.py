@@ -37,8 +37,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
-    """Split the command line into a benchmark's own options, as an instance of the dataclass `kind`, and train.py's
-    overrides. Raises ValueError for anything else but --cpu and, with others=False, for overrides too."""
+    """Return a benchmark's own options on the command line, as an instance of the dataclass `kind`, and the other
+    words: train.py's overrides. Raises ValueError for unknown options and, with others=False, for overrides."""
     names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in (*own, "--cpu")]
@@ -56,7 +56,7 @@ def write(path: str | None, result: dict) -> None:
 
 
 def begin(main: Callable[[], None]) -> None:
-    """Run a benchmark, or print its file's docstring for --help; expected errors and Ctrl-C end it with one line."""
+    """Run a benchmark; --help prints its docstring. ValueError, OSError, a full GPU and Ctrl-C end it with one line."""
     answer_help(sys.modules["__main__"].__doc__)
     with explained():
         main()
@@ -69,7 +69,7 @@ def composed(name: str, overrides: Sequence[str]) -> dict:
 
 
 def random_dataset(folder: Path, shape: tuple[int, int, int], classes: int, count: int, per_shard: int) -> None:
-    """Write a dataset of N(0, 1) latents, `count` or more (whole shards); sample i has class i mod `classes`."""
+    """Write `count` N(0, 1) latents (C, S, S), or more to fill the last shard; sample i has class i mod `classes`."""
     latents = LatentSpec(shape, tuple(map(str, range(classes))), "pixels", scale_applied=True)
     rng = np.random.default_rng(0)
 
@@ -106,9 +106,9 @@ class Turns(NamedTuple):
 def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
-    """Call each of `calls` {name: function} twice, for Turns.first and held, then `rounds` times for Turns.seconds. All
-    take turns, in an order that is reversed every second time. A failing call raises ValueError or, if `failed` is
-    given, adds {name: error} to it and is left out from then on."""
+    """Measure functions, `calls` {name: function}. A turn calls each once, in an order that the next turn reverses: two
+    turns for Turns.first and held, then `rounds` for Turns.seconds. An error in a function raises ValueError or, if
+    `failed` is given, adds {name: error} to it, and the function is left out from then on."""
     costs, held = {name: [] for name in calls}, {}
     watched = -2 if DEVICE.type == "cuda" else -1  # the turn that gives Turns.held
     for turn in range(-2, rounds):

@@ -34,8 +34,7 @@ class Figure(NamedTuple):
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm of the study: one value of a metric per run}. The values are read at the last number of images for
-    which all runs of the arm have the metric."""
+    """Return {arm: a metric of each run}, at the last number of images for which all of the arm's runs have it."""
     return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
 
 
@@ -51,7 +50,7 @@ def measured(names: Sequence[str], results: Results) -> list[str]:
 def table(study: Study, results: Results) -> str:
     """Return the text of table.md: a table of means ± standard deviations over the seeds, with a row per arm; a table
     of differences between compared arms, paired by seed; the verdict of the study's decision rule, if it has one; and
-    notes. With the figure "balance", a table per metric has both means and differences."""
+    notes. If study.figure is "balance", there is a table per metric instead, with both means and differences."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [name for name, metric in METRICS.items() if metric.compared]
@@ -125,8 +124,8 @@ def seconds_alone(results: Results) -> dict[str, str]:
 
 
 def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tuple[Columns, list[str]]:
-    """Return the columns and row names of a table of differences between compared arms, paired by seed: of each metric
-    at equal training images, at equal FLOPs and at equal seconds. Rows are the pairs with runs to compare."""
+    """Return the columns and row names of a table of differences between compared arms, paired by seed. Columns are
+    each metric at equal training images, FLOPs and seconds; rows are the pairs with runs to compare."""
     cells: dict[tuple[str, str], dict[str, Estimate]] = {}
     for (metric, name), (arm, other) in product(product(metrics, EQUAL), study.pairs):
         if less := paired(results.get(arm, ()), results.get(other, ()), metric, name):
@@ -186,8 +185,8 @@ OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#
 
 
 def colours(study: Study) -> dict[str, str]:
-    """Return {arm: colour}, from COLOURS or, for arms that it lacks, the next of OTHERS. Arms that differ only in how
-    they are scored share a colour."""
+    """Return {arm: colour}: the colour that its overrides have in COLOURS, else the next one of OTHERS. Arms that
+    differ only in how they are scored share a colour."""
     counts = Counter(word for arm in study.arms.values() for word in arm.overrides)
     base = {word for word, count in counts.items() if 2 * count > len(study.arms) and not word.startswith("model=")}
     if len({frozenset({*arm.overrides} - base) for arm in study.arms.values()}) < len(
@@ -318,9 +317,8 @@ def balance_panels(study: Study, results: Results) -> list[Panel]:
 
 
 def precision_columns(study: Study, results: Results) -> Columns:
-    """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision. To
-    get the latter, the first arm is scored at several cfg scales, and its values are interpolated. A cell is empty if
-    the arm's precision is outside their range."""
+    """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision,
+    which is interpolated between the first arm's scores at several cfg scales. Outside their range a cell is empty."""
     first, columns = next(iter(study.arms)), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
     for metric in ("fid", "kid", "recall"):
@@ -345,8 +343,8 @@ ENDS = "dots: seeds; bars: their 95% interval; grey: two standard deviations by 
 
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
     """Return two standard deviations, over seeds, of the difference of two compared arms in a metric at equal "images"
-    or "FLOPs" (`name`), pooled over the study's pairs. If these have too few seeds, take it from the published study
-    "convergence" at the nearest number of images, except at the scale demo. None if it is unknown."""
+    or "FLOPs" (`name`), pooled over the study's pairs. If these have too few seeds, and study.scale is not "demo", it
+    is that of the published study "convergence" at the nearest number of images. None if it is unknown."""
     pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
     each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
@@ -391,7 +389,7 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
 
 def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
     """Return one run's "flops" or "steady_seconds" of training (`axis`), divided by another's; None if either is
-    unknown, or seconds are not of the same device."""
+    unknown, or if seconds were not measured on the same device."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     ends = [max(curve(each, "loss", axis), default=0) for each in (run, other)]
@@ -425,7 +423,7 @@ def guidance_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric against the guidance scale ω, a line per network and kind of guidance; y axes start at 0."""
+    """Draw each metric against the guidance scale ω: a line per network and kind of guidance; y axes start at 0."""
     known, panels, colour = sampling_flops(results), [], colours(study)
     others = iter(OTHERS)
     for metric in study.metrics:
@@ -568,9 +566,8 @@ FIGURES = {
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write results.json (a line per finished training), figure.png and table.md to `folder`. They cover all runs in
-    the study's YAML file and the requested `runs`; table.md names the missing ones. `made` is {key of a training: the
-    content of its result.json}."""
+    """Write results.json (a line per finished training), figure.png and table.md to `folder`, for all runs in the
+    study's YAML and the requested `runs`. table.md names missing runs. `made` is {training's hash: its result.json}."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):
@@ -586,7 +583,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
 
 
 def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write table.md and, if there are results, figure.png for `runs`. `made` is {key of a training: its record}."""
+    """Write table.md and, if there are results, figure.png for `runs`. `made`: {training's hash: its result.json}."""
     results, left = gather(runs, made), missing(runs, made)
     left = "; ".join(filter(None, [left, *(f"{arm} (after its trials)" for arm in study.arms if arm not in results)]))
     with explain_failure(folder):

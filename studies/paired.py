@@ -37,7 +37,7 @@ class Estimate:
 
     @property
     def sign(self) -> int | None:
-        """−1 or 1 if the whole interval is below or above 0, 0 if it includes 0; None with fewer than ENOUGH seeds."""
+        """−1 or 1 if the whole interval is below or above 0, 0 if it includes 0; None with fewer than 3 seeds."""
         if self.seeds < ENOUGH:
             return None
         return 0 if abs(self.mean) <= self.half else int(math.copysign(1, self.mean))
@@ -105,9 +105,9 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 
 
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
-    """Return one run's metric minus another's, at the most "flops" or "steady_seconds" (`axis`) that both reach. None
-    if one has no value there, or if the runs are not known to have been timed on the same device. Runs that end within
-    1% of the same seconds, as with a time budget, are compared at their ends."""
+    """Return one run's metric minus another's at the most FLOPs or seconds that both reach; `axis` is "flops" or
+    "steady_seconds". None if one has no value there, or if the seconds may be from different devices. Runs that end
+    within 1% of the same seconds, as with a time budget, are compared at their ends."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
@@ -120,17 +120,16 @@ def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
 
 
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
-    """Return by(run, other, *names) for each pair of runs with equal seeds (same data order and noise), leaving out the
-    pairs where the result is None."""
+    """Return by(run, other, *names) for pairs of runs with equal seeds, leaving out the pairs where it is None."""
     by_seed = {run["seed"]: run for run in others}
     found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
 
 
 def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) -> list[tuple[dict, list[float]]]:
-    """Return (point, [the metric of a run in `runs` minus that of its pair in `others`, for each seed that both have])
-    for each number of training images where all have it; the point is the first run's. The other's metric is read at
-    the same images or, with `axis` "flops", interpolated at the run's FLOPs."""
+    """Compare runs of equal seeds: return (point, [a run's metric minus that of its partner in `others`, one per seed])
+    for each number of training images where all have the metric. The point is the first run's. The partner's metric is
+    read at the same images or, with axis="flops", interpolated at the run's FLOPs."""
     by_seed = {run["seed"]: curve(run, metric, axis) for run in others}
     runs, found = [run for run in runs if run["seed"] in by_seed], []
     for point, values in series(runs, metric):

@@ -1,4 +1,4 @@
-"""Finds results of a study's runs, by the hash of each training, in a folder of results and among published ones."""
+"""Finds the results of a study's runs by a hash of each training, in a folder of results and in published results."""
 
 import json
 from collections import defaultdict
@@ -26,8 +26,9 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
-    """Return {key of a training: its record, as in result.json} from published results (unless `again`) and from the
-    folder `results`. Of two records the folder's counts, unless only the other is finished; scores are joined."""
+    """Return {training's hash: content of its result.json}, from published results (unless `again`) and folder
+    `results`. The folder's record counts, unless only the published training is finished; the scores of both are
+    kept."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
@@ -40,7 +41,7 @@ def finished(results: Path, again: bool = False) -> dict[str, dict]:
 
 
 def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
-    """Return whether a run is trained and has all its planned scores. `made` is {key of a training: its record}."""
+    """Return whether a run is trained and has its planned scores. `made` is {training's hash: its result.json}."""
     record = made.get(run.training.key, {"trained": False})
     reached = max((point["step"] for point in record.get("points", ())), default=0)
     due = [score for score in run.scores if run.training.is_scored_at(score.step, reached)]
@@ -48,7 +49,7 @@ def is_made(run: Planned, made: Mapping[str, dict]) -> bool:
 
 
 def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
-    """Return a text that lists the study's arms, with seeds, whose runs are not complete; "" if all are."""
+    """Return, as text, the arms and seeds whose runs are incomplete. `made` is {training's hash: its result.json}."""
     left = defaultdict(list)
     for run in runs:
         if not is_made(run, made):
@@ -57,9 +58,9 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return {arm: its runs to show}, from `made` {key of a training: its record}: the trained runs, with the scores
-    they have; without such, the run with the most records. A run whose training an earlier arm has, too, is left out
-    until all its planned scores are there."""
+    """Return {arm: its trained runs, with the scores they have; if none is trained, the run that got furthest}. `made`
+    is {training's hash: its result.json}. A run with an earlier arm's training is left out until it has all its
+    scores."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():

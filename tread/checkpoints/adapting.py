@@ -66,9 +66,9 @@ def _number(label: Label, classes: tuple[str, ...]) -> int:
 
 
 def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[StoredWeights, list[str]]:
-    """Return weights without their fixed positions, so that the network's own are used, and lines on what changes.
-    `side` is the number of rows of the new grid, `scale` the network's model.position_scale. Raises ValueError if the
-    positions in the file are not the fixed ones."""
+    """Return weights without their fixed positions, so that the network's own are used, and lines of text on what
+    changes. `side` is the number of token rows of the new grid, `scale` the network's model.position_scale. Raises
+    ValueError if the positions in the file are not the fixed ones."""
     before, recorded = old_side(stored), stored.recorded() or {}
     stretched = float(recorded.get("model.position_scale", 1.0))
     for name in (name for name in POSITIONS if name in stored.state):
@@ -103,8 +103,8 @@ def old_side(stored: StoredWeights) -> int:
 
 
 def position_scale(init_from: str, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled: old / new rows (`side`) of tokens, times the scale of the
-    weights `init_from`. If the run in folder `run` has recorded its scale, return that without reading init_from."""
+    """Return model.position_scale for init_positions=scaled: that of the weights `init_from`, times their number of
+    token rows / `side`, the new number. If the folder `run` holds a run already, return its recorded scale instead."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
     stored = read_weights(local(init_from))

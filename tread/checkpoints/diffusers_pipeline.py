@@ -64,7 +64,6 @@ class TreadPipeline(DiffusionPipeline):
         return LatentSpec.from_json(self.config.latents)
 
     def get_label_ids(self, label: str | Sequence[str]) -> list[int]:
-        """Return the numbers of classes, given their names."""
         names = [label] if isinstance(label, str) else label
         return [class_number(name, self.latents.classes) for name in names]
 
@@ -93,9 +92,9 @@ class TreadPipeline(DiffusionPipeline):
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple:
-        """Draw pictures, one per class label or prompt (a single one: one per seed), and return them as `images`.
+        """Draw a picture per class label or prompt (per seed, if there is a single one), and return them as `images`.
 
-        class_labels          names or numbers of classes; None in a list is no class.
+        class_labels          names or numbers of classes; None in a list draws without a class.
         prompt                texts, for a network trained on captions.
         seeds                 one per picture; TREAD's own sample.py draws the same picture with the same seed.
         generator             one, or one per picture, instead of seeds. Its noise is torch's, so pictures differ from
@@ -162,7 +161,6 @@ class TreadPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _check_trained_for(self, guide: Guidance) -> None:
-        """Raise ValueError if the network was not trained for a branch of the guidance."""
         row = KINDS[guide.kind]
         if row.weak_class is False and not self.config.label_drop:
             raise ValueError(f"guidance={guide.kind} asks for no class, which this network was never trained without")
@@ -202,7 +200,6 @@ class TreadPipeline(DiffusionPipeline):
         return noise, [int(torch.randint(2**31, (), generator=one, device=one.device)) for one in drawers]
 
     def _decode(self, x: Tensor) -> Tensor:
-        """Decode latents to pictures uint8, in fp32."""
         z = from_network(x, self.latents)
         if self.latents.autoencoder == "pixels":
             return to_uint8(z)

@@ -53,8 +53,8 @@ class EMA:
 
     @torch.no_grad()
     def update(self, network: nn.Module, share: Tensor | float, skip: Tensor) -> None:
-        """Move the average towards the weights of `network` by `share` of the distance, a number or 0-d fp32, unless
-        `skip`, 0-d fp32 on the parameters' device, is 1. The host does not wait for the device."""
+        """Move the average by the fraction `share` (a number or 0-d fp32) towards the weights of `network`, unless
+        `skip` (0-d fp32 on the parameters' device) is 1. The host does not wait for the device."""
         if network is not self._of[0]:
             self._of = network, self._own(network)
         if skip.is_cuda and self._fp32:

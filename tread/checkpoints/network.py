@@ -54,7 +54,7 @@ class Network:
 
 
 def settle_shifts(cfg: Network) -> None:
-    """Replace "auto" in cfg.rf by numbers, in place, if the latents' shape is set. `cfg` may also be Settings."""
+    """Replace "auto" in cfg.rf.shift and train_shift by numbers, in place, if cfg.dataset has size and channels."""
     if None not in (cfg.dataset.channels, cfg.dataset.size):
         object.__setattr__(cfg, "rf", cfg.rf.for_latents(cfg.dataset.channels, cfg.dataset.size))
 
@@ -70,10 +70,10 @@ def read_network(config: dict, folder: Path | None = None) -> Network:
 
 
 def process_of(cfg: Network) -> Process:
-    """Return the diffusion process that a network is trained on and sampled by; also takes a run's Settings."""
+    """Return the diffusion process that a network is trained on and sampled by. `cfg` may also be a run's Settings."""
     return cfg.edm if cfg.objective == "edm" else cfg.rf
 
 
 def build_network(cfg: Network) -> Backbone:
-    """Build the network, initialised by torch's global generator on the default device; also takes a run's Settings."""
+    """Build the network, with initial weights from torch's global generator. `cfg` may also be a run's Settings."""
     return cfg.model.build(cfg.dataset.size, cfg.dataset.channels, cfg.dataset.num_classes, cfg.text)

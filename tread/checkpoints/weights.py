@@ -109,7 +109,7 @@ def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 def usual_heads(hidden_size: int) -> int | None:
-    """Return the usual number of heads of a DiT: the published one, else hidden_size / 64 if whole, else None."""
+    """Return the usual number of heads for a DiT of this width: the published one, else hidden_size / 64 or None."""
     return USUAL_HEADS.get(hidden_size, hidden_size // 64 if hidden_size % 64 == 0 else None)
 
 
@@ -140,8 +140,8 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return {"model.<name>": default} for those options of the architecture settings["model.architecture"] that have a
-    default or are fixed, and that change what a network with given weights computes."""
+    """Return {"model.<name>": default} for those options and constants of settings["model.architecture"] that have a
+    default and that change what given weights compute."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
@@ -202,8 +202,8 @@ class StoredWeights:
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str | None = None) -> list[str]:
         """Return lines that warn of settings that differ from those of the weights' training, or that were not
-        recorded. `latents` describes the latents that the network will see. `predicts` says what it predicts:
-        "objective", what cfg.objective trains, or "noise", on timesteps 0..999; None: as cfg.edm.predicts states."""
+        recorded. `latents` describes the network's latents. `predicts` is "noise" for noise on timesteps 0..999, or
+        "objective" for what cfg.objective trains; None: as cfg.edm.predicts says."""
         of_ddpm = cfg.objective == "edm" and cfg.edm.predicts == "ddpm_noise"
         predicts = predicts or ("noise" if of_ddpm else "objective")
         lines = []
@@ -284,9 +284,9 @@ def load_weights(
     text: TextSettings | None = None,
     adapt: Callable[[StoredWeights], StoredWeights] = lambda stored: stored,
 ) -> StoredWeights:
-    """Load the `weights` ("ema" or "model") of `path`, a file, folder or hf:user/name[@revision], into `network`,
-    changed by `adapt`, and return them. `model` and `text`, the network's settings, are compared with recorded ones if
-    given. Raises OSError if weights can't be found, ValueError if names, shapes or recorded settings do not match."""
+    """Load the "ema" or "model" `weights` in `path`, a file, folder or hf:user/name[@revision], into `network`, after
+    `adapt` has changed them; return them. `model` and `text`, the network's settings, are compared with recorded ones
+    if given. Raises OSError if weights can't be found, ValueError if names, shapes or recorded settings differ."""
     stored = adapt(read_weights(local(path), weights))
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored

@@ -30,7 +30,7 @@ class LatentSpec:
     shape                         (C, S, S) of the latents of one view; moments are stored with 2C channels.
     classes                       class names; a label is an index into them.
     autoencoder                   the model that encodes and decodes latents: a hub id, folder or file, or "pixels".
-    content, spread               "latents", None; or "moments" (mean and spread of a posterior), "logvar" or "std".
+    content, spread               "latents"; or "moments", a posterior's mean and its spread: "logvar" or "std".
     scale, shift, scale_applied   x = (z − shift)·scale; whether this was applied before storing.
     views                         stored views per sample: 1, or 2 with the flipped one.
     fingerprint                   hash of the autoencoder's weights; None if unknown.

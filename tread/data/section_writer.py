@@ -48,13 +48,13 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def open(self, index: dict, full: bool) -> object:
-        """Open this section's files as listed in `index`, a parsed index.json, to check them; `full` compares their
-        hashes too. Raises ValueError or OSError if they are damaged."""
+        """Open this section's files, as listed in `index`, a parsed index.json, and return an object that reads them;
+        `full` checks hashes, too. Raises ValueError or OSError if files are damaged."""
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return this section's entries that list its shards. `entries` has a dict per shard: {"count": its rows,
-        "file": name of its file, "file_sha256": hash}, and likewise "lengths" and "pooled" if it has such files."""
+        """Return the entries of index.json that list this section's shards. `entries` has a dict per shard: {"count":
+        rows, "file": name, "file_sha256": hash}, and likewise "lengths" and "pooled" if there are such files."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
@@ -90,9 +90,9 @@ class SectionWriter(ShardStore, ABC):
     def make(
         self, processes: Processes, again: bool, lines: Iterable[str], unit: str, batch_size: int, encode: Encode
     ) -> bool:
-        """Make the section's missing shards together with other processes, then `publish` it. Returns True; False, with
-        nothing made, if index.json has the same section already. Raises ValueError or OSError if the existing section
-        is different or damaged, FileExistsError if another process is making it.
+        """Make the section's missing shards together with other processes, `publish` it, and return True. If index.json
+        has the same section already, do nothing and return False. Raises ValueError or OSError if that section is
+        different or damaged, FileExistsError if another process is making it.
 
         again   replace a different or damaged section, and discard unfinished work that has another plan.json.
         lines   lines of text that describe the work, printed before it starts.
@@ -127,7 +127,7 @@ class SectionWriter(ShardStore, ABC):
             self.write(number, parts(shard))
 
     def publish(self) -> None:
-        """Move all shards beside the latents and list them in index.json. Raises OSError if some are missing."""
+        """Move all shards beside the latents and list them in index.json. Raises OSError if shards are missing."""
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path, index = self.folder / "index.json", read_index(self.folder)

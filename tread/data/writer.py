@@ -64,9 +64,9 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Lock the work folder until `publish` or `discard`, and begin or continue the work in it. `again` discards
-        shards of another plan, which raise ValueError otherwise; `begun` has entries in which the unfinished work's
-        plan may differ. Raises FileExistsError if the dataset exists or another process is writing it."""
+        """Lock the work folder until `publish` or `discard`, and begin or continue the work in it. Shards made by
+        another plan raise ValueError or, with `again`, are discarded; for this comparison `begun` {key: value} replaces
+        entries of the plan. Raises FileExistsError if the dataset exists or another process is writing it."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # once more: another process may have made it before the lock
@@ -140,7 +140,7 @@ class DatasetWriter(ShardStore):
         write_json(self.data / "index.json", index)
 
     def publish(self, report: dict | None = None) -> None:
-        """Make `data` in the work folder the dataset's folder, with `report` as report.json; remove the work folder."""
+        """Write `report` as report.json, move the folder `data` to the dataset's place, and remove the work folder."""
         if report is not None:
             write_json(self.data / "report.json", report | {"plan": self._report_plan})
         sync(self.data)
@@ -149,7 +149,6 @@ class DatasetWriter(ShardStore):
         self.discard()
 
     def discard(self) -> None:
-        """Remove the unfinished work, and release its lock."""
         self.remove()
         self._lock.release()
 

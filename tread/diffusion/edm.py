@@ -68,8 +68,8 @@ class EDM(Process):
         return x.float() / self._norm(sigma), sigma.log() / 4
 
     def combine(self, F: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-        """Return the predicted data D = c_skip·x + c_out·F in fp32 (Eq. 7), with the first C channels of output F;
-        with predicts="ddpm_noise" D = x − σ·F."""
+        """Return the predicted data D = c_skip·x + c_out·F in fp32 (Eq. 7), from the first C channels of the network's
+        output F; with predicts="ddpm_noise" D = x − σ·F."""
         sigma = per_sample(sigma, x)
         if self.predicts == "ddpm_noise":
             return x.float() - sigma.view(-1, 1, 1, 1) * F[:, : x.shape[1]].float()

@@ -91,8 +91,8 @@ class Sampler:
         return cls(steps, batch_size, precision, guidance, solver or process.default_solver, churn or Churn())
 
     def plan(self, process: Process) -> list[Call]:
-        """Return each denoiser call's guidance, in order. Raises ValueError if the steps, solver or churn do not suit
-        the process, or if no noise level lies in the guidance's interval."""
+        """Return guidance's weight and fractions of skipped tokens for each denoiser call, in order. Raises ValueError
+        if steps, solver or churn do not suit the process, or if no noise level lies in the guidance's interval."""
         if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
             raise ValueError(f"churn={self.churn.amount:g} needs EDM and solver=heun, to add noise between steps")
         levels = process.schedule(self.steps).tolist()
@@ -119,8 +119,8 @@ class Sampler:
 
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
-    """Raise ValueError if guidance is to skip tokens and a network has no routes, or its fraction would skip no token
-    or leave a single one; or if guidance leaves out SPRINT's sparse part and the network is no SPRINT."""
+    """Raise ValueError if guidance does not suit a network: if it skips tokens without routes, skips no token or all
+    but one, or leaves out SPRINT's sparse part of a network without one."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
         lacks = f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part, but this network has none"
@@ -136,7 +136,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """Return a sample's FLOPs over those without guidance and skipped tokens. `weak` is guidance's second network."""
+    """Return a sample's FLOPs / those without guidance and skipped tokens. `weak` is guidance's second network."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 
@@ -221,8 +221,8 @@ def _draw_batch(
 
 def _at_each_step(on_step: OnStep, order: Sequence[int], count: int, channels: int) -> Callable[[Denoiser], Denoiser]:
     """Return a decorator of denoisers that calls on_step once in each step, for the first `count` samples and
-    `channels` channels. `order` has the index of each call's noise level. Of the calls at one level the last begins the
-    step, as Heun's method first ends the previous step there."""
+    `channels` channels. `order` has the index of each call's noise level. If there are two calls at a level, as in
+    Heun's method, the first ends the step before, and the second begins the next one and calls on_step."""
     first, calls = dict(zip(order, range(len(order)))), itertools.count()
 
     def told(denoiser: Denoiser) -> Denoiser:
@@ -294,8 +294,8 @@ def draw_pictures(
     on_step: OnStep | None = None,
 ) -> Iterator[Tensor]:
     """Draw a sample for each seed and label (n,), and yield batches of pictures (b, 1 or 3, H, W) uint8 on the CPU,
-    which `decoder` makes from latents. `weak` is guidance's second network; at each step on_step gets its number, the
-    noise level, the latents and the predicted clean ones. check=True raises ValueError for non-finite samples."""
+    which `decoder` makes from latents. `weak` is guidance's second network. on_step gets the number of each step, its
+    noise level, latents and predicted clean latents. check=True raises ValueError for non-finite samples."""
     for x in draw(model, seeds, labels, sampler, weak, on_step):
         if check and not x.isfinite().all():
             raise ValueError(f"samples are not finite: the weights are broken, or {sampler.precision} is too coarse")

@@ -109,8 +109,8 @@ def solve(
     *churning: object,
     after_step: AfterStep = unchanged,
 ) -> Tensor:
-    """Solve by "euler" or "heun" from standard normal noise (B, C, S, S) over falling levels (N+1,). `churning` is
-    heun's churn and churn_noise, which euler ignores. after_step maps (step, state) to the next state."""
+    """Solve by "euler" or "heun" from standard normal noise (B, C, S, S) over falling levels (N+1,). `churning` holds a
+    Churn and a function (step) → noise for heun; euler ignores it. after_step maps (step, state) to the next state."""
     check("solver", solver, Solver)
     if solver == "heun":
         return heun(denoiser, noise, levels, *churning, after_step=after_step)

@@ -20,8 +20,7 @@ from tread.models.conditions import Condition
 
 
 def noised_token(clean: Tensor | None, noise: Tensor | None, t: Tensor) -> dict[str, Tensor]:
-    """Return a network's argument {"class_token": (1 − t)·clean + t·noise (B, z) fp32} at times t (B,); without clean
-    tokens, {}."""
+    """Return {"class_token": (1 − t)·clean + t·noise (B, z) fp32} at times t (B,); {} if clean is None."""
     return {} if clean is None else {"class_token": torch.lerp(clean.float(), noise, t.float()[:, None])}
 
 
@@ -51,7 +50,6 @@ class Beside:
 
     @classmethod
     def of(cls, network: nn.Module) -> "Beside":
-        """Return how this network's latents and class token are packed."""
         token = getattr(network, "z_embedder", None)
         return cls(network.in_channels, token and token.width)
 

@@ -18,7 +18,7 @@ FACTS = "tread"  # key of a PNG's text that holds the facts as JSON
 
 
 def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:
-    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, `columns` in a row; small ones are enlarged, up to 64 px."""
+    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, `columns` in a row; those up to 32 px are enlarged."""
     n, channels, height, width = pictures.shape
     zoom = max(1, 64 // max(height, width))
     pictures = pictures.repeat(zoom, axis=2).repeat(zoom, axis=3)
@@ -29,7 +29,7 @@ def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:
 
 
 def name_rows(grid: Image.Image, names: Sequence[str]) -> Image.Image:
-    """Return the grid with a left margin that names each row. Long names are wrapped, and cut off if the row is low."""
+    """Return the grid with a left margin that names each row. Long names are wrapped, and cut if they do not fit."""
     import matplotlib  # only for its font, which has more letters than Pillow's; imported here because it is slow
 
     pitch = (grid.height + GAP) // len(names)

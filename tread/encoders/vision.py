@@ -77,9 +77,9 @@ class Encoder:
 
     @torch.no_grad()
     def encode_both(self, pictures: Tensor, whole: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return features (B, T, z) fp32 of pictures (B, 3, H, W) uint8, and features (B, P) fp32 of each as a whole,
-        None with whole=False: DINOv2's class token, Inception's pooled features or, for other encoders, the tokens'
-        mean."""
+        """Return features (B, T, z) fp32 of pictures (B, 3, H, W) uint8, and one feature (B, P) fp32 of each whole
+        picture: DINOv2's class token, Inception's pooled features or, for others, the mean token. whole=False: None
+        instead."""
         check_pictures(pictures)
         with computing(self.device, self.precision):
             made = self.run(pictures.to(self.device))
@@ -149,8 +149,8 @@ def _inception_tokens(network: Inception, grid: int, pictures: Tensor) -> tuple[
     function that returns the pooled features (B, 2048).
 
     Interpolation is linear between the centres of cells and constant beyond the outer ones. The network's input is the
-    picture resized to 299 pixels a side: input pixel p lies at pixel p·(size / 299) of the picture, see `resize`, and
-    cell i of the map is centred on input pixel 21 + 16·i. If grid is below 16, Encoder.encode averages the tokens.
+    picture resized to 299 pixels a side: input pixel p lies at pixel p·(size / 299) of the picture; cell i of the map
+    is centred on input pixel 21 + 16·i. If grid is below 16, Encoder.encode averages the tokens.
     """
     maps = network.feature_map(as_input(pictures))
     rows, columns = (_between(max(grid, INCEPTION_GRID), size, maps.device) for size in pictures.shape[2:])

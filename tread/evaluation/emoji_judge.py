@@ -50,7 +50,7 @@ class Asked(NamedTuple):
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
     """Open the captions of dataset=emoji for a text-conditional network: [training, held-out]. Missing data is made.
-    Raises FileNotFoundError or ValueError if that fails, or the network was trained on other text or another size."""
+    Raises FileNotFoundError or ValueError if that fails or if the network was trained on other text or another size."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)
     for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):
@@ -69,8 +69,8 @@ def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
 
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
-    """Choose `count` emoji whose captions a network is prompted with: half from training, evenly spread; half held-out
-    ones that combine known parts in a new way, repeated if too few. Without any of these, all are from training."""
+    """Choose `count` emoji whose captions become prompts: half from training, evenly spread; half held-out ones that
+    combine known parts in a new way, repeated if too few. If there are no such held-out ones, all are from training."""
     compositions = read_index(heldout.folder).get("compositions", 0) if heldout else 0
     held = np.arange(count // 2) % compositions if compositions else np.arange(0)
     seen = np.linspace(0, len(train) - 1, count - len(held)).round().astype(np.int64)

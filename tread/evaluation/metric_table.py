@@ -32,7 +32,7 @@ class Metric:
     count     key under which training records the number of samples behind a value; "": none.
     real      suffixes: each, added to the metric's key, gives the key of the same metric for real pictures.
     compute   function that computes it from a FeatureSets; None: it is not computed from Inception features.
-    needs     what `compute` uses of the reference, "statistics" or "pictures"; None: nothing.
+    needs     what `compute` uses of the reference set of pictures: its "statistics" or "pictures"; None: nothing.
     """
 
     display: str

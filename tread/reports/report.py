@@ -42,8 +42,7 @@ ABOUT = {  # columns of a score besides its metrics
 
 @dataclass(frozen=True)
 class Subject:
-    """The runs of a report. `groups` are the runs, together if they differ only in their seed; `names` maps a run's
-    folder to its unique name on the page."""
+    """The runs of a report, in groups that differ only in their seed. `names` has each run folder's unique name."""
 
     runs: Sequence[Found]
     groups: Sequence[SeedGroup]

@@ -24,8 +24,8 @@ ONE_EACH = "one command for each value, each with its own name="
 
 def door(kind: type | None = None, stopped: str = "stopped") -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Return a decorator for a script's main function. The decorated function takes no argument: Hydra composes the
-    options from the script's config file in configs/ and the command line. Expected errors end the script with one
-    line, and Ctrl-C prints `stopped`.
+    options from the script's config file in configs/ and the command line. ValueError, OSError and a full GPU end the
+    script with one line, and Ctrl-C prints `stopped`.
 
     kind  the dataclass of the options; None: the function gets the composed config as nested dicts.
     """

@@ -37,7 +37,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Writes events to <folder>/tensorboard. Older events of steps after `step` are hidden, as they are repeated."""
+    """Writes events to <folder>/tensorboard, hiding old events of steps after `step`, which a resumed run repeats."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes seconds

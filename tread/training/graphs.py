@@ -37,7 +37,7 @@ class StepKind:
 
 
 class Graphs:
-    """Takes a run's training steps, with CUDA graphs once they are recorded.
+    """Does a run's training steps, with CUDA graphs once they are recorded.
 
     stream  the stream for recording graphs and for the first steps of each kind; None on a CPU.
     record  function (step) → replay: records the function `step`, which does a training step, as a graph without
@@ -50,7 +50,7 @@ class Graphs:
         self.usual = 3 if run.processes.count == 1 else 11  # DDP changes its buckets at first
 
     def take(self, inputs: Inputs) -> None:
-        """Do a training step: the first few of each kind (routes, shapes) directly, later ones by a CUDA graph."""
+        """Do a training step: directly if it is one of the first with its routes and shapes, else by a CUDA graph."""
         leaves, layout = tree_flatten(inputs._replace(draws=vars(inputs.draws)))
         tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
         fixed = [leaf for leaf in leaves if isinstance(leaf, Hashable)]  # all but numpy arrays of sample numbers
@@ -86,10 +86,10 @@ class Graphs:
 
     def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
         """Record a graph of a step, and return a function that replays it on the inputs in `kind.buffers`, which is set
-        here. `leaves` and `layout` are a step's inputs, flattened by tree_flatten. The run stays unchanged.
+        here. `leaves` and `layout` are a step's inputs, flattened by tree_flatten. The run's weights do not change.
 
-        All processes raise AssertionError if the graph's losses or gradient norms differ from those without it, and any
-        error of recording. An error while a step runs is raised in its own process, as Failure if there are several.
+        All processes raise an error if recording fails, and AssertionError if losses or gradient norms differ from
+        those without graph. An error in a step is raised in its process alone, as Failure if the run has several.
         """
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))

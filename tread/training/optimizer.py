@@ -33,7 +33,7 @@ def backward(loss: Tensor) -> None:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `optimizer` is a fused Adam(W) or Muon: these clip, skip bad steps, and take rates as tensors."""
+    """Return whether `optimizer` is a fused Adam(W) or Muon, which can clip, skip bad steps and take lr as a tensor."""
     return type(optimizer) in SKIPPING and all(group["fused"] for group in optimizer.param_groups)
 
 
@@ -41,8 +41,8 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 def optimizer_step(
     optimizer: torch.optim.Optimizer, lr: Tensor | float, clip_norm: float | None, hold: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Scale the gradients down to the norm clip_norm (None: never), update the parameters by them, unless they are not
-    finite, and clear them. If `hold`, 0-d fp32, is 1, the update is skipped as well. The rate of a parameter group is
+    """Clip the gradients to the norm clip_norm (None: don't clip), update the parameters, and clear the gradients. The
+    update is skipped if their norm is not finite, or if `hold`, 0-d fp32, is 1. A parameter group's learning rate is
     lr, times its entry lr_factor if there is one.
 
     Returns the norm before clipping, and 1.0 if the update was skipped, else 0.0; both 0-d fp32 on the device.

@@ -51,7 +51,7 @@ class StepStatistics:
         self.recent = torch.tensor([0.5] * (self.LAST - len(recent)) + recent, device=device)
 
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
-        """Add a step's mean loss and alignment loss, if any (0-d), and optimizer_step's results `norm` and `skip`."""
+        """Add a step's mean loss, gradient norm, alignment loss if any, and `skip` (1: no update, else 0), all 0-d."""
         good = 1 - skip
         step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
         in_a_row, longest, ago, aligned = self.sums[4:].unbind()
@@ -64,8 +64,8 @@ class StepStatistics:
         self.recent.copy_(torch.cat([self.recent[1:], skip[None]]))
 
     def read(self) -> dict[str, float | str]:
-        """Return {name: sum} for NAMES, and "recent": a text with "1" for each bad and "0" for each good one of the
-        last steps. Waits for the device."""
+        """Return {name: sum} for NAMES and, under "recent", a text with a "1" for each bad and a "0" for each good one
+        of the last 100 steps. Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
@@ -207,7 +207,7 @@ def statistics_of(info: dict, process: int, processes: int) -> dict[str, float |
 
 
 def leave(run: Run, finished: bool) -> None:
-    """Write and print that the run is finished or interrupted, and unlock its folder."""
+    """Write to status.json that the run is finished or interrupted, print interruptions, and unlock its folder."""
     if run.main:
         state, reason = "finished", None
         if not finished:
