@@ -69,8 +69,8 @@ def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
 
 
 def end_with(process: int, worker: int) -> None:
-    """Make this data-loading worker, number `worker`, exit when the process with id `process` that uses its data ends.
-    PyTorch's own check watches only the worker's parent, which here is a fork server."""
+    """Make this data-loading worker, number `worker`, exit when the process with id `process`, which reads its data,
+    ends. PyTorch's own check watches only the worker's parent, which here is a fork server."""
 
     def watch() -> None:
         while psutil.pid_exists(process):
@@ -123,7 +123,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError, with a list, for pictures that could not be read when shards were made and are still there."""
+    """Raise ValueError, which lists them, if pictures that could not be read when shards were made are still there."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
