@@ -113,7 +113,7 @@ def adjacent(matrix: Tensor) -> float:
 
 
 def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
-    """Return the routes `asked` (None: the network's) by start block, with negative block numbers resolved. Raises ValueError
+    """Return the routes `asked` (None: the network's) by start block, with negative indices resolved. Raises ValueError
     if the network can't run them, or if a route of `asked` skips no token or keeps only one."""
     model, grid = saved.cfg.model, (saved.latents.shape[1] // saved.cfg.model.patch_size,) * 2
     routes = model.routes if asked is None else tuple(asked)

@@ -193,7 +193,7 @@ class Backbone(nn.Module):
         return tokens
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
-        """Return the FLOPs of a sample's forward pass under `routes`, two per multiply-add of products and token mixing.
+        """Return one sample's forward FLOPs under `routes`: two per multiply-add of matrix products and token mixing.
 
         attention  False: linear layers only, without token mixing (in DiT the products of queries, keys and values).
         upto       index of the last block to count, without the last layer; None: count all.
