@@ -115,7 +115,6 @@ class RF(Process):
         return -predicted if self.reverse and self.predicts == "velocity" else predicted
 
     def _velocity(self, output: Tensor, x: Tensor, level: Tensor) -> Tensor:
-        """Return the predicted velocity, noise minus data, for the noisy x at times `level` (B, 1, 1, 1)."""
         return velocity_of(self.predicts, self._predicted(output, x), x, level, self.clamp)
 
     def velocity(self, network: Network, x: Tensor, t: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
@@ -124,7 +123,6 @@ class RF(Process):
         return self._velocity(output, x.float(), per_sample(t, x).view(-1, 1, 1, 1))
 
     def noised(self, x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Return x_t = (1 − t)·x + t·noise."""
         level = t.float().view(-1, 1, 1, 1)
         return (1 - level) * x + level * noise
 
@@ -132,9 +130,9 @@ class RF(Process):
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three (B, C, S, S) fp32 tensors: squared errors of the quantity `loss_of`; the predicted data x_t −
-        t·v, with the predicted velocity v; and x_t. `direction` adds its cosine term at a position to the squared
-        errors of all channels there; `contrastive` subtracts λ·(v − v')². v' is the true velocity of the next sample;
-        for the last sample it is that of the first or, if x and noise hold one sample more than t, of the extra one."""
+        t·v, with the predicted velocity v; and x_t. To the squared errors, `direction` adds a cosine term, the same in
+        all channels of a position, and `contrastive` adds −λ·(v − v')². v' is the true velocity of the next sample; the
+        last sample's next one is the first or, if x and noise hold one sample more than t, that extra one."""
         others = negatives(x, noise, len(t)) if self.contrastive else None
         x, noise = x[: len(t)], noise[: len(t)]
         noisy, level = self.noised(x, t, noise), t.float().view(-1, 1, 1, 1)
@@ -189,8 +187,8 @@ class RF(Process):
         solver: str = "euler",
     ) -> Tensor:
         """Draw samples (B, C, S, S) float64 of classes y from standard normal noise by the solver "euler" or "heun".
-        With null_class, the label of no class, the guidance is D_null + scale·(D_y − D_null). Without it there is no
-        guidance, and a scale other than 1 raises ValueError."""
+        null_class, the label of no class, turns on guidance: D_null + scale·(D_y − D_null), where D_null and D_y are
+        the data predicted for null_class and y. Without null_class, a scale other than 1 raises ValueError."""
         if null_class is None and scale != 1:
             raise ValueError(f"scale is {scale}, but without null_class there is no guidance")
         weak_y = None if null_class is None else torch.full_like(y, null_class)
@@ -208,12 +206,13 @@ class RF(Process):
         solver: str = "euler",
         weak_y: Condition | None = None,
     ) -> Tensor:
-        """Draw samples (B, C, S, S) float64 by Sparse Guidance (arXiv 2601.01608), D_weak + scale·(D_strong − D_weak).
+        """Draw samples (B, C, S, S) float64 by Sparse Guidance (arXiv 2601.01608). It combines two predictions of the
+        data by one network with different routes: D_weak + scale·(D_strong − D_weak).
 
-        strong, weak  each branch's routes, pairs (Route, indices (B, K) of the kept tokens), or a function from the
-                      number of a denoiser call (0, 1, …) to such pairs.
-        scale         the guidance weight ω; 1: the strong branch alone.
-        weak_y        labels of the weak branch; None: y, as in Sparse Guidance.
+        strong, weak  the routes of each prediction: pairs (Route, indices (B, K) of the kept tokens), or a function
+                      from the number of the denoiser call in sampling (0, 1, …) to such pairs.
+        scale         the guidance weight ω; 1: D_strong alone.
+        weak_y        labels for D_weak; None: y, as in Sparse Guidance.
         """
         denoise = partial(self.denoise, network)
         by_call = [routes if callable(routes) else (lambda call, fixed=routes: fixed) for routes in (strong, weak)]

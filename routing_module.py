@@ -117,7 +117,7 @@ class Route:
 
     @property
     def rejoins(self) -> "Rejoin":
-        """How the skipped tokens return: the entry of REJOINS for `rejoin` if that is a name, else its entry None."""
+        """How the skipped tokens return: REJOINS[rejoin] if `rejoin` is a name like "stale", else REJOINS[None]."""
         return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
@@ -195,8 +195,8 @@ def readable(values: Tensor) -> bool:
 
 
 class GatherRows(torch.autograd.Function):
-    """Gathers rows (R, …) at distinct indices (S,): (S, …). As no index comes twice, the backward pass can write each
-    gradient to its row, where Tensor.gather adds gradients up, on a GPU by atomic operations."""
+    """Gathers the rows of a tensor (R, …) at distinct indices (S,) into (S, …). As no index comes twice, the backward
+    pass writes each gradient to its row; Tensor.gather would add gradients up, on a GPU by atomic operations."""
 
     generate_vmap_rule = True
 
@@ -327,7 +327,7 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
 
 
 def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | None) -> None:
-    """Raise ValueError unless ids_keep (B, K) has the K that the route's rule states, by which FLOPs are counted."""
+    """Raise ValueError unless ids_keep (B, K) has the K that the rule's `count` returns; FLOPs are computed from it."""
     says = RULES[route.select].count(route, num_tokens, grid)
     if ids_keep.shape[1:] != (says,):
         given = f"the rule select={route.select} chose ids of shape {tuple(ids_keep.shape)}"
@@ -346,8 +346,8 @@ def run_blocks(
 ) -> Tensor:
     """Run blocks in order under routes and return the tokens (B, N, D).
 
-    blocks  callables (tokens, *along, *shared) → tokens; or → (tokens, a tensor (B, N, …)) to hand something on: later
-            blocks get the tensor as the last of `along`.
+    blocks  callables (tokens, *along, *shared) → tokens. Outside of routes a block may return (tokens, extra) instead,
+            extra (B, N, …): later blocks then get extra as the last of `along`.
     tokens  (B, N, D).
     shared  further inputs of every block, without a token axis (e.g. the conditioning).
     routes  pairs (Route, ids_keep (B, K) int64). Blocks get the kept tokens in the order of ids_keep; selection_ratio
@@ -360,7 +360,7 @@ def run_blocks(
     leading number of tokens at the front, such as a class token, that every route keeps. The indices in
             `routes` and the contents of `record` leave them out, and count from the token after them.
 
-    Raises ValueError for routes, indices, `along` or a grid that do not fit; RuntimeError if saved tokens were changed.
+    Raises ValueError for arguments that do not fit each other, RuntimeError if a block changed saved tokens in place.
     """
     if grid is not None and grid[0] * grid[1] != tokens.shape[1]:
         raise ValueError(f"a grid of {grid[0]}×{grid[1]} does not hold {tokens.shape[1]} tokens")

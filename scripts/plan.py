@@ -1,11 +1,11 @@
 """Predicts the cost of a run: python scripts/plan.py experiment=imagenet256_xl2 model=tread devices=8 price=3.5
 
-Prints parameters, FLOPs, device memory by part, the largest micro-batch that fits and its train.memory, images/s,
-hours, money and disk: in one column without and one with routes. An encoder that runs in training is included. No GPU
-is needed, nor a dataset if the config states its shape and, for models that take text, text.tokens and text.width.
-device=this measures on this machine. For other devices, times are predictions for a compiled network in bf16
-(tread/training/costs.py). If benchmarks/gpu_check.py has written a file for the device, the predictions use its
-measured constants. All options: configs/plan.yaml.
+Prints parameters, FLOPs, device memory by part, how activation memory is saved (train.memory), the largest micro-batch
+that fits, images/s, hours, money and disk, in one column without routes and one with. An encoder that runs in training
+is included. No GPU is needed, nor a dataset if the config states its shape and, for models that take text, text.tokens
+and text.width. device=this measures on this machine. For other devices, times are predictions for a compiled network
+in bf16 (tread/training/costs.py). If benchmarks/gpu_check.py has written a file for the device, the predictions use
+its measured constants. All options: configs/plan.yaml.
 """
 
 if __name__ == "__main__":
@@ -94,7 +94,7 @@ def show(cfg: Settings, options: Options) -> None:
 
 
 def constants_of(device: str) -> tuple[Constants, str]:
-    """Return a device's constants for predicted times, and a line naming those that were measured, "" without any."""
+    """Return a device's constants for predicted times, and a line that names the measured ones ("" if none were)."""
     file = max(RESULTS.glob(f"gpu_*{device}*.json"), default=None)
     constants = measured_constants(json.loads(file.read_text()), DEVICES[device]) if file else PREDICTED
     names = [name for name, value in constants._asdict().items() if value != getattr(PREDICTED, name)]

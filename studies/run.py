@@ -2,7 +2,7 @@
 
     seeds=3        number of seeds, instead of the study's
     jobs=2         number of runs at a time, with equal shares of the cores
-    again=true     run everything that results= does not hold, even if published results have it
+    again=true     run all that is missing in the folder results=, even if published results have it
     dry=true       only print what would be run: images, FLOPs, samples
     publish=true   write results.json, figure.png and table.md to studies/<name>/ as each run ends (scale=small), or to
                    studies/<name>_gpu/ (scale=gpu)

@@ -61,7 +61,7 @@ def names_in(statement: ast.stmt) -> Iterator[str]:
 
 
 class Bundle:
-    """Collects the definitions that `add` asks for and all that they need; `text` writes them as one file. `instead` is
+    """Collects definitions, each with all that it needs (`add`), and writes them as one file (`text`). `instead` is
     {(module, name): source text to write in place of that name's own definition}."""
 
     def __init__(self, instead: Mapping[Name, str]) -> None:
@@ -89,7 +89,8 @@ class Bundle:
             self._add_used(other, [statement for table, statement in other.entered if self._is(other, table)])
 
     def _is(self, source: Source, table: str) -> bool:
-        """Return whether the file has the module `source` and the dict `table`, to which the module adds entries."""
+        """Return whether the file holds definitions of the module `source` and the dict named `table`. If so, it also
+        needs the module's statements that add entries to this dict."""
         origin, name = source.imported.get(table, (source.module, table))
         return source.module in self.wanted and name in self.wanted.get(origin, ())
 
@@ -120,7 +121,7 @@ class Bundle:
         return self.sources[module]
 
     def text(self, head: str) -> str:
-        """Return the file: the docstring `head`, imports, then the definitions, module by module."""
+        """Return the file's text: the docstring `head`, imports, then the definitions, module by module."""
         parts = [f'"""{head}"""', "\n".join(self._imports())]
         for module, source in self.sources.items():
             chosen = {

@@ -60,9 +60,9 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
 
     tensors  the network's state dict, in the dtype to store.
     info     the record to publish, a parsed info.json.
-    inside   the autoencoder whose weights are written too. None: only the recorded hub id is.
+    inside   hub id, folder or file of the autoencoder whose weights to store. None: store only its recorded hub id.
 
-    Raises ValueError if the code of network or routes is not this project's, and if the autoencoder can't be loaded.
+    Raises ValueError if a plugin supplies the network's or a route's code, or if the autoencoder can't be loaded.
     """
     latents, used = info["latents"], {"the network": saved.cfg.model.network}
     for route in saved.cfg.model.routes:
@@ -110,8 +110,8 @@ def arguments(saved: SavedNetwork) -> dict[str, object]:
 
 
 def goes_inside(name: str, asked: bool | None) -> bool:
-    """Return whether the weights of the autoencoder `name` go into the folder: as `asked` says or, if that is None,
-    unless `name` is a hub id. Raises ValueError if `asked` is False, but `name` is not a hub id."""
+    """Return whether to store the weights of the autoencoder `name`: `asked` or, if that is None, whether `name` is no
+    hub id; False for "pixels". Raises ValueError for "unknown", and if `asked` is False but `name` is no hub id."""
     if name == "pixels":
         return False
     at_hub = bool(HUB_ID.fullmatch(name)) and not Path(name).exists()

@@ -47,8 +47,8 @@ class SavedNetwork:
         return self.found.sha256(self.weights)
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """Return the routes that the network was trained with. If it had none, but the guidance needs a route and is
-        forced (guidance.force), return the architecture's usual route."""
+        """Return the routes that the network was trained with. But if there were none, the guidance
+        needs one, and guidance.force is set, return the architecture's usual route."""
         model = self.cfg.model
         forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
@@ -60,14 +60,14 @@ class SavedNetwork:
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
         """Build the network in eval mode, with residual connections in the precision of its training, and load its
-        weights. The model has the routes of its training, or those that `guidance` forces upon it."""
+        weights. The Model returned has the network and the routes self.routes(guidance)."""
         network = build_network(self.cfg)
         network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))
         return self.with_weights(network.to(device).eval(), guidance)
 
     def with_weights(self, network: nn.Module, guidance: Guidance) -> Model:
-        """Return a Model of `network`, whose weights are loaded, with the routes self.routes(guidance)."""
+        """Return a Model of `network`, whose weights are loaded, and the routes self.routes(guidance)."""
         return Model(self.process, network, self.routes(guidance))
 
     def shifted(self, shift: float) -> "SavedNetwork":

@@ -1,9 +1,9 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): trains small matrices beside linear layers, whose weights stay as they are.
 
 A layer multiplies by W + alpha/rank · B·A, where W is its weight, A is (rank, inputs), and B (outputs, rank) starts at
-zero. peft makes these layers. Checkpoints of such a run hold only what was trained. The network that the run started
-from is written once, to base.safetensors in the run's folder, and the checkpoints record its hash. Checkpoint.tensors
-merges both, so readers of a checkpoint get whole weights and do not need peft.
+zero. peft makes these layers. Checkpoints of such a run hold only what was trained. The network without adapters is
+written once, to base.safetensors in the run's folder, and the checkpoints record its hash. Checkpoint.tensors merges
+the trained and the base weights, so readers of a checkpoint get whole weights and do not need peft.
 """
 
 import re
@@ -25,10 +25,10 @@ DOWN, UP = ".lora_A.default.weight", ".lora_B.default.weight"  # peft's names of
 class Lora:
     """Section `lora` of a run's settings.
 
-    rank     rank of the products; None: no LoRA, and the other fields have no effect.
-    alpha    products are multiplied by alpha/rank; None: by 1.
+    rank     rank of the product B·A that is added to a layer's weight; None: no LoRA, other fields have no effect.
+    alpha    the product is multiplied by alpha/rank; None: by 1.
     targets  regular expression; a linear layer in the blocks gets an adapter if the expression is found in its name.
-    also     regular expression; parameters are trained without an adapter if it is found in their names; None: none.
+    also     regular expression; parameters whose names contain a match are trained as a whole; None: none are.
     """
 
     rank: Count | None = None
@@ -81,8 +81,8 @@ def base_of(network: nn.Module) -> dict[str, Tensor]:
 
 
 def merge(base: Mapping[str, Tensor], trained: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Return the weights of a network without adapters that computes the same: `base`, updated by the parameters in
-    `trained` that are no adapters, with `scale` · B·A of each adapter added to its layer's weight."""
+    """Return the weights `base` with the adapters in `trained` merged into them: scale·B·A is added to each adapted
+    layer's weight. Parameters in `trained` that are not adapters replace those in `base`."""
     merged = {**base, **{plain(name): value for name, value in trained.items() if ".lora_" not in name}}
     for layer in (name.removesuffix(DOWN) for name in trained if name.endswith(DOWN)):
         product = trained[layer + UP].float() @ trained[layer + DOWN].float()

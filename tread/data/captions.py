@@ -1,4 +1,4 @@
-"""The captions of a dataset's samples as text, in captions.jsonl beside its shards. columns.py reads encoded captions.
+"""The captions of a dataset's samples as text, in captions.jsonl in its folder (columns.py reads encoded captions).
 
 ["woman firefighter, medium skin tone", "a firefighter"]        line i: the captions of sample i, at least one
 ["red apple"]
@@ -18,9 +18,9 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
     """Write captions.jsonl into a dataset's folder and name it in index.json. Raises ValueError, with nothing changed,
     if captions are missing, too many or blank, or if the dataset has other captions already.
 
-    folder    a finished dataset, or the folder `data` of a DatasetWriter after `assemble`.
+    folder    a finished dataset, or the folder `data` of a DatasetWriter that has run its `assemble`.
     captions  for each sample, in order, a sequence of at least one caption, none of them blank.
-    again     replace old captions. Text encoded from old ones stays in the folder, but opening it raises ValueError.
+    again     replace old captions. Encoded text made from the old ones stays, but reading it raises ValueError.
     """
     path = folder / "index.json"
     index, captions = json.loads(path.read_text()), list(captions)
@@ -47,8 +47,8 @@ def check_captions(captions: object, whose: str) -> None:
 
 
 def read_captions(folder: Path, index: dict) -> list[list[str]]:
-    """Return each sample's captions. Raises FileNotFoundError; ValueError if `index` lists none or the file has
-    changed."""
+    """Return each sample's captions. Raises ValueError if `index` (parsed index.json) names no captions, or if their
+    file has changed; FileNotFoundError if the file is missing."""
     entry = index.get("captions")
     if entry is None:
         how = f"python scripts/prepare_text.py dataset={folder} captions=<file> encoder=…"
@@ -59,7 +59,8 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
 
 
 def parse_captions(file: Path) -> Iterable[list[str]]:
-    """Yield each sample's captions: a .txt line is one, a .jsonl line one or a list. Raises ValueError if malformed."""
+    """Yield each sample's captions, from one line: a .txt file has one caption a line, a .jsonl file one JSON string or
+    list of strings. Raises ValueError for a malformed line or another suffix."""
     if file.suffix not in (".jsonl", ".txt"):
         raise ValueError(f"{file} must be a .jsonl file, with JSON for each sample, or .txt, with a caption a line")
     with file.open("rb") as lines:

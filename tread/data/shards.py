@@ -76,8 +76,8 @@ def open_arrays(
 
 def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> tuple[list[np.memmap], np.ndarray]:
     """Memory-map a dataset's shards and read its labels (n,), checked against its parsed index.json. `full` compares
-    the hashes of the latents too, not only those of the labels. Raises FileNotFoundError or ValueError; KeyError or
-    TypeError for a bad index."""
+    the hashes of the latents too, not only those of the labels. Raises FileNotFoundError or ValueError if a file is
+    missing or does not fit the index, KeyError or TypeError if the index is malformed."""
     path, shards = folder / "index.json", index["shards"]
     arrays = open_arrays(folder, shards, "file", latents.dtype, latents.stored_shape, full)
     labels = open_arrays(folder, shards, "labels", "int64", (), True)
@@ -109,8 +109,8 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
 
 
 class ShardRows:
-    """Shards (n, views, …) as one matrix with a row for each view of each sample; memory-mapped or, after `place`, in a
-    device's memory. View 1, if not stored, is view 0 mirrored."""
+    """Shards (n, views, …) as one matrix with a row per view of a sample: 0 the original, 1 mirrored (computed if not
+    stored). Rows are memory-mapped or, after `place`, in a device's memory."""
 
     def __init__(self, arrays: Sequence[np.memmap]) -> None:
         self._arrays, counts = list(arrays), list(map(len, arrays))
@@ -149,7 +149,8 @@ class ShardRows:
         return Path(self._arrays[shard].filename), int(index - self._firsts[shard])
 
     def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Tensor:
-        """Return one view of each sample, (B, …), on the device that holds the rows; `pin` page-locks it on a CPU."""
+        """Return one view (0 original, 1 mirrored) of each sample, (B, …), on the device that holds the rows. `pin`
+        page-locks a CPU tensor."""
         views, mirrored = np.asarray(views), None
         if views.max(initial=0) >= self._views:
             mirrored, views = np.broadcast_to(views >= self._views, indices.shape).copy(), views % self._views
@@ -163,7 +164,7 @@ class ShardRows:
         return batch
 
     def expect(self, indices: np.ndarray, views: np.ndarray | int = 0) -> None:
-        """Ask the operating system to load all rows that `read` will need, at once. Does nothing after `place`."""
+        """Ask the operating system to load all rows that `read` will need. Does nothing after `place`."""
         if not self._in_place:
             return
         size = self._arrays[0][0, 0].nbytes

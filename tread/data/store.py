@@ -54,8 +54,8 @@ class ShardStore:
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
-        again  discard shards of another plan; without it, finished ones raise ValueError.
-        begun  {key: value} where unfinished work's plan may differ from `plan`; such work is continued.
+        again  discard shards made with another plan; without `again`, they raise ValueError.
+        begun  {key: value} to put into `plan` before it is compared with the plan of unfinished work.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """
@@ -86,17 +86,16 @@ class ShardStore:
         return self.done / f"{number:05d}.json"
 
     def note(self, number: int) -> dict:
-        """Return a finished shard's facts and, under "entry", its row count and each array's file and sha256."""
+        """Return a finished shard's note: its facts, and under "entry" its row count and each array's file and hash."""
         return json.loads(self._note(number).read_text())
 
     def notes(self, forgotten: bool = False) -> Iterator[dict]:
-        """Yield `note` of all finished shards, by number; with `forgotten` also the notes that `forget` set aside."""
+        """Yield the notes of all finished shards, by number; with `forgotten` also those that `forget` set aside."""
         files = self.done.glob("[0-9]*.json*" if forgotten else "[0-9]*.json")
         for file in sorted(files, key=lambda file: int(file.name.split(".")[0])):
             yield json.loads(file.read_text())
 
     def rows(self, numbers: Iterable[int]) -> int:
-        """Return how many rows the shards with these numbers have."""
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
@@ -140,8 +139,7 @@ class ShardStore:
 
     def keep(self, number: int, arrays: Mapping[str, np.ndarray | Stream], **facts: object) -> None:
         """Write a shard and its note, which includes `facts` as JSON. `arrays`, keyed by kind, have an entry per row of
-        the shard; without rows, only the note is written. After an OSError, which names the file, the shard is
-        missing."""
+        the shard; without rows, only the note is written. After an OSError, the shard is missing."""
         entry: dict[str, object] = {"count": next(iter(arrays.values())).shape[0]}
         for kind, array in arrays.items() if entry["count"] else ():
             entry |= self.save(kind, number, array)
@@ -163,7 +161,7 @@ class ShardStore:
         unit: str = "image",
         verify: bool = False,
     ) -> None:
-        """Make the missing shards, each process its part of them, and wait for the others.
+        """Make the missing shards, of which each process makes a part, and wait for the other processes.
 
         what    the progress bar's title.
         make    called with the numbers of the shards to make, and a callback for the number of rows just finished.
@@ -195,7 +193,6 @@ class ShardStore:
         return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
 
     def remove(self) -> None:
-        """Remove the work folder."""
         shutil.rmtree(self.work, ignore_errors=True)
 
 

@@ -26,8 +26,8 @@ def velocity_of(kind: Quantity, predicted: Tensor, noisy: Tensor, t: Tensor, cla
 def error_of(
     kind: Quantity, loss_of: Quantity, predicted: Tensor, x: Tensor, noise: Tensor, t: Tensor, clamp: float
 ) -> Tensor:
-    """Return the error, not squared, of the quantity `loss_of`, given a prediction of the quantity `kind`. Prediction
-    and target are converted alike, so it is the prediction's own error times a factor. Its sign may be flipped."""
+    """Return the error (not squared, the sign may be flipped) of the quantity `loss_of`, given a prediction of `kind`.
+    Prediction and target are converted alike, so the result is the error of the prediction times a factor."""
     error = predicted - {"velocity": noise - x, "x": x, "noise": noise}[kind]
     if kind == loss_of:
         return error
@@ -39,8 +39,7 @@ def error_of(
 
 
 def negatives(x: Tensor, noise: Tensor, batch: int) -> Tensor:
-    """Return the true velocity of each sample's successor, (batch, C, S, S), for the contrastive loss (Stoica et al.
-    2025, arXiv 2506.05350). x and noise hold `batch` samples, and may hold one more, which follows the last; otherwise
-    the first follows the last."""
+    """Return the true velocity of each sample's successor, (batch, C, S, S), for a contrastive loss (arXiv 2506.05350).
+    The last sample's successor is the extra one if x and noise hold batch + 1 samples, else the first."""
     velocity = noise - x
     return velocity[1:] if len(velocity) > batch else velocity.roll(-1, 0)

@@ -1,8 +1,8 @@
-"""Converts pixels to stored latents, and network latents to pixels, with a diffusers autoencoder.
+"""Converts pixels to the latents that are stored, and the network's latents to pixels, with a diffusers autoencoder.
 
-Stored and network latents are defined in tread/data/latents.py. The autoencoder "pixels" (autoencoder=none) is the
-identity: a latent is the picture itself, with 0..255 mapped to −1..1. Imported latents have the autoencoder "unknown"
-if their source does not name one.
+The network's latents are stored ones after scaling (tread/data/latents.py). The autoencoder "pixels" (autoencoder=none)
+is the identity: a latent is the picture itself, with 0..255 mapped to −1..1. Imported latents have the autoencoder
+"unknown" if their source does not name one.
 """
 
 import hashlib
@@ -127,8 +127,8 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
-    """Return the `fingerprint` of the autoencoder that load_decoder, with the same arguments, would use (it is loaded
-    if latents.fingerprint doesn't tell it); "pixels" if it would use none."""
+    """Return the `fingerprint` of the autoencoder that load_decoder uses with the same arguments; "pixels" if none. It
+    loads the autoencoder if `autoencoder` is given or latents.fingerprint is None."""
     if latents.autoencoder == "pixels":
         return "pixels"
     known = latents.fingerprint if autoencoder is None else None  # load_decoder refuses other weights in that case
@@ -215,7 +215,7 @@ def encoded(
 
 def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept) -> LatentSpec:
     """Return the spec of latents that are the pictures themselves, (3, R, R) in −1..1. `classes` are the class names,
-    `kept` more fields of LatentSpec. Raises ValueError if store is "moments", or for R > 128."""
+    `kept` more fields of LatentSpec. Raises ValueError if store is "moments", or for R > PIXELS_UP_TO (1024)."""
     if store == "moments":
         raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
     if resolution > PIXELS_UP_TO:
@@ -257,9 +257,9 @@ def load_decoder(
     precision: Decoding = "fp32",
 ) -> Decoder:
     """Return a function from network latents (B, C, S, S) to pictures (B, 1 or 3, H, W) uint8, computed in `precision`:
-    "fp32", "tf32" or "bf16". `autoencoder` (hub id, folder or file) replaces latents.autoencoder, but not "pixels".
-    Raises ValueError if it can't be loaded, takes other channels or, if it is latents.autoencoder, has another hash
-    than latents.fingerprint."""
+    "fp32", "tf32" or "bf16". `autoencoder` (hub id, folder or file) is used instead of latents.autoencoder.
+    Raises ValueError if the autoencoder can't be loaded or takes another number of channels, if latents.autoencoder has
+    another hash than latents.fingerprint, and if the latents are pixels but an autoencoder or precision is given."""
     if latents.autoencoder == "pixels":
         if autoencoder is not None or precision != "fp32":
             raise ValueError("autoencoder=… and decode_precision=… are of latents, but this network draws pixels")

@@ -105,7 +105,7 @@ class Mixed(nn.Module):
 
 
 def mixed_5(pooled: int) -> Branches:
-    """Return the branches (see Mixed) of a block 35×35 → 35×35 with `pooled` channels in "branch_pool"."""
+    """Return Mixed's `branches` for a block 35×35 → 35×35 with `pooled` channels in "branch_pool"."""
     return {
         "branch1x1": [(64, 1)],
         "branch5x5": [(48, 1), (64, 5)],
@@ -115,7 +115,7 @@ def mixed_5(pooled: int) -> Branches:
 
 
 def mixed_6(width: int) -> Branches:
-    """Return the branches (see Mixed) of a block 17×17 → 17×17 with `width` channels inside the 7×7 branches."""
+    """Return Mixed's `branches` for a block 17×17 → 17×17 with `width` channels inside the 7×7 branches."""
     row, column = (1, 7), (7, 1)
     return {
         "branch1x1": [(192, 1)],
@@ -261,7 +261,7 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """Load a frozen network from a weight file with pytorch-fid's names, with or without fc. ValueError for others."""
+    """Load a frozen network from a file of weights in pytorch-fid's names, fc optional. Others raise ValueError."""
     state = read_state_dict(path, "any")
     channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 in FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)

@@ -256,8 +256,8 @@ def feature_store(pictures: Pictures, folder: Path, network: Inception) -> Shard
 def extract_all(
     pictures: Pictures, folder: Path, network: Inception, processes: Processes
 ) -> tuple[Pictures, ShardStore]:
-    """Extract the features of all undamaged pictures, a share in each process; return these pictures and their store in
-    `folder`. Raises ValueError that names damaged pictures; with pictures.skip, if fewer than 2 are left."""
+    """Extract the features of all undamaged pictures, a share in each process. Returns these pictures, and the store
+    of their features. Raises ValueError for damaged pictures or, with pictures.skip, if fewer than 2 are left."""
     parts = feature_store(pictures, folder, network)
 
     def work(numbers: list[int], done: Callable[[int], object]) -> None:

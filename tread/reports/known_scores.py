@@ -12,8 +12,7 @@ DEPTH = ("", "*/", "*/*/")  # folders below a run's folder that are searched for
 
 class Score(NamedTuple):
     """One scoring of samples. `values` are settings and metrics, keyed by fid.csv's columns. `counts` is {metric:
-    number of samples} for metrics computed on another number than values["count"]. `notes` are warnings, and reasons
-    for missing metrics."""
+    number of samples} where that is not values["count"]. `notes` are warnings, and reasons for missing metrics."""
 
     values: dict
     counts: dict[str, int]

@@ -17,8 +17,8 @@ raises ValueError; the caller can pass two functions instead:
 
     select(args, kwargs, ids_keep) → args, kwargs    a block's inputs, with everything along a token axis gathered
     join(output, saved, ids_keep) → output           a block's output, put back among all tokens. `saved` is (args,
-                                                     kwargs) of the block before `select`. After the last block of a
-                                                     route with Route.rejoin it is (args, kwargs) of block `rejoin`
+                                                     kwargs) of the block before `select`; after the last block of a
+                                                     route with Route.rejoin=r, it is (args, kwargs) of block r
 
 With attach_routes(tokens=…), both functions find the tokens first in args, however the model called the block. With
 attach_routes(output=…), join gets and returns the tokens alone.
@@ -52,8 +52,8 @@ Join = Callable[[Any, Inputs, Tensor], Any]
 
 
 def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """Return a block's inputs (args, kwargs) with the kept tokens alone in args[0], (B, N, D) → (B, K, D). All other
-    inputs are unchanged. Raises ValueError if there are only keyword arguments."""
+    """Return a block's inputs (args, kwargs) with args[0] (B, N, D) reduced to the tokens at ids_keep (B, K), so
+    (B, K, D). All other inputs are unchanged. Raises ValueError if there are only keyword arguments."""
     if not args:
         called = f"the block was called with keywords only ({', '.join(kwargs)})"
         raise ValueError(f"{called}: give attach_routes tokens= (the keyword of the tokens), or a select and a join")
@@ -61,9 +61,9 @@ def select_first(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
 
 
 def select_only(args: tuple, kwargs: dict, ids_keep: Tensor) -> Inputs:
-    """Return a block's inputs (args, kwargs) with the kept tokens alone in args[0], (B, N, D) → (B, K, D). Raises
-    ValueError if another tensor among the inputs, also in lists and dicts, has an axis of length N, which may be a
-    token axis. If N = B, first axes count as batch axes. This is the default of attach_routes."""
+    """Return a block's inputs (args, kwargs) with args[0] (B, N, D) reduced to the tokens at ids_keep (B, K), so
+    (B, K, D). Raises ValueError if another input tensor, including those in lists and dicts, has an axis of length N:
+    it may be a token axis. If N = B, first axes count as batch axes."""
     selected = select_first(args, kwargs, ids_keep)
     samples, count = args[0].shape[:2]
     others = {f"input {place}": given for place, given in enumerate(args[1:], 1)} | kwargs
@@ -88,8 +88,8 @@ def _in_forward() -> bool:
 
 
 def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
-    """Return all tokens (B, N, D): a block's output (B, K, D) put into the block's first input, saved[0][0]. Raises
-    ValueError if the output is no tensor."""
+    """Return all tokens (B, N, D): the block's first input saved[0][0], with the block's output (B, K, D) in place of
+    the tokens at ids_keep (B, K). Raises ValueError if the output is not a tensor."""
     if not isinstance(output, Tensor):
         raise ValueError(f"the block returned a {type(output).__name__}, not the tokens alone: state output= or join=")
     return scatter_tokens(saved[0][0], output, ids_keep)
@@ -138,7 +138,7 @@ class Routing:
 
     def _tokens_first(self, number: int, index: int, args: tuple, kwargs: dict) -> Inputs:
         """Return the inputs (args, kwargs) of block `index`, with tokens that came by keyword moved to args[0]. Raises
-        ValueError if their number is not the one that `on` or `on_ids` was given for route `number`. With a custom
+        ValueError unless there are as many tokens as `on` or `on_ids` expects for route `number`. With a custom
         `select` any input may be the tokens, so it is enough that one input has an axis of this length."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
@@ -176,9 +176,9 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved), _in_forward()
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """Return, and forget, the inputs that block Route.rejoin of route `number` got in this forward pass. The
-        skipped tokens return with the values they had there. `index` is the route's last block, and `args` its inputs.
-        Raises RuntimeError if no inputs were saved, or if they have been changed in place since."""
+        """Return, and forget, the inputs saved at block Route.rejoin for route `number`; its skipped tokens return as
+        they were there. Block `index`, the route's last, is called with `args`. Raises RuntimeError if no inputs were
+        saved in this forward pass, or if they have been changed in place since."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
@@ -242,7 +242,7 @@ class Routing:
 
     @torch.no_grad()
     def _watch(self, number: int, index: int, args: tuple) -> None:
-        """Warn, once, if skipped tokens changed between blocks `index` − 1 and `index`, both on route `number`."""
+        """Warn, once, if the model changes skipped tokens of route `number` between blocks `index` − 1 and `index`."""
         (last, before), ids = self._entered or (None, None), self._ids[number]
         tokens = self._entered = (index, args[0]) if args and isinstance(args[0], Tensor) else None
         if last != index - 1 or index not in self._unwatched or tokens is None:
@@ -263,9 +263,9 @@ class Routing:
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None) -> Iterator[None]:
         """Return a context in which each route's blocks run on the tokens at its ids_keep (B, K) int64, one tensor per
-        route. `tokens` is N, or each route's N: blocks called with another number of tokens raise ValueError (None: any
-        number will do). Raises ValueError for ids_keep of wrong shape or dtype, or with repeated or too large indices,
-        RuntimeError if these blocks' routes are on already or were removed. Warns if no such block is called."""
+        route. `tokens` is N, or each route's N; then blocks called with another number of tokens raise ValueError.
+        Raises ValueError for ids_keep of wrong shape or dtype and, on a CPU only, for repeated or too large indices.
+        Raises RuntimeError if routes of these blocks are on already or were removed. Warns if no routed block ran."""
         self._waiting = False
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
@@ -304,9 +304,9 @@ class Routing:
         prefix: int = 0,
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which routes keep tokens chosen by uniform noise (B, N): one tensor per route, or one for
-        all. `ratio` replaces each selection_ratio; `grid` is (H, W) of the N tokens, for rules that need it;
-        `force_keep` (B, N) bool marks tokens that must be kept; `prefix` more tokens before the N are kept too. Raises
-        ValueError if these do not fit, RuntimeError if these blocks' routes are on already or were removed."""
+        all. `ratio` replaces each route's selection_ratio. `grid` is (H, W) of the N tokens, for rules that need it.
+        `force_keep` (B, N) bool marks tokens to keep. `prefix` further tokens before these N are always kept. Raises
+        ValueError if arguments do not fit, RuntimeError if routes of these blocks are on already or were removed."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if not all(isinstance(u, Tensor) for u in each):
             raise ValueError("noise must be tensors, one after the other: on(n1, n2), not on((n1, n2))")
@@ -344,8 +344,8 @@ def attach_routes(
                   select=select_first allows further inputs with an axis of length N.
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
-    verify        True: blocks raise ValueError if the order of their tokens matters. In each class of blocks on routes,
-                  the last is checked, and the one whose settings differ most from the last's. A check runs the block
+    verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of routed blocks,
+                  two are checked: the last one, and the one whose settings differ most from it. A check runs the block
                   twice more, at its first call on a route outside compiled graphs. False: no check, for blocks that use
                   the order on purpose, such as scans.
 

@@ -27,7 +27,7 @@ Some = Tensor | None
 
 def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
     """Return `noise` (B, N) with −∞ where `keep` (B, N) bool is true: rules keep the tokens with the smallest numbers.
-    Raises ValueError if `keep` marks more than K = N − int(N·selection_ratio) in a sample; this waits for a GPU."""
+    Raises ValueError if `keep` marks more than K = N − int(N·selection_ratio) in a sample. This waits for a GPU."""
     _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
@@ -134,12 +134,11 @@ class Token:
         return "token", math.prod(grid)
 
     def with_ratio(self, route: Route, ratio: float) -> Route:
-        """Return the route with another selection_ratio, for sampling."""
         return replace(route, selection_ratio=ratio)
 
     def for_sampling(self, route: Route) -> Route:
-        """Return the route to use in sampling, where a sample's tokens must not depend on the other samples of its
-        batch: the same one or, if this rule looks at other samples, the route with a rule that does not."""
+        """Return the route for sampling, where kept tokens must not depend on the other samples of a batch: `route`, or
+        a copy with another rule if this one uses other samples."""
         return route
 
 
@@ -254,7 +253,7 @@ def count_run(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
 
 
 def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
-    """Return a text like "r(2→8) keeps 8 of 16 tokens", for a route over blocks 2 to 8 without negative indices."""
+    """Return a text such as "r(2→8) keeps 8 of 16 tokens" for a resolved route (Route.resolve)."""
     comma = "" if str(route).endswith(")") else ","
     return f"{route}{comma} keeps {count_kept(route, num_tokens, grid)} of {num_tokens} tokens"
 
@@ -321,5 +320,4 @@ class RatioSchedule:
         return (1 - level) * self.start + level * self.end  # both ends exactly
 
     def apply(self, routes: Sequence[Route], step: int) -> tuple[Route, ...]:
-        """Return the routes with the ratio of training step `step`."""
         return tuple(replace(route, selection_ratio=self.at(step)) for route in routes)

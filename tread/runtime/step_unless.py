@@ -41,8 +41,8 @@ def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
 
 
 def _decidable(old: object, new: object, device: torch.device) -> bool:
-    """Return whether a flag on `device` can choose between two values: both are tensors on it with one shape and dtype,
-    or both are no tensors, and equal, with one type."""
+    """Return whether a flag on `device` can choose between two values: tensors on it of one shape and dtype. Also True
+    for two equal values of one type that are not tensors, as then there is nothing to choose."""
     if torch.is_tensor(old) and torch.is_tensor(new):
         return (old.device, old.shape, old.dtype) == (device, new.shape, new.dtype) and new.device == device
     return type(old) is type(new) and old == new

@@ -1,9 +1,9 @@
-"""Reads and writes state dicts, ours and those of other codebases, by the parameter names of the bare network.
+"""Reads state dicts of this and other codebases, and writes ours, under the unwrapped network's parameter names.
 
 Layouts that are read: weights alone; {"model": …, "ema": …, "opt": …, "args": …} (public DiT, SiT);
 {"model_state_dict": …, "ema_state_dict": …} (released TREAD); ema_pytorch's "ema_model.…" and "online_model.…".
 Prefixes of wrappers are removed: "module." (DDP), "model." (a preconditioned network), "_orig_mod." (torch.compile,
-also within a name). The label matrix of released MaskDiT becomes a table.
+also within a name). The class embedding of released MaskDiT, a matrix for one-hot labels, becomes an embedding table.
 """
 
 import argparse
@@ -36,7 +36,7 @@ COUNTERS = {"initted", "step", "n_averaged"}  # scalars of ema_pytorch and torch
 
 
 def read_state_dict(path: Path, weights: str = "ema") -> dict[str, Tensor]:
-    """Read one kind of weights from a .safetensors, .pt or .pth file; names are those of the bare network's parameters.
+    """Read one kind of weights from a .safetensors, .pt or .pth file; names are those of the unwrapped network.
 
     weights  "ema" (averaged), "model" (raw), or "any": averaged ones if there are any. A file of weights alone does not
              say which kind it holds, and serves as either.
@@ -76,7 +76,7 @@ def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
 
 
 def _read(path: Path) -> object:
-    """Load a file of tensors; of pickled objects it may hold only plain values and argparse.Namespace."""
+    """Load a file of tensors. Pickled objects other than plain values and argparse.Namespace raise ValueError."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -130,9 +130,9 @@ def _flat(content: object) -> dict[str, dict]:
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the bare network's names, without wrappers' prefixes and EMA wrappers' counters. Where
-    the patch embedding x_embedder is missing, only "_orig_mod." is removed. MaskDiT's label matrix becomes a table.
-    Raises ValueError if two entries get the same name."""
+    """Return the tensors under the unwrapped network's names, without EMA wrappers' counters. The prefix to remove is
+    what precedes "x_embedder.proj.weight" in a name; where that is missing, only "_orig_mod." is removed. MaskDiT's
+    class matrix becomes an embedding table. Raises ValueError if two entries get the same name."""
     names = {name: name.replace("_orig_mod.", "") for name in state}
     heads = [name.removesuffix(FIRST) for name in names.values() if name.endswith(FIRST)]
     head = min((head for head in heads if WRAPPERS.fullmatch(head)), key=len, default=None)

@@ -1,4 +1,4 @@
-"""The work between training steps and after the last one: logs, evaluation, FID, grids, checkpoints, demo scores."""
+"""The work between training steps and after the last one: logs, evaluation, FID, sample grids and checkpoints."""
 
 import contextlib
 import functools
@@ -37,9 +37,9 @@ from tread.training.run import Failure, Run, StepStatistics
 
 
 class Clock:
-    """Measures the time and FLOPs of training, without those of evaluating and saving: for the whole run, and since the
-    last log for the speed. The first steps are slow (compiling, recording): the forecast leaves them out, and so does
-    the speed, unless a log is due right after them."""
+    """Measures the time and FLOPs of training, not of evaluating and saving, over the whole run and since the last log.
+    The first steps are slow (compilation, recording of CUDA graphs). The forecast of the time left ignores them, and
+    so does the logged speed, unless a log is due right after them."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
@@ -115,9 +115,9 @@ def log(run: Run, clock: Clock) -> str:
 
 
 def read_statistics(run: Run) -> dict:
-    """Return what StepStatistics.read returns, {name: sum over the steps since the last log}, but for "loss" and
-    "alignment" a list with each process's sum. Raises Failure if more than train.max_bad_steps in a row, or more than
-    half of the last 100 steps, were not finite."""
+    """Return {name: sum over the steps since the last log} as StepStatistics.read does; "loss" (and "alignment", if
+    the run has it) is a list of each process's sum. Raises Failure if the loss or gradient was not finite in more than
+    train.max_bad_steps steps in a row, or in more than half of the last 100."""
     sums, most, steps = run.statistics.read(), run.cfg.train.max_bad_steps, ()
     for name in ("loss", "alignment") if run.aligner else ("loss",):
         sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.device)).tolist()
@@ -136,13 +136,13 @@ def read_statistics(run: Run) -> dict:
 
 
 def mostly_bad(sums: dict) -> bool:
-    """Return whether more than half of the last 100 steps were not finite; `sums` come from read_statistics."""
+    """Return whether loss or gradient was not finite in over half of the last 100 steps, as recorded in `sums`."""
     return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 
 def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """Return the numbers (from 0) of the steps that were not finite among the run's last `steps`, of which only the
-    last 100 are known. `sums` come from read_statistics."""
+    """Return the numbers (from 0) of the run's last `steps` in which loss or gradient was not finite, if they are among
+    the last 100. `sums` come from read_statistics."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
@@ -165,8 +165,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
 
 
 def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Read again the training samples of the first of these steps: at most 100 steps, or fewer for batches of more than
-    256. Returns whether any sample holds a number that is not finite, and a text that names such samples."""
+    """Read again the training samples of the first of `steps` (at most 100, fewer if batches have over 256 samples).
+    Returns whether any sample holds a number that is not finite, and a text that names such samples."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
     spoilt = name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked))
@@ -230,7 +230,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool) -> bool:
-    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` postponed it."""
+    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether the checkpoint was postponed."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))
@@ -341,7 +341,8 @@ def draw_grid(run: Run) -> None:
 
 
 def draw_samples(run: Run, seeds: Sequence[int], labels: Tensor, prompts: Text | None = None) -> Tensor:
-    """Draw EMA samples: (n, 1 or 3, H, W) uint8. Labels (n,) are classes, or indices into prompts (None: the run's)."""
+    """Draw EMA samples (n, 1 or 3, H, W) uint8. `labels` (n,) are classes or, for a network that takes text, indices
+    into the encoded captions `prompts` (None: those of the run's sample grids)."""
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
     return torch.cat(list(draw_pictures(model, run.decoder, seeds, labels, sampler(run, len(labels)))))
 
@@ -353,10 +354,10 @@ def sampler(run: Run, samples: int) -> Sampler:
 
 
 def save(run: Run) -> bool:
-    """Copy what a checkpoint holds, let a thread write it, and return True. Returns False, without saving, if this step
-    or most of the last ones were not finite. A run's last step is saved all the same, but then no older checkpoint is
-    removed. First waits until the previous checkpoint is written. Raises that one's OSError if it could not be, and
-    Failure if the weights are not finite."""
+    """Copy what a checkpoint holds, let a thread write it, and return True. Returns False, without saving, if
+    loss or gradient was not finite in this step or in over half of the last 100. A run's last step is saved even then,
+    but no older checkpoint is removed. First waits until the previous checkpoint is written; raises OSError if that
+    failed, and Failure if the weights are not finite."""
     with run.timed("save"):
         finish_saving(run)
     counted = read_statistics(run)
@@ -398,9 +399,8 @@ def save(run: Run) -> bool:
 
 
 def finish_saving(run: Run, wait: bool = True) -> None:
-    """Wait until a thread has written the checkpoint in progress, if any, and note that it is saved. With wait=False,
-    do nothing if it is still being written. All processes must call this. Raises the thread's error, an OSError if the
-    checkpoint could not be written."""
+    """Wait until a thread has written the checkpoint in progress, if any, and note that it is saved. wait=False: if the
+    thread is still writing, do nothing. All processes must call this. Raises the thread's error, such as OSError."""
 
     def written() -> bool:
         if not wait and not run.written.done():
@@ -415,7 +415,7 @@ def finish_saving(run: Run, wait: bool = True) -> None:
 
 
 def judge_demo(run: Run) -> None:
-    """Draw run.demo_samples EMA samples of digits or emoji, and record their scores, unless they are recorded. Raises
+    """Draw run.demo_samples EMA samples of digits or emoji, and record their scores, unless that is done. Raises
     ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
     judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())

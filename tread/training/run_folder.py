@@ -38,8 +38,9 @@ class Claim:
 
 
 def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
-    """Decide how a run starts in `folder`, without changing files. Raises FileExistsError, FileNotFoundError or
-    ValueError if the folder has other files or a run of other settings, or if `resume`, the setting, forbids it."""
+    """Decide how a run starts in `folder`, without changing files. Raises FileExistsError if it has foreign files or,
+    with resume=False, a run; FileNotFoundError if resume=True but no checkpoint is there; ValueError if its run has
+    other settings where they must be the same."""
     other = "name=<another name> starts a run of its own"
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")

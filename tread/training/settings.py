@@ -126,7 +126,7 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class Tags:
-    """Suffixes of a run's default name: one for its objective (edm, rf), then one for alignment.kind."""
+    """Suffixes of a run's default name: one for its objective (edm, rf), one for alignment.kind (none, repa, self)."""
 
     edm: str
     rf: str
@@ -233,7 +233,7 @@ MEASURES = ("channels", "size", "num_classes")
 
 
 def as_recorded(config: dict) -> dict:
-    """Return a config in which the keys of init_classes (old classes) are strings, as JSON makes them."""
+    """Return the config with the keys of init_classes, the old class numbers, as strings, as they are in JSON."""
     if not isinstance(asked := config.get("init_classes"), dict):
         return config
     return {**config, "init_classes": {str(old): new for old, new in asked.items()}}
@@ -242,9 +242,9 @@ def as_recorded(config: dict) -> dict:
 def complete(config: dict) -> tuple[Settings, dict]:
     """Return a config composed by Hydra as Settings and as a dict, both completed.
 
-    Null dataset.channels, size and num_classes are read from the dataset, and so are the text settings of a
-    text-conditional network. dataset.heldout=auto becomes the held-out data prepared with the dataset, or null. Section
-    `model` of the dict gets exactly the keys of its architecture, with numbers for sizes left at null.
+    dataset.channels, size and num_classes are read from the dataset where they are null, and so are the text settings
+    of a text-conditional network. dataset.heldout=auto becomes the held-out data prepared with the dataset, or null.
+    Section `model` of the dict keeps only the chosen architecture's keys, and its null sizes become numbers.
 
     Raises ValueError for settings that do not fit together, FileNotFoundError for missing data.
     """
@@ -284,10 +284,10 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """Make part "train" or "heldout" of the built-in dataset dataset.embedded at `path`, if that is missing; other data
-    is left alone. Emoji get encoded captions if the network takes text. Raises ValueError or OSError if CIFAR-10's
-    archive can't be had or read, and, for digits and emoji, FileNotFoundError if a missing `path` does not end in
-    <embedded>/<part>, as it is likely mistyped."""
+    """If the folder `path` of a built-in dataset (dataset.embedded) is missing, make its part "train" or "heldout"; for
+    cifar10, make both, at dataset.path and beside it. Emoji get encoded captions if the network takes text. Raises
+    ValueError or OSError if CIFAR-10's archive can't be fetched or read. For digits and emoji, raises FileNotFoundError
+    if a missing `path` does not end in the dataset's name and the part (digits/train), as it is likely mistyped."""
     kind = cfg.dataset.embedded
     if kind == "cifar10" and not Path(path).exists():
         cifar10.prepare_cifar10(Path(cfg.dataset.path), cfg.dataset.archive)

@@ -51,7 +51,8 @@ from tread.training.settings import Settings, prepare_embedded
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
-    """Begin or continue the run of `cfg`, the settings in `config`; print warnings. Raises ValueError or OSError."""
+    """Begin or continue the run with settings `cfg`, which `config` holds as a dict, and print `warnings`. Raises
+    ValueError or OSError if settings, data, weights or the folder do not fit."""
     began = time.perf_counter()
     if cfg.init_positions == "scaled":
         cfg, config = with_scaled_positions(cfg, config)
@@ -111,7 +112,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 
 def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
-    """Return settings and config with model.position_scale = old / new rows of tokens, for init_positions=scaled."""
+    """Return settings and config with the model.position_scale of init_positions=scaled: rows of tokens in init_from's
+    network / rows in this one, times the position_scale of the former. Raises ValueError if `cfg` has another."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, run, side)
     if cfg.model.position_scale not in (1.0, scale):
@@ -123,7 +125,7 @@ def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
 
 def adapt(cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | None) -> frozenset[str]:
     """Add LoRA's adapters to the network, and return the names of the frozen parameters. If the run goes on from the
-    checkpoint `earlier`, first load the weights that it adapted. Without lora.rank: does nothing."""
+    checkpoint `earlier`, first load the weights that its adapters were added to. Does nothing if lora.rank is None."""
     if cfg.lora.rank is None:
         return frozenset()
     if earlier:
@@ -175,7 +177,7 @@ def prepare_blocks(
 
 
 def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDataset) -> None:
-    """Raise ValueError unless `data` has the kind and number of latents that a checkpoint was trained on."""
+    """Raise ValueError unless `data` has the LatentSpec and number of samples that a checkpoint was trained on."""
     made = {"samples": earlier.info["samples"], "class_token": earlier.info.get("class_token")}
     now = vars(data.latents) | {"samples": len(data), "class_token": data.class_fingerprint}
     if changed := differences(vars(LatentSpec.from_json(earlier.info["latents"])) | made, now):
@@ -256,8 +258,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
-    """Load the weights of init_from if a run begins; give a text-conditional network the encoded empty caption. Returns
-    the weights' source as text, and warnings. Raises FileNotFoundError, or ValueError if weights do not fit."""
+    """If a run begins, load init_from's weights. Give a text-conditional network the encoded empty caption. Returns
+    (a text on the weights' origin, warnings). Raises FileNotFoundError, or ValueError if weights do not fit."""
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
@@ -284,8 +286,8 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
 
 
 def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset, precision: str) -> Aligner | None:
-    """Build the run's Aligner; None if alignment.kind is none. Its projector is initialised by the run's seed;
-    `precision` is that of training steps. Raises ValueError if the encoder's features do not fit the network."""
+    """Build the Aligner, which computes the alignment loss; None if alignment.kind is none. The run's seed initialises
+    its projector. `precision` is that of training steps. Raises ValueError if an encoder's features do not fit."""
     alignment, device, encoder, flops, fingerprint = cfg.alignment, network.pos_embed.device, None, 0, None
     if alignment.kind == "none":
         return None
@@ -391,8 +393,8 @@ def data_warnings(run: Run) -> list[str]:
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
-    """Return captions for sample grids, as fields of Run: {"prompts": encoded captions, "captions": texts, [] if
-    unknown}. They are the first captions of sampling.classes samples, spread over the data."""
+    """Return the captions of sample grids, as fields of Run: {"prompts": encoded, "captions": texts, [] if unknown}.
+    Each is the first caption of one of sampling.classes samples, which are evenly spread over the dataset."""
     samples = spread_classes(len(data), cfg.sampling.classes)
     captions = [data.captions[sample][0] for sample in samples] if "captions" in read_index(data.folder) else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
