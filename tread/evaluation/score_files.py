@@ -99,8 +99,7 @@ def columns(record: Mapping) -> list[str]:
 
 
 def add_line(path: Path, record: dict) -> None:
-    """Append the score `record`, fid.json's content, to the .csv file at `path`. If that file has other columns, it is
-    renamed first, and a new file begun."""
+    """Append the score `record`, fid.json's content, to the .csv `path`. A file with other columns is renamed first."""
     head = columns(record)
     if path.exists() and path.read_text().partition("\n")[0].strip() != ",".join(head):
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())

@@ -1,4 +1,4 @@
-"""Scores samples against a reference by Inception features, or by the metrics of a built-in dataset; online FID."""
+"""Scores samples by Inception features against a reference, or by a built-in dataset's metrics; FID during training."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -254,9 +254,9 @@ class OnlineFID:
 def open_online_fid(
     reference: Path, samples: int, inception: str | None, latents: LatentSpec, decoder: Decoder, processes: Processes
 ) -> OnlineFID:
-    """Open a reference that has mu and sigma, and Inception from the weight file `inception` (None: pytorch-fid's file,
-    downloaded if needed). Raises FileNotFoundError or ValueError if that fails; ValueError if `samples`, the number for
-    all processes together, is less than one for each, or if decoded pictures are not of the reference's size."""
+    """Open a reference with mu and sigma, and Inception from the weight file `inception` (None: pytorch-fid's,
+    downloaded if needed). Raises FileNotFoundError or ValueError if one can't be opened; ValueError if `samples`, the
+    total, is less than one per process, or if decoded pictures are not of the reference's size."""
     if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
     scorer = open_scorer(reference, inception, None, processes)

@@ -1,5 +1,5 @@
 """Scores checkpoints or pictures (`run`). All checks come before the long work. The processes share the work in small
-portions, and if it was interrupted, the same command does only what is missing."""
+portions; after an interruption, the same command does only the missing ones."""
 
 import datetime
 import glob
@@ -128,8 +128,8 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict, or
-    [] for pictures. In processes other than the main one, new scores are None. Raises ValueError or OSError."""
+    """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict (a
+    new one only in the main process, else None), or [] for pictures. Raises ValueError or OSError if a check fails."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -180,9 +180,10 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
 
 
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
-    """Find the checkpoints that options.checkpoint names, a path or a pattern with *. This is done once, because
-    `latest` may soon name another checkpoint. Returns the options, with the weak network's path resolved, and the
-    checkpoints' distinct folders, sorted by run and step. Raises FileNotFoundError or ValueError."""
+    """Find the checkpoints that options.checkpoint names, a path or a pattern with *. Call it once, as the link
+    `latest` may change. Returns the options, with guidance.checkpoint replaced by that checkpoint's folder, and the
+    distinct folders found, sorted by run and step. Raises FileNotFoundError for a missing checkpoint, ValueError for a
+    damaged one."""
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
     if pattern and not Path(pattern).exists():
@@ -196,16 +197,16 @@ def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """How the network `saved` is scored by `options`, with samples drawn by `sampler`.
+    """How the network `saved` is scored under `options`, with samples drawn by `sampler`.
 
-    weak            the guidance's weak network, if it is another checkpoint; else None.
+    weak            second network for guidance (as in autoguidance), if it is another checkpoint; else None.
     count           number of samples to draw.
     compiled        whether the networks' blocks are compiled for sampling.
     decoder         a text that identifies the decoder of the network's latents; "pixels": there is none.
-    judge           the scorer without a reference: that of digits or emoji, or Unscored for other datasets.
+    judge           scorer to use without a reference: DigitsJudge, EmojiJudge, or Unscored, which computes nothing.
     prompts         the captions to draw, for a network that takes texts; else None.
-    flops           FLOPs of the networks per sample.
-    flops_relative  ratio of these FLOPs to those of the same steps without guidance.
+    flops           FLOPs of the networks for one sample, over all steps.
+    flops_relative  these FLOPs divided by those of the same steps without guidance, on all tokens.
     """
 
     options: ScoringOptions
@@ -230,7 +231,7 @@ class ScoringPlan:
 
     @property
     def decode_precision(self) -> str | None:
-        """The precision in which latents are decoded, as the settings of a score record it; None stands for fp32."""
+        """The precision that decodes latents, as recorded with a score: "tf32", "bf16", or None for fp32."""
         return None if self.options.decode_precision == "fp32" else self.options.decode_precision
 
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
@@ -318,7 +319,7 @@ def plan_scoring(
 
 def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPrompts | None:
     """Open the captions on which a text-conditional network is scored; return None for a class-conditional one. Raises
-    ValueError if the latter has options.prompts or options.clip; also FileNotFoundError if captions can't be opened."""
+    FileNotFoundError or ValueError if these can't be opened, or a class-conditional one has options.prompts or clip."""
     if saved.text is not None:
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
     for key in ("prompts", "clip"):
@@ -328,10 +329,10 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """Return the options with the reference "cifar10-test" replaced by the folder of CIFAR-10's test pictures, and
-    "heldout" by that of the networks' held-out data. Without a reference, text-conditional networks are scored against
-    "heldout" too, unless their scorer is EmojiJudge or save_samples is set. CIFAR-10 is downloaded if missing. Raises
-    OSError or ValueError if that fails, or if the networks have no held-out data, or different ones."""
+    """Return the options with a named reference replaced by a folder: "cifar10-test" by CIFAR-10's test pictures, which
+    are downloaded if missing, "heldout" by the networks' held-out data. If no reference is set, "heldout" is also used
+    for text-conditional networks, unless EmojiJudge scores them or save_samples is set. Raises OSError or ValueError if
+    the download fails, or if the networks have no held-out data, or not all the same."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if options.reference == "cifar10-test":  # the test pictures of CIFAR-10
@@ -346,8 +347,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
     """Return the folder of CIFAR-10's training pictures: the one that a network of `plans` was trained on, else
-    data/cifar10. With `make`, missing pictures are written, from a download if needed; raises ValueError or OSError if
-    that fails."""
+    data/cifar10. With `make`, missing pictures are written, after a download if needed. Raises ValueError or OSError if
+    the download or the writing fails."""
     datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
     folder = Path(datasets[0].path if datasets else "data/cifar10")
     if make:
@@ -358,9 +359,9 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures to the scorer's reference "cifar10", which has only statistics. With
-    options.reference_features, missing pictures are downloaded first, and ValueError is raised if they can't be read,
-    or are not as many as the statistics were made of. Without it, they are added only if their features are cached."""
+    """Add CIFAR-10's training pictures to the scorer's reference "cifar10", which has only statistics. Without
+    options.reference_features, they are added only if their features are cached. With it, missing pictures are
+    downloaded, and ValueError is raised if they can't be read, or are not as many as the statistics were made of."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():
@@ -379,9 +380,9 @@ def add_shipped_pictures(
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
-    """Return how photos of the reference and of the samples are cropped; None if options.crop is null. Handling of the
-    EXIF orientation and of alpha is taken from the options, else from the training photos, else it is "exif" and
-    "white". Raises ValueError if it is to be taken from training photos, but these differ between checkpoints."""
+    """Return how photos of the reference and samples are cropped; None if options.crop is null. A null orientation or
+    alpha is taken from the checkpoints' training photos; without checkpoints, EXIF orientation is applied, and
+    transparent pixels are laid on white. Raises ValueError if checkpoints differ in what is taken."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}
@@ -412,13 +413,13 @@ def check_target(path: Path, reference: Reference) -> None:
 
 
 class CheckpointScoring:
-    """Scores one checkpoint as `plan` says: by `scorer` and, unless it is None, by `clip`, the CLIP score.
+    """Scores one checkpoint as `plan` says, by `scorer` and by `clip`, the CLIP score (None: not computed).
 
     settings  everything that decides the score, as ScoringPlan.fingerprint returns it.
-    files     files of the score.
+    files     paths of fid.json, fid.png and samples.npz.
     lines     path of the .csv to which a line is appended.
-    parts     store of the samples and their features, kept until they are scored; usable for any reference.
-    seconds   time that this process took to draw samples and extract features.
+    parts     store of the samples and their features, kept until they are scored; the same for any reference.
+    seconds   time that this process took to draw samples, "sampling", and to extract features, "features".
     """
 
     def __init__(self, plan: ScoringPlan, scorer: Scorer, clip: ClipScore | None, processes: Processes) -> None:
@@ -433,8 +434,8 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """Print and return the record of an earlier score with the same settings, or return None. With save_samples the
-        score must have a samples.npz; with reference_features it must have used the same reference pictures."""
+        """Print and return the record of an earlier score with the same settings; None if there is none. It must have a
+        samples.npz if options.save_samples, and this scorer's reference pictures if options.reference_features."""
         options = self.plan.options
         of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
         before = self.files.find(self.settings, with_samples=options.save_samples, **of)
@@ -560,7 +561,7 @@ def common_record(
 ) -> dict:
     """Return the items that every fid.json has: the metrics' values and the number of samples behind each (`count`,
     unless the scorer gives another one), warnings, the reference, and time, command, device and versions. `pictures`
-    are samples that were read from files, whose damaged ones are counted; None: the samples were generated."""
+    are the samples if they were read from files, to count damaged ones; None: they were generated."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {
@@ -583,7 +584,7 @@ def common_record(
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
-    """Score pictures made elsewhere; in the main process write fid.json and print it. options.cache keeps features."""
+    """Score pictures made elsewhere; the main process writes and prints fid.json. options.cache keeps the features."""
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()

@@ -2,8 +2,8 @@
 
 State 0 is the embedded sequence of tokens, state k + 1 the output of block k. Within a route, a range of blocks that
 some tokens skip, a state holds only the other tokens. Two states are compared on the tokens that both hold, matched by
-position in the grid. At the route's end the skipped tokens return with earlier values (those before the route or before
-block `rejoin`) and count again, unless the network puts mask tokens in their places.
+position in the grid. The output of a route's last block holds the skipped tokens again, with their values from before
+the route (or before block `rejoin`, if the route names one), except in networks that put mask tokens in their places.
 
 Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
 """
@@ -74,7 +74,7 @@ def block_states(
 
 def similarity(batches: Iterable[States]) -> Tensor:
     """Return the mean cosine similarity of each pair of states over the tokens that both hold: (L + 1, L + 1) fp64, on
-    the CPU. The states are the tokens before the first and after each of the L blocks, without those that skip it.
+    the CPU. State 0 is the tokens before the blocks, state k + 1 those after block k, without skipping tokens.
 
     All tokens of all samples weigh the same; NaN for two states that never hold the same token. One batch is in memory
     at a time. A token whose channels are all 0 has similarity 0 to every token, itself included.
@@ -92,8 +92,8 @@ def noised_states(
     model: Model, data: LatentDataset, samples: int, noise_levels: int, seed: int, batch_size: int
 ) -> Iterator[States]:
     """Yield batches of States, the tokens between the model's blocks under its routes, for `samples` noised samples of
-    `data`, spread evenly over the dataset and over `noise_levels` noise levels. Noise and kept tokens of a sample
-    depend only on `seed` and its number, even for routes that keep the same tokens in a whole training batch."""
+    `data`, spread evenly over the dataset and over `noise_levels` noise levels. A sample's noise and kept tokens depend
+    only on `seed` and its number: rules that choose tokens for a whole training batch choose for each sample here."""
     network, device = model.network, next(model.network.parameters()).device
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
@@ -113,7 +113,7 @@ def adjacent(matrix: Tensor) -> float:
 
 
 def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
-    """Return the routes `asked` (None: the network's), sorted, with negative block numbers resolved. Raises ValueError
+    """Return the routes `asked` (None: the network's) by start block, with negative indices resolved. Raises ValueError
     if the network can't run them, or if a route of `asked` skips no token or keeps only one."""
     model, grid = saved.cfg.model, (saved.latents.shape[1] // saved.cfg.model.patch_size,) * 2
     routes = model.routes if asked is None else tuple(asked)

@@ -63,9 +63,9 @@ class NetworkOptions:
 
     network     the class that is built.
     takes_text  True: the network takes texts instead of labels.
-    has_path    True: it has a sparse part, as SPRINT does, that training can drop in some samples (train.path_drop).
+    has_path    True: the network has SPRINT's sparse part, which training can drop in some samples (train.path_drop).
     class_token channels of a class token, as in REG; None: there is none.
-    masks       True: after a route, mask tokens replace the skipped tokens, so sampling runs all tokens.
+    masks       True: sampling runs all tokens, as mask tokens would replace skipped ones (MaskDiT).
     along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
     constants   names of attributes that change what trained weights compute, and are options in other architectures.
@@ -113,7 +113,7 @@ class NetworkOptions:
 
     @property
     def resolved_routes(self) -> tuple[Route, ...]:
-        """The routes in the given order, with negative block numbers and defaults made explicit for the depth."""
+        """The routes in the given order, with negative block numbers and depth-dependent defaults resolved."""
         return tuple(route.resolve(self.depth) for route in self.routes)
 
     @property
@@ -153,7 +153,7 @@ class NetworkOptions:
         return network
 
     def all_arguments(self, size: int, channels: int, num_classes: int, text: TextSettings) -> dict[str, object]:
-        """Return all arguments of the network's constructor, keyed by name. Parameters are those of `build`."""
+        """Return {name: value} of all arguments of the network's constructor, for latents (channels, size, size)."""
         return {"input_size": size, "in_channels": channels, "num_classes": num_classes, **self.arguments()}
 
     def arguments(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The parts that all networks share: latents → tokens → blocks, of which routes let tokens skip some → latents.
+"""The parts that all networks share: latents → tokens → blocks → latents. A route lets some tokens skip some blocks.
 
 Names and initialisation of embedders (embedders.py) and last layer are public DiT's. The blocks are in dit.py,
 lightning.py, rwkv.py and mamba.py. Nothing random happens in a forward pass: the caller draws the indices of tokens
@@ -25,8 +25,8 @@ Init = Literal["adaln_zero", "xavier"]
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Scale tokens (B, N, D) by 1 + scale (B, D) and add shift (B, D), in fp32 under autocast. On CPUs, bf16 tokens are
-    cast for that, since norms return bf16 there."""
+    """Return x·(1 + scale) + shift for tokens x (B, N, D), shift and scale (B, D); in fp32 under autocast. On a CPU,
+    where norms return bf16 under autocast, x is cast to fp32 first."""
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
@@ -73,9 +73,9 @@ def block_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
 class Backbone(nn.Module):
     """The network F(x; t, y): embedders, `depth` blocks and a last layer. Arguments are named as in public DiT.
 
-    make_block   called without arguments, creates a block that maps tokens (B, N, D), the tensors of along(B) and
-                 conditioning (B, D) to tokens; if needs_grid is set, it also gets grid=(rows, columns). A block has a
-                 linear layer adaLN_modulation[1], and a method multiply_adds(tokens, attention) for one sample.
+    make_block   function that creates a block. Blocks take tokens (B, N, D), the tensors that along(B) returns and
+                 conditioning (B, D), also grid=(rows, columns) if needs_grid is True, and return tokens. They have a
+                 linear layer adaLN_modulation[1], and multiply_adds(tokens, attention), a count for one sample.
     input_size   height and width S of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
     learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.
@@ -193,7 +193,7 @@ class Backbone(nn.Module):
         return tokens
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
-        """Return the FLOPs of one sample's forward pass: two per multiply-add of matrix products and token mixing.
+        """Return one sample's forward FLOPs under `routes`: two per multiply-add of matrix products and token mixing.
 
         attention  False: linear layers only, without token mixing (in DiT the products of queries, keys and values).
         upto       index of the last block to count, without the last layer; None: count all.

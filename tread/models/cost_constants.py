@@ -31,9 +31,9 @@ class Constants(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a compiled bf16 block for each token and channel. `saved` are kept for the backward pass, or `budget`
-    with train.memory=budget. `moved` are read or written in both passes outside of matrix products and attention, or
-    `moved_in_bf16` with train.residual=bf16."""
+    """Bytes per token and channel of a compiled bf16 block. `saved`: kept for the backward pass; `budget`: the same
+    with train.memory=budget. `moved`: read or written in both passes outside of matrix products and attention;
+    `moved_in_bf16`: the same with train.residual=bf16."""
 
     saved: float
     moved: float

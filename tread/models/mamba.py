@@ -139,8 +139,8 @@ class Mamba(Backbone):
     directions          1: raster order; 2: also backward; 4: also both ways along columns.
     attention_every     k: each k-th block is DiT's, with num_heads attention heads; 0: none.
     kernel              "torch": any device; "mamba_ssm": that package's fused scan, on CUDA.
-    allow_token_routes  whether any tokens may skip blocks in training, the others being scanned in raster order; then
-                        directions=4 is refused, as there is no grid. False: only whole rows, as neighbours matter.
+    allow_token_routes  True: any tokens may skip blocks, the others are scanned in raster order, and directions=4 is
+                        refused, as it needs a grid. False: only whole rows may skip, so the others form a grid.
 
     Raises ValueError for sizes that do not fit together, and for a kernel that is not available.
     """

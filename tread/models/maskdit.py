@@ -57,8 +57,8 @@ class MaskDiT(DiT):
         return [*super().compiled(), *self.decoder_blocks]
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:
-        """Return the FLOPs of one sample's forward pass; with `upto`, only those of the encoder up to this block.
-        attention=False: without the products of queries, keys and values."""
+        """Return the FLOPs of one sample's forward pass under `routes`. upto: count only the encoder's blocks 0 to
+        `upto` and what comes before them. attention=False: leave out the products of queries, keys and values."""
         encoder = super().forward_flops(routes, attention, len(self.blocks) - 1 if upto is None else upto)
         if upto is not None:
             return encoder
@@ -70,8 +70,8 @@ class MaskDiT(DiT):
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
         """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S). `routes`
-        is () or a single pair (Route, ids_keep (B, K)) over all encoder blocks. After the encoder mask tokens replace
-        the skipped tokens, and the decoder runs on all. `record` receives ids_keep and outputs of encoder blocks."""
+        is () or one (Route, ids_keep (B, K)): the K tokens with these indices run the encoder, mask tokens then replace
+        the others, and the decoder runs on all. `record` receives ids_keep and outputs of encoder blocks."""
         x, c = self.embed(x, t, y)
         (batch, tokens), ids_keep = x.shape[:2], None
         check_spans([route for route, _ in routes], len(self.blocks))
@@ -93,7 +93,7 @@ class MaskDiT(DiT):
 
 
 def check_spans(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless `routes` is () or one Route over all blocks, with fp32="off" and without `rejoin`."""
+    """Raise ValueError unless `routes` is () or one Route over all `depth` blocks, with fp32="off" and rejoin=None."""
     for route in routes:
         resolved = route.resolve(depth)
         spans = (resolved.start, resolved.end, resolved.fp32, resolved.rejoin) == (0, depth - 1, "off", 0)

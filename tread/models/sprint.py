@@ -72,8 +72,8 @@ class Sprint(LightningDiT):
     def fusing(
         self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
     ) -> list[Callable[..., Tensor]]:
-        """Return the blocks, changed to fuse the outputs of f (first two) and g (sparse part) before the rest. Mask
-        tokens replace g's output for tokens that skipped g (not in record.ids), and where from_g (B, N, 1) is False."""
+        """Return all blocks, two of them wrapped: h (the last two) gets the fused outputs of f (the first two) and g
+        (the rest). Mask tokens replace g's output for tokens not in record.ids, and where from_g (B, N, 1) is False."""
         behind_f = []
 
         def end_f(x: Tensor, *given: Tensor) -> Tensor:

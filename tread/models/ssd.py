@@ -113,8 +113,8 @@ def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) 
 
 
 def fused_ssd() -> Callable[..., Tensor]:
-    """Return a function that takes the arguments of `ssd` and calls the fused CUDA scan of the package mamba_ssm. x, B
-    and C keep their precision; the result is fp32. Raises ValueError if the package or CUDA is missing."""
+    """Return a function of x, dt, A, B and C, as in `ssd`, that calls the fused CUDA scan of the package mamba_ssm. x,
+    B and C keep their precision; the result is fp32. Raises ValueError if the package or CUDA is missing."""
     if not torch.cuda.is_available():
         raise ValueError("kernel mamba_ssm needs a CUDA device, and there is none: kernel torch runs anywhere")
     try:

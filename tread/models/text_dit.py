@@ -127,8 +127,8 @@ class TextEmbedder(nn.Module):
 
 
 class TextDiT(LightningDiT):
-    """The network F(x; t, y) for texts y. `given` are arguments of LightningDiT, with DiT's choices by default. Others
-    are sizes of the encoder's output: number of tokens, their channels or vocabulary, channels of the pooled text."""
+    """The network F(x; t, y) for texts y. `given` are LightningDiT's arguments, by default DiT's choices. text_width
+    and text_pooled: channels of text tokens (None: word numbers below `vocabulary`) and of the pooled text, if any."""
 
     def __init__(
         self, *, text_tokens: int, text_width: int | None = None, text_pooled: int | None = None,
@@ -169,7 +169,7 @@ class TextDiT(LightningDiT):
         self.y_embedder.check(y, batch)
 
     def forward_flops(self, *given: object, **more: object) -> int:
-        """Return Backbone.forward_flops, which takes the same arguments, plus the FLOPs of the text's projections."""
+        """Return the FLOPs of one sample's forward pass, with the text's projections. Arguments are as in Backbone."""
         return super().forward_flops(*given, **more) + 2 * self.y_embedder.multiply_adds()
 
     def embed(self, x: Tensor, t: Tensor, y: Text) -> tuple[Tensor, ...]:

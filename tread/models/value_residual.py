@@ -18,8 +18,8 @@ def add_value_residual(blocks: nn.ModuleList) -> None:
 
 
 def mixed(layer: nn.Module, v: Tensor, along: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return an attention layer's values, and its further inputs `along`. If the layer has a weight λ = v1_lambda, the
-    first block's values v₁ end `along` and are taken out: the values are λ·v₁ + (1 − λ)·v. All are (B, N, H, d)."""
+    """Mix the first block's values v₁, the last of `along`, into a layer's values v; both are (B, N, H, d). Returns
+    λ·v₁ + (1 − λ)·v with λ = layer.v1_lambda, and `along` without v₁; if λ is None, v and `along` unchanged."""
     if layer.v1_lambda is None:
         return v, along
     *along, first = along

@@ -69,7 +69,7 @@ def prepare_cifar10(folder: Path, archive: str | None = None) -> None:
 
 
 def pictures_of(content: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pictures (n, 1, 3, 32, 32) uint8, with an axis for views, and labels (n,) of a .bin file's content."""
+    """Return a .bin file's pictures, (n, 1, 3, 32, 32) uint8 (axis 1: one view, unflipped), and labels (n,) int64."""
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, RECORD)
     return records[:, 1:].reshape(-1, *MEANING.stored_shape), records[:, 0].astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""Opens MS-COCO as it is published; zips are not unpacked. val2014 and other years are laid out like train2014:
+"""Opens MS-COCO as it is published, without unpacking its zips. Each split, such as train2014, has files of two kinds:
 
 captions  annotations/captions_train2014.json, annotations_trainval2014.zip, or captions_train2014.json
 pictures  train2014/COCO_train2014_000000000009.jpg, or train2014.zip
@@ -60,7 +60,8 @@ def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
 
 
 def _pictures(source: Path, split: str) -> tuple[Store, str]:
-    """Return the folder or zip with a split's pictures, and their names' prefix. Raises ValueError if it is missing."""
+    """Return the folder or zip that holds a split's pictures, and the path of the pictures inside it: "" or
+    "train2014/". Raises ValueError if the split has neither."""
     if (source / split).is_dir():
         return Folder(source / split), ""
     if (path := source / f"{split}.zip").is_file():

@@ -61,7 +61,7 @@ class Composition(NamedTuple):
 
 
 def all_emoji() -> dict[str, dict]:
-    """Return {emoji: its entry in the package `emoji`}, sorted, for all fully qualified emoji. Raises ValueError if the
+    """Return {emoji: its entry in the package `emoji`}, sorted, for fully qualified emoji. Raises ValueError if the
     package is missing."""
     try:
         import emoji  # imported here because it is an extra
@@ -196,7 +196,7 @@ def emoji_parts() -> dict[str, list[Emoji]]:
 
 
 def emoji_of(part: str) -> list[Emoji]:
-    """Return the samples of "train" or "heldout" in the dataset's order; "heldout" is compositions, then the rest."""
+    """Return the samples of "train" or "heldout"; the latter begins with the held-out combinations of traits."""
     parts = emoji_parts()
     return parts["train"] if part == "train" else parts["compositions"] + parts["rest"]
 

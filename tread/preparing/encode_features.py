@@ -1,6 +1,5 @@
 """Writes features of a dataset's pictures beside its latents (`prepare_features`): an encoder's patch features, and one
-of the whole picture. All checks run before the long work. Processes share the shards; the same command, run again,
-makes the missing ones."""
+of the whole picture. All checks run before the long work. A rerun of the same command makes only the missing shards."""
 
 import json
 import math

@@ -69,8 +69,8 @@ def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
 
 
 def end_with(process: int, worker: int) -> None:
-    """Make this data-loading worker, number `worker`, exit when the process with id `process` that uses its data ends.
-    PyTorch's own check watches only the worker's parent, which here is a fork server."""
+    """Make this data-loading worker, number `worker`, exit when the process with id `process`, which reads its data,
+    ends. PyTorch's own check watches only the worker's parent, which here is a fork server."""
 
     def watch() -> None:
         while psutil.pid_exists(process):
@@ -100,9 +100,9 @@ def source_hash(photos: Photos) -> str:
 
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
-    """Return the photos as they were when unfinished work began. Damaged pictures that were removed since then get
-    their places in the order back, so that every other picture stays in its shard. Notes, JSON files that make_shards
-    writes beside the shards, tell their names and places."""
+    """Return the photos in the order that they had when unfinished work began. Damaged pictures that were removed since
+    then are put back in the list, as removed files, so that every other picture stays in its shard. Their names and
+    positions come from the notes, JSON files that make_shards writes beside the shards."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
     there, captions = set(photos.names) if damaged else (), list(photos.captions or ())
@@ -123,7 +123,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError, with a list, for pictures that could not be read when shards were made and are still there."""
+    """Raise ValueError, which lists them, if pictures that could not be read when shards were made are still there."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -220,7 +220,7 @@ class PhotoOptions:
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
     """Check everything, then make this process's share of the shards. In the main process, also finish the datasets and
-    write their reports. Raises ValueError or OSError."""
+    write their reports. Raises ValueError for unfit options or pictures, OSError for unreadable or unwritable files."""
     photos = open_photos(options)
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
@@ -268,7 +268,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
 
 
 def open_photos(options: PhotoOptions) -> Photos:
-    """Return the pictures found in options.source, after checking them. Raises ValueError or OSError."""
+    """Open and check the pictures of options.source. Raises ValueError or OSError for unfit pictures or options."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"out {out} lies inside source {source}, among its pictures; choose another place")
@@ -344,8 +344,8 @@ def finish(
     options: PhotoOptions,
     processes: Processes,
 ) -> None:
-    """Assemble the unfinished datasets, whose writers are `work`; write their reports, move them to their final names,
-    and print a summary. `writers` are {part: writer} of "train" and "heldout", finished ones included."""
+    """Assemble the datasets of `work`, the unfinished ones among `writers`; write their reports, move them to their
+    final names, and print a summary. `writers` is {"train": writer, "heldout": writer} or has only the former."""
     unfinished = [part for part, writer in writers.items() if writer in work]
     made = {part: look_at(part, photos, writers, options, processes.device) for part in unfinished}
     for part in sorted(made):  # heldout first: train's unfinished work lists the damaged pictures
@@ -407,7 +407,7 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Return {"count", "class_counts" (by name), "channel_mean", "channel_std"}; the latter are of network latents."""
+    """Return {"count", "class_counts" (by name), "channel_mean", "channel_std"}; mean and std are of scaled latents."""
     mean, std = map(np.array, data.statistics)
     if data.latents.channel_scale:  # by the autoencoder's own statistics
         mean, std = (mean - data.latents.channel_shift) * data.latents.channel_scale, std * data.latents.channel_scale

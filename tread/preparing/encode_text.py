@@ -43,7 +43,8 @@ class TextOptions:
 
 
 def prepare_text(options: TextOptions, processes: Processes) -> None:
-    """Encode the captions of a dataset and, unless options.like names a dataset to follow, of its held-out dataset."""
+    """Encode the captions of a dataset and of its held-out dataset. If options.like names a dataset, number of tokens
+    and vocabulary are taken from that one, and held-out captions are not encoded."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:

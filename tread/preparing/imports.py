@@ -85,7 +85,7 @@ class ForeignSamples:
     spread       meaning of the second C of 2C channels, "logvar" or "std"; None: C channels, posterior samples.
     scaled       whether the stored numbers are already multiplied by `scale`.
     scale        factor from the autoencoder's latents to the network's, unless the options give another one.
-    autoencoder  its Hugging Face id, unless the options name another one.
+    autoencoder  Hugging Face id of the autoencoder, unless the options name another one.
     normalize    whether training should normalise the latents by channel, with dataset.normalize=true.
     statistics   {"mean", "std"} per channel of unscaled latents, to normalise by; None if the source has none.
     text         the encoded captions; None if the source has none.

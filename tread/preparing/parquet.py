@@ -89,9 +89,8 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
 
 
 def _captions(source: Path, schema, wanted: str | None) -> str | None:
-    """Return the column of captions: `wanted` or, if that is None, a text column named "caption", "captions" or "text".
-    Returns None if there is none or `wanted` is "none". Raises ValueError if `wanted` is no text column, or several
-    fit."""
+    """Return the column of captions: `wanted` or, if that is None, a text column "caption", "captions" or "text"; None
+    if there is none or `wanted` is "none". Raises ValueError if `wanted` is no text column, or several fit."""
     texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
     if wanted not in (None, "none", *texts):
         raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")

@@ -68,7 +68,7 @@ class Photos:
 
     def no_pictures(self, whole: bool = False) -> Faults:
         """Return (name, reason) of files that can't be read or are no pictures, judged by their first bytes or, if
-        `whole`, by decoding. Returns [] at once for over 100,000 files (whole: 10,000), or if `heads` is False."""
+        `whole`, by decoding. Returns [] unchecked for over 100,000 files (`whole`: 10,000), or if `heads` is False."""
 
         def look(first: int) -> Faults:
             found = []
@@ -129,8 +129,7 @@ def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
 
 
 def named(files: Faults, line: str) -> str:
-    """Return a line for each of the first 20 files, its name, then `line` with the reason in place of {}; if there are
-    more, a line counts them."""
+    """Return a line per file: its name, then `line` with the reason put into {}. After 20, a line counts the rest."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
     text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
     return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8

@@ -105,9 +105,9 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the path of the folder of pictures inside the source as a prefix of names, "" or "…/". The folder is
-    `root` or, if that is None, the innermost one with all files, or its parent, if it is a class's folder: it holds
-    pictures, but no labels file. Raises ValueError if there is no folder `root`."""
+    """Return the folder of pictures inside the source, as a prefix of names ("" or "…/"): `root` or, if that is None,
+    the innermost folder with all files. If the latter holds pictures but no labels file, it is a class's folder, and
+    its parent is returned. Raises ValueError if there is no folder `root`."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))

@@ -42,7 +42,7 @@ def card(
 
     info           the record to publish, a parsed info.json.
     dtype          of the stored weights.
-    for_diffusers  whether the folder is for diffusers or a checkpoint of this project.
+    for_diffusers  True: the published folder is for diffusers; False: it is a checkpoint of this project.
     license        of the weights; None: the card says that it is not stated.
     place          the repository's name on the hub.
     """

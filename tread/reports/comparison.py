@@ -102,8 +102,8 @@ def _names(groups: list[list[Found]]) -> list[str]:
 
 
 def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[object]]:
-    """Return the settings that differ: {dotted key: its value in each config, None if missing}; if `keys` are given,
-    only these keys or sections."""
+    """Return the settings that differ: {dotted key: its value in each config, None if missing}. If `keys` are given,
+    only these keys or sections are compared."""
     differing = {key: None for config in configs for key in differences(configs[0], config)}
     chosen = [key for key in differing if not keys or any(f"{key}.".startswith(f"{name}.") for name in keys)]
     return {key: [value_at(config, key) for config in configs] for key in chosen}
@@ -128,7 +128,7 @@ def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str])
 
 
 def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str]]]:
-    """Return a table's column titles, and a row of texts per group: last scores with sample counts, speed, costs."""
+    """Return a table's column titles, and a row of cells per group: last scores with sample counts, speed, costs."""
     metrics = column_metrics(groups)
     name, size = unit("seconds", max((s for group in groups for s in group.last("seconds")), default=0))
     rows = []
@@ -150,7 +150,7 @@ def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return the names of those compared metrics that training measures repeatedly and some group has values of."""
+    """Return the names of metrics that reports compare, training measures repeatedly, and some group has values of."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
@@ -223,8 +223,7 @@ def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
 
 
 def unit(axis: str, most: float) -> tuple[str, float]:
-    """Choose a unit for an axis, "flops" or "seconds", with values up to `most`. Returns the unit's name and its size
-    in FLOPs or seconds, e.g. ("10^18", 1e18)."""
+    """Choose a unit for values up to `most` on the axis "flops" or "seconds": (name, size), such as ("10^18", 1e18)."""
     if axis == "flops":
         power = int(math.log10(most)) // 3 * 3
         return f"10^{power}", 10.0**power
@@ -232,7 +231,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """Format one value with four digits; several as mean ± standard deviation, if that is in 1e-4..1e4; none as "–"."""
+    """Format values: "mean ± standard deviation", or the mean alone if the deviation is not in 1e-4..1e4; none: "–"."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
