@@ -218,7 +218,8 @@ class LatentDataset:
 
         views     the view of each sample, or one for all: 0 plain, 1 mirrored.
         pin       use page-locked memory.
-        captions  the caption to read for each sample, by its number in the dataset; None: each sample's first.
+        captions  for each sample, which caption to read: its number among all captions of the dataset; None: each
+                  sample's first.
 
         Tensors are in CPU memory. With placement "device", latents and text are on the device, and so are pictures if
         they are the latents themselves (pixels).
