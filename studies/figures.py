@@ -540,7 +540,7 @@ def similarity_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_similarity(study: Study, results: Results, path: Path) -> None:
-    """Draw how similar the tokens behind each pair of blocks are: heat maps of each arm's matrices, averaged over seeds."""
+    """Draw how similar the tokens behind each pair of blocks are: each arm's heat maps, averaged over seeds."""
     means = {key: np.mean(each, axis=0) for key, each in matrices(results).items()}
     if means:
         names = ["in", *range(len(next(iter(means.values()))) - 1)]

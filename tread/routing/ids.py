@@ -110,8 +110,8 @@ class Token:
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         """Return ids_keep (B, K): the tokens with the largest scores (B, N) or, if scores is None, the smallest uniform
-        draws (B, N). `keep` (B, N) bool marks tokens that must be kept; more than K of them raise ValueError. Only rules
-        for rows and groups need `grid`, the tokens' rows and columns."""
+        draws (B, N). `keep` (B, N) bool marks tokens that must be kept; more than K of them raise ValueError. Only
+        rules for rows and groups need `grid`, the tokens' rows and columns."""
         if scores is not None and scores.shape != draws.shape:
             raise ValueError(f"scores of {route.select} are {tuple(scores.shape)}, but must be {tuple(draws.shape)}")
         draws = draws if scores is None else -scores
