@@ -138,8 +138,13 @@ class TrainedModel:
         seeds     numbers, or text such as "0-7", both ends included.
         prompts   for a text-conditional network, instead of classes: texts that say what to draw.
         labels    a class for each seed, instead of `classes`: pairs, not all combinations.
-        guidance  name of a file in configs/guidance/. scale, strong, weak, interval, checkpoint, weights, same_ids and
-                  force replace the settings in this file; None keeps them.
+        guidance  name of a file in configs/guidance/, whose settings the next arguments replace; None keeps them.
+        scale     of the guidance: D = D(weak branch) + scale·(D(strong branch) − D(weak branch)).
+        strong, weak  share of the tokens that skip the route's blocks in each branch.
+        interval  (lowest, highest) noise level, outside of which the strong branch runs alone.
+        checkpoint, weights  those of another network for the weak branch.
+        same_ids  whether both branches choose their tokens by the same random numbers.
+        force     whether to run what is refused as a likely mistake.
         output    "pil": a list of pictures; "pt" (n, 3, H, W) and "np" (n, H, W, 3): float32 in 0..1, of 1 channel if
                   pictures are grey; "latent": (n, C, S, S) fp32, what the autoencoder's decoder takes.
         on_step   called at each step, batch by batch, with its number, the noise level, the current latents (b, C, S,

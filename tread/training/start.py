@@ -112,8 +112,9 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 
 def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
-    """Return settings and config with the model.position_scale of init_positions=scaled: rows of tokens in init_from's
-    network / rows in this one, times the position_scale of the former. Raises ValueError if `cfg` has another."""
+    """Return the run's settings, and the same as a dict, with the model.position_scale of init_positions=scaled:
+    rows of tokens in init_from's network / rows in this one, times the former's own position_scale. Raises ValueError
+    if model.position_scale is set to another value (1, the default, counts as not set)."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, run, side)
     if cfg.model.position_scale not in (1.0, scale):
