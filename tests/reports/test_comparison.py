@@ -121,6 +121,14 @@ def test_what_is_not_alike_is_said_and_then_nobody_reaches_anybody(tmp_path, sho
     assert "objective differs: edm (" in text and "do not mean the same" in text and " reaches " not in text
 
 
+def test_seeds_of_different_code_are_said(tmp_path, shown):
+    runs = [write_run(tmp_path / name, [0.4], seed=seed) for seed, name in enumerate("ab")]
+    for folder, commit in zip(runs, ("1234+changes.ab", "1234+changes.cd")):
+        starts = json.loads((tmp_path / folder / "run.json").read_text())
+        write_json(tmp_path / folder / "run.json", [*starts[:-1], starts[-1] | {"versions": {"git": commit}}])
+    assert "its runs are of different code: 1234+changes.ab, 1234+changes.cd" in shown(*runs)
+
+
 def test_runs_of_one_seed_are_no_seeds(tmp_path, shown):
     one, again = (write_run(tmp_path / name, [2.0, 1.0]) for name in ("one", "again"))
     assert "warning: tread: 2 runs of 1 seeds: ± is not that of seeds" in shown(one, again)

@@ -15,8 +15,11 @@ from forked import run_python
 
 from routing_module import REJOINS, RULES
 from tread.checkpoints import checkpoint
+from tread.checkpoints.run_log import RunLog
+from tread.diffusion.edm import EDM
 from tread.evaluation.metric_table import METRICS
 from tread.models.architectures import ARCHITECTURES
+from tread.reports.comparison import cautions, open_groups
 from tread.routing.ids import Token
 from tread.runtime import plugins
 from tread.runtime.files import sha256
@@ -125,6 +128,32 @@ def test_a_changed_plugin_is_told_at_going_on_and_at_sampling(folder, monkeypatc
     del info["plugins"]
     write_json(find().folder / "info.json", info)
     assert said not in take_samples(folder, *few, "out=b.png")
+
+
+def test_what_an_edited_plugin_changes_is_scored_and_compared_anew(folder, monkeypatch):
+    """Losses of λ and of 2λ (the reference: twice the first) are no two seeds; a score of an earlier file is not taken
+    for one of this; weights that would be broadcast against other samples are refused."""
+    monkeypatch.setattr(EDM, "weight", EDM.weight)
+    source = "from tread.diffusion.edm import EDM\nusual = EDM.weight\n"
+    source += "EDM.weight = lambda edm, sigma: {} * usual(edm, sigma)"
+    few = ("eval.demo_samples=0", "plugins=[mine.py]", "train.steps=1")
+    scored = ("checkpoint=results/a", "num_samples=4", "batch_size=4", "steps=2")
+    usual, losses = EDM.weight, {}
+    for name, factor in (("a", 1), ("b", 2)):
+        fresh(monkeypatch)
+        monkeypatch.setattr(EDM, "weight", usual)
+        (folder / "mine.py").write_text(source.format(factor))
+        launch(folder, *few, f"name={name}", f"seed={factor}")
+        losses[name] = RunLog(folder / "results" / name).records()[-1]["eval_loss"]
+        assert "scored already" not in score(folder, *scored)
+    assert "scored already" in score(folder, *scored)
+    groups = open_groups([str(folder / "results" / name) for name in losses])
+    assert [len(group.runs) for group in groups] == [1, 1] and losses["b"] == pytest.approx(2 * losses["a"], rel=0.2)
+    said = [line for line in cautions(groups) if "plugin" in line]
+    assert said[0].startswith("plugins differs: [mine.py ") and "losses of runs that differ so do not mean" in said[1]
+    monkeypatch.setattr(EDM, "weight", lambda edm, sigma: usual(edm, sigma).view(-1, 1))
+    with pytest.raises(SystemExit, match="EDM.weight returns shape .2, 1. for noise levels of shape .2,., but must"):
+        launch(folder, "name=c")
 
 
 def test_a_plugin_that_came_with_a_checkpoint_is_imported_only_if_named(folder, monkeypatch):

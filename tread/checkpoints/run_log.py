@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tread.checkpoints.checkpoint import newest, sweep
 from tread.runtime.files import Lock, write_whole
+from tread.runtime.plugins import plugin_hashes
 from tread.runtime.versions import now, versions
 
 
@@ -69,6 +70,7 @@ class RunLog:
         self._lock = Lock(self.folder / ".lock", busy)
         if self._state() != self._seen:
             raise FileExistsError(f"another process trained in {self.folder} while this one was starting; start again")
+        facts |= {"plugins": hashes} if (hashes := plugin_hashes(config.get("plugins", ()))) else {}
         start = {"time": now(), "step": step, "command": sys.argv, **facts, "versions": self.versions, "config": config}
         write_whole(self.folder / "run.json", json.dumps([*self.starts(), start], indent=1) + "\n")
         kept = [record for record in self.records() if record["step"] <= step]

@@ -58,7 +58,7 @@ class Process(Protocol):
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 
     def weight(self, level: Tensor) -> Tensor:
-        """Return the loss weight of each noise level."""
+        """Return the loss weight of each noise level, (B,) for levels (B,)."""
 
     def noised(self, x: Tensor, level: Tensor, noise: Tensor) -> Tensor:
         """Return x_l, the noisy input at noise level l, from clean x and standard normal noise."""

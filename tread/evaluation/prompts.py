@@ -34,7 +34,7 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
         where = Path(file).expanduser()
         prompts = where.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     if blank := [str(number) for number, line in enumerate(prompts, 1) if not line.strip()]:
-        raise ValueError(f"{where} is empty (line {', '.join(blank)}): say what to draw, a prompt a line")
+        raise ValueError(f"{where} is blank in line {', '.join(blank)}: say what to draw, a prompt a line")
     return tuple(prompts)
 
 

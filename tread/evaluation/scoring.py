@@ -41,7 +41,7 @@ from tread.runtime.compiling import Compile, compile_blocks, settle_compile
 from tread.runtime.device import Precision, avoid_faults, device_name, use_precision
 from tread.runtime.distributed import Processes
 from tread.runtime.files import check_place, content_hash, explain_failure
-from tread.runtime.plugins import plugin_changes
+from tread.runtime.plugins import plugin_changes, plugin_hashes
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
 from tread.runtime.versions import versions
@@ -50,7 +50,7 @@ CLIP = "clip_score"  # the CLIP score's key in METRICS and in stored parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # default numbers of samples
 GRID = 64  # number of pictures in fid.png
 # keys of a fingerprint that are left out if null or empty
-OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip"}
+OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip", "plugins"}
 
 
 @dataclass(frozen=True)
@@ -268,6 +268,7 @@ class ScoringPlan:
             "inception": inception,
             "prompts": self.prompts and self.prompts.sha256,
             "clip": clip,
+            "plugins": plugin_hashes([*self.options.plugins, *saved.cfg.plugins, *(weak.cfg.plugins if weak else ())]),
         }
         return {key: value for key, value in decisive.items() if value or key not in OPTIONAL}
 

@@ -168,6 +168,9 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
         seeds = {run.config.get("seed") for run in group.runs}
         if len(seeds) < len(group.runs):
             warnings.append(f"{group.name}: {len(group.runs)} runs of {len(seeds)} seeds: ± is not that of seeds")
+        codes = {str(run.starts[-1]["versions"].get("git")) for run in group.runs if run.starts}
+        if len(codes) > 1:
+            warnings.append(f"{group.name}: its runs are of different code: {', '.join(sorted(codes))}")
 
     def tell(groups: Sequence[SeedGroup], keys: Sequence[str], follows: str = "") -> None:
         apart = unlike([group.config for group in groups], keys)
@@ -175,13 +178,15 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
             each = [f"{written(value)} ({group.name})" for value, group in zip(values, groups)]
             warnings.append(f"{key} differs: {', '.join(each)}")
         if apart and follows:
-            warnings.append(f"{follows} not mean the same: no two such runs are said to reach each other's")
+            warnings.append(follows)
 
-    tell(groups, COMPARABLE, "numbers of runs that differ so do")
+    unsaid = "not mean the same: no two such runs are said to reach each other's"
+    tell(groups, COMPARABLE, f"numbers of runs that differ so do {unsaid}")
     for metric in curve_metrics(groups):
         if METRICS[metric].alike:
             having = [group for group in groups if group.curve(metric)]
-            tell(having, METRICS[metric].alike, f"the {METRICS[metric].title} of runs that differ so does")
+            tell(having, METRICS[metric].alike, f"the {METRICS[metric].title} of runs that differ so does {unsaid}")
+    tell(groups, ("plugins",), "where a plugin changes the loss, losses of runs that differ so do not mean the same")
     tell(groups, FAIR)
     return list(dict.fromkeys(warnings))
 

@@ -138,7 +138,7 @@ def troubles_of(run: Found) -> list[str]:
     commits = list(dict.fromkeys(str(start["versions"].get("git")) for start in starts))
     if len(commits) > 1:
         texts.append(f"its code changed between starts: commits {', '.join(commits)}")
-    elif commits and commits[0].endswith("+changes"):
+    elif commits and "+changes" in commits[0]:
         texts.append("its code differed from the stated commit: there were changes that were not committed")
     return list(dict.fromkeys(texts))
 

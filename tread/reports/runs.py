@@ -22,7 +22,8 @@ NEEDED = {"model.name": str, "train.steps": int, "train.batch_size": int, "datas
 class Found:
     """A run, and what can be read of it.
 
-    config    settings of its last start, else of its newest checkpoint; {}: neither can be read.
+    config    settings of its last start, else of its newest checkpoint; {}: neither can be read. "plugins" lists names
+              of files or modules with the first digits of their sha256.
     records   finite numbers of each readable line of metrics.jsonl: "step", "seconds" and "flops" since the training's
               start, and metrics.
     starts    entries of run.json, one per start: "step", "config", "versions" and "warnings".
@@ -118,6 +119,8 @@ def find_run(folder: Path) -> Found:
     if not config:
         config = _config_of(saved.get("config"))
         problems.append("its settings are " + ("those of the newest checkpoint" if config else "not known"))
+    if plugins := (starts[-1].get("plugins") if starts else None) or saved.get("plugins"):
+        config = {**config, "plugins": [f"{name} {digest[:8]}" for name, digest in plugins.items()]}
     return Found(folder, config, records, starts, status, problems)
 
 

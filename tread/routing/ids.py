@@ -274,7 +274,7 @@ def check_ratio(route: Route, grid: Grid, key: str) -> None:
 
 def _check_grid(noise: Tensor, grid: Grid | None) -> Grid:
     if grid is None or noise.shape[1:] != (math.prod(grid),):
-        raise ValueError(f"noise has shape {tuple(noise.shape)} and grid is {grid}, but must be its (rows, columns)")
+        raise ValueError(f"noise (B, N) has shape {tuple(noise.shape)}, grid is {grid}: it must be (H, W) with N = H·W")
     return grid
 
 

@@ -1,6 +1,7 @@
 """Versions of Python, of the main packages and of this code, and the time, for a run's record."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
@@ -26,12 +27,18 @@ def now() -> str:
 
 
 def git_revision() -> str:
-    """Return this code's commit, with "+changes" if files differ from it; "unknown" without its own git checkout."""
+    """Return this code's commit. If tracked files differ from it, "+changes." and the first digits of the difference's
+    sha256 follow. "unknown" without its own git checkout."""
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / ".git").exists():  # an installed copy may lie inside another project's
         return "unknown"
-    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty=+changes"]
+
+    def git(*words: str) -> bytes:
+        command = ["git", "-C", str(checkout), *words]
+        return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
+
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        commit = git("describe", "--always", "--abbrev=40", "--dirty=+changes.").decode().strip()
+        return commit + hashlib.sha256(git("diff", "HEAD")).hexdigest()[:8] * commit.endswith(".")
     except (OSError, subprocess.SubprocessError):
         return "unknown"

@@ -169,4 +169,4 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 def _left_open(key: str, value: object) -> bool:
     """Return whether a setting of the dataset, of MaskDiT's decoder or of rectified flow is null or "auto": its value
     follows later, from the dataset's folder, the encoder's size, the latents' shape or the user."""
-    return key.startswith(("dataset.", "model.decoder_", "rf.")) and value in (None, "auto")
+    return key.startswith(("dataset.", "model.decoder_", "rf.", "text.")) and value in (None, "auto")
