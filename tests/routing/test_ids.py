@@ -254,7 +254,7 @@ def test_rows_need_a_grid_that_fits():
         check_ratio(Route(0, 0, 0.75, select="row"), (4, 1), "key")
     for noise, grid in ((uniform(2, 16), None), (uniform(2, 16), (4, 5)), (uniform(2, 16)[0], (4, 4))):
         for route in (Route(0, 0, select="row"), Route(0, 0, 0.75, select="group")):
-            with pytest.raises(ValueError, match="noise has shape .* and grid is"):
+            with pytest.raises(ValueError, match="noise .B, N. has shape .* grid is"):
                 choose_ids(route, noise, grid)
 
 
