@@ -43,8 +43,8 @@ def opened(import_benchmark, tmp_path):
 
 
 def test_operators_of_a_step(opened, monkeypatch):
-    """Without the checks that a CPU makes. Today's numbers, torch 2.13 (2.15 counts 12 more); an operator over a list of
-    tensors, such as the optimizer's, counts once."""
+    """Without the checks that a CPU makes. Today's numbers, torch 2.13; an operator over a list of tensors, such as the
+    optimizer's, counts once."""
     step_time, run = opened
     monkeypatch.setattr(routing_module, "readable", lambda values: False)
     kinds = step_time.kinds_of(run)
@@ -54,8 +54,7 @@ def test_operators_of_a_step(opened, monkeypatch):
             with Launches() as launches:
                 step_time.take_steps(*kind, 1)
             count = launches.counted.total()
-            spare = 5 if torch.__version__.startswith("2.13.") else 20
-            assert most[name] / 2 < count <= most[name] + spare, (blocks, name, count, launches.counted)
+            assert most[name] / 2 < count <= most[name] + 5, (blocks, name, count, launches.counted)
         for block in run.network.blocks:
             monkeypatch.setattr(block, "forward", lambda x, c: x)
 

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
+
 from rf import RF
 from tread.checkpoints.adapting import Positions
 from tread.checkpoints.lora import Lora
@@ -218,6 +220,9 @@ class Settings:
         process, steps = process_of(self), self.sampling.steps
         if self.rf.shift != "auto":  # else `complete` settles it; raises ValueError for impossible steps
             process.schedule(process.default_steps if steps is None else steps)
+        if (shape := tuple(process.weight(torch.full((2,), 0.5)).shape)) != (2,):  # of a plugin
+            said = f"{type(process).__name__}.weight returns shape {shape} for noise levels of shape (2,)"
+            raise ValueError(f"{said}, but must return one weight for each")
         if process.beyond >= self.train.batch_size:
             raise ValueError("rf.contrastive contrasts with another sample of the batch, but train.batch_size is 1")
         if "/" in self.name or self.name in ("", ".", ".."):
