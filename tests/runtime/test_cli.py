@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def test_without_the_packages_every_entry_point_says_what_to_install(tmp_path):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_commands_before_head(tmp_path, unbuffered):
     """Real interpreters, whose output nobody reads."""
-    run = ROOT / "tests" / "recorded" / "run"
+    run = shutil.copytree(ROOT / "tests" / "recorded" / "run", tmp_path / "run")  # a comparison lies beside it
     for command in (
         ("sample.py", f"checkpoint={run}", "steps=2", "seeds=0-1"),
         ("scripts/compare_runs.py", str(run)),
