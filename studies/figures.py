@@ -228,8 +228,8 @@ def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, k
 def over_training(
     results: Results, metric: str, axes: Sequence[str], colour: Mapping[str, str] | None = None
 ) -> list[Panel]:
-    """Return a panel per axis ("images", "flops" or "steady_seconds" of training) with each arm's mean over the seeds
-    and a band of ± one standard deviation. `colour` maps arms to colours; the chart chooses those of other arms."""
+    """Return a panel per axis ("images", "flops" or "steady_seconds" of training, as in jobs.py) with each arm's mean
+    over the seeds, ± one standard deviation. `colour` maps arms to colours; the chart chooses those of other arms."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
     units = {
@@ -289,7 +289,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_precision(study: Study, results: Results, path: Path) -> None:
-    """Draw differences between compared arms at the end and, with guided scores, FID and recall over precision."""
+    """Draw differences between compared arms at the end and, if there are guided scores, the balance_panels."""
     networks = networks_of(study, results)
     guided = any(results[arm] for arm in results if arm not in networks)
     panels = end_panels(study, networks) + (balance_panels(study, results) if guided else [])
@@ -388,8 +388,8 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
 
 
 def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
-    """Return one run's "flops" or "steady_seconds" of training (`axis`), divided by another's; None if either is
-    unknown, or if seconds were not measured on the same device."""
+    """Return one run's training "flops" or "steady_seconds" (`axis`, as in jobs.py), divided by another's; None if
+    either is unknown, or if seconds were not measured on the same device."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     ends = [max(curve(each, "loss", axis), default=0) for each in (run, other)]
@@ -397,8 +397,8 @@ def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
 
 
 def ladder_columns(study: Study, results: Results) -> Columns:
-    """Return table columns with each arm's costs divided by those of the arm that it is compared with, and the gain
-    that was published elsewhere for the arm's change. Memory is predicted, as a CPU does not measure it."""
+    """Return table columns with each arm's costs divided by those of the arm that it is compared with, and the
+    gains in study.published. Memory is predicted, as a CPU does not measure it."""
     trainings = {run.arm: run.training for run in plan(study)}
     cells: Columns = {title: {} for title in ("FLOPs, ratio", "seconds, ratio", "memory by plan, ratio")}
     for arm, other in study.against.items():
@@ -540,7 +540,7 @@ def similarity_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_similarity(study: Study, results: Results, path: Path) -> None:
-    """Draw how similar the tokens behind each pair of blocks are: each arm's heat maps, averaged over seeds."""
+    """Draw how similar the outputs of each pair of blocks are: each arm's heat maps, averaged over seeds."""
     means = {key: np.mean(each, axis=0) for key, each in matrices(results).items()}
     if means:
         names = ["in", *range(len(next(iter(means.values()))) - 1)]

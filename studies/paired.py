@@ -55,7 +55,7 @@ class Estimate:
         return f"{self._to(self.mean, '+')} ({self._to(self.error)}) [{self._to(low, '+')}, {self._to(high, '+')}]"
 
     def _to(self, number: float, sign: str = "") -> str:
-        """Format a number with the decimals that show two digits of the standard error; 4 if the error is 0 or None."""
+        """Format a number to two digits of the standard error (4 decimals if that is 0 or None); sign="+" adds a plus."""
         places = max(0, 1 - math.floor(math.log10(self.error))) if self.error else 4
         return f"{number:{sign}.{places}f}"
 
@@ -73,7 +73,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric, by the `axis` "images", "flops" or "steady_seconds" of its training."""
+    """Return {x: value} of a run's metric, by the `axis` "images", "flops" or "steady_seconds" (as in jobs.py)."""
     return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
 
 
@@ -93,7 +93,7 @@ def interpolate(values: Mapping[float, float], place: float) -> float | None:
 
 
 def last_difference(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's last value of a metric minus another's, whichever trained longer; None if one has no value."""
+    """Return one run's last value of a metric minus another's last, at equal images or not; None if one has none."""
     ends = [[*curve(each, metric, "images").values()][-1:] for each in (run, other)]
     return ends[0][0] - ends[1][0] if all(ends) else None
 
@@ -106,8 +106,8 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     """Return one run's metric minus another's at the most FLOPs or seconds that both reach; `axis` is "flops" or
-    "steady_seconds". None if one has no value there, or if the seconds may be from different devices. Runs that end
-    within 1% of the same seconds, as with a time budget, are compared at their ends."""
+    "steady_seconds" (as in jobs.py). None if one has no value there, or if the seconds may be from different devices.
+    Runs that end within 1% of the same seconds, as with a time budget, are compared at their ends."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]

@@ -84,7 +84,7 @@ def damaged(path: Path, error: Exception) -> ValueError:
 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
-    """Raise ValueError unless all labels lie in 0..num_classes−1."""
+    """Raise ValueError unless all labels lie in 0..num_classes−1. `where` begins the message."""
     if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
         raise ValueError(f"{where}: labels lie in {labels.min()}..{labels.max()}, but there are {num_classes} classes")
 

@@ -158,7 +158,7 @@ _fused_scan.register_autograd(
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return y_t = bias + Σ_k weight_k·x_{t−K+1+k}, with x = 0 before the first token: (S, T, C), in x's dtype.
 
-    This equals nn.Conv1d(C, C, K, groups=C) with weight (C, 1, K) and bias (C,), but that layer needs the tokens in the
+    weight (C, 1, K) and bias (C,) are those of nn.Conv1d(C, C, K, groups=C), but that layer needs the tokens in the
     last axis and takes about twice as long on a CPU from 1,024 tokens on (docs/measurements.md). Sums use the wider
     dtype of x and weight. torch 2.11 compiles the gradients of `_Shifted` wrongly, so torch.compile gets a plain sum.
     """

@@ -51,7 +51,7 @@ class TextBlock(LightningBlock):
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Map tokens x (B, N, D) to tokens, and also return attention values (B, N, H, d) if returns_values is set.
-        `given`: further inputs of self-attention, conditioning c (B, D), text (B, T, D) and its mask (B, T) bool."""
+        `given`: RotaryAttention's `along`, then conditioning c (B, D), text (B, T, D) and its mask (B, T) bool."""
         *along, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)

@@ -37,8 +37,8 @@ def find_photos(
 ) -> Photos:
     """Find the pictures of a folder, a zip, tars, a parquet file or a folder of parquet files.
 
-    root      folder inside the source that holds the pictures, or the split of parquet files and MS-COCO; None: the
-              innermost folder that holds all of them.
+    root      folder inside the source that holds the pictures, or the split of parquet files and MS-COCO; a number is
+              taken as a name. None: the innermost folder that holds all of them.
     labels    labels file beside or inside the source; None: dataset.json, labels.csv or metadata.csv beside the
               pictures, if there is one, else class folders.
     captions  column of captions in parquet files; "none": captions are ignored; None: they are read if there are any.
@@ -107,7 +107,7 @@ def _hidden(name: str) -> bool:
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
     """Return the folder of pictures inside the source, as a prefix of names ("" or "…/"): `root` or, if that is None,
     the innermost folder with all files. If the latter holds pictures but no labels file, it is a class's folder, and
-    its parent is returned. Raises ValueError if there is no folder `root`."""
+    its parent is returned. Raises ValueError if none of the source's `folders` ends in `root`."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))

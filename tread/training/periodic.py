@@ -141,8 +141,8 @@ def mostly_bad(sums: dict) -> bool:
 
 
 def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """Return the numbers (from 0) of the run's last `steps` in which loss or gradient was not finite, if they are among
-    the last 100. `sums` come from read_statistics."""
+    """Look at the run's last `steps` steps, but no more than 100. Return the numbers (from 0) of those in which loss or
+    gradient was not finite. `sums` come from read_statistics."""
     flags = sums["recent"][-steps:]
     return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
 
@@ -238,8 +238,8 @@ def save_due(run: Run, asked: bool) -> bool:
 
 
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
-    """Evaluate, score and draw what is due after run.step steps, without the work in `done` (the evaluation's name,
-    "fid" or "grid"), which was done before an interruption. Returns False if the run was asked to stop meanwhile."""
+    """Evaluate, score and draw what is due after run.step steps, without the work in `done`, which done_before
+    returned. Returns False if the run was asked to stop meanwhile."""
     metric, cfg = run.model.process.evaluation, run.cfg
     if run.heldout is not None and run.due(cfg.every.evaluate) and metric not in done:
         with run.timed("eval"):
