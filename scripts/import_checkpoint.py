@@ -52,8 +52,8 @@ def main(tree: dict) -> None:
 
 
 def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
-    """Write a run's folder with one checkpoint, at step 0; return lines to print: warnings, a summary, how to sample
-    it. Raises ValueError or OSError if the folder exists, the weights do not fit the settings, or writing fails."""
+    """Write a run's folder with one checkpoint, at step 0; return warnings, a summary and how to sample it. `config` is
+    `cfg` as a dict. Raises ValueError or OSError if the folder exists, the weights do not fit, or writing fails."""
     folder = Path(cfg.results) / cfg.name
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
@@ -85,8 +85,8 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
 
 
 def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
-    """Return the spec of the latents that the network was trained on. Raises ValueError if the file options.statistics
-    does not fit the latents, or is given although dataset.normalize is false."""
+    """Return the spec of the latents that the network was trained on. Raises ValueError if options.statistics, a file
+    of each channel's mean and std, does not fit them, or is given although dataset.normalize is false."""
     autoencoder, scale = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
     scale = scale if options.scale is None else options.scale
     latents = LatentSpec(

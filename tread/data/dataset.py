@@ -166,8 +166,8 @@ class LatentDataset:
         return self._latents.locate(index)
 
     def normalize(self, std: float) -> None:
-        """Scale each channel of the latents to mean 0 and standard deviation `std`. Uses index.json's `normalize_by` if
-        it has that, else its measured statistics. Raises ValueError if it has neither, or for a constant channel."""
+        """Scale each channel of the latents to mean 0 and standard deviation `std`, by the mean and std in index.json:
+        an import's own (`normalize_by`), else measured. Raises ValueError without any, or for a constant channel."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(f"{self.folder} can't be normalised: it has no channel_mean and channel_std above 0")
         mean, measured = self.normal

@@ -53,7 +53,7 @@ class Process(Protocol):
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
         """Return lower noise levels than noise_level(normal), elementwise. Each level's quantile among the training
-        levels falls by `step` (0 to 1), but not below 0.001; levels whose quantile is below 0.001 already stay."""
+        levels falls by `step` (0 to 1), but not below 0.001; levels whose quantile is lower already do not change."""
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 

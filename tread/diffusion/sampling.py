@@ -119,8 +119,8 @@ class Sampler:
 
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
-    """Raise ValueError if guidance does not suit a network: if it skips tokens without routes, skips no token or all
-    but one, or leaves out SPRINT's sparse part of a network without one."""
+    """Raise ValueError if guidance does not suit a network: if it skips tokens without routes, has a ratio > 0 that
+    skips no token or all but one, or leaves out SPRINT's sparse part of a network without one."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
         lacks = f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part, but this network has none"

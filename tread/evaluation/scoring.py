@@ -419,7 +419,7 @@ class CheckpointScoring:
     settings  everything that decides the score, as ScoringPlan.fingerprint returns it.
     files     paths of fid.json, fid.png and samples.npz.
     lines     path of the .csv to which a line is appended.
-    parts     store of the samples and their features, kept until they are scored; the same for any reference.
+    parts     store of the samples and their features, kept until they are scored; they do not depend on the reference.
     seconds   time that this process took to draw samples, "sampling", and to extract features, "features".
     """
 
@@ -436,7 +436,7 @@ class CheckpointScoring:
 
     def find_score(self) -> dict | None:
         """Print and return the record of an earlier score with the same settings; None if there is none. It must have a
-        samples.npz if options.save_samples, and this scorer's reference pictures if options.reference_features."""
+        samples.npz if options.save_samples, and have used the same reference pictures if options.reference_features."""
         options = self.plan.options
         of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
         before = self.files.find(self.settings, with_samples=options.save_samples, **of)

@@ -138,7 +138,7 @@ class LightningDiT(Backbone):
             self.register_buffer("rotary", self._rotary(1.0), persistent=False)
 
     def _rotary(self, scale: float) -> Tensor:
-        """Return the rotary table (1, N, d), cosines, then sines; a class token adds a first row, rotating nothing."""
+        """Return cosines, then sines, (1, N, d) for positions × `scale`; a class token's first row rotates nothing."""
         angles = F.pad(rotary_angles(self.head_dim, self.grid[0], scale), (0, 0, self.leading, 0))
         return torch.cat([angles.cos(), angles.sin()], dim=1).float()[None]
 

@@ -90,7 +90,7 @@ def describe_alignment(run: Run) -> str:
 
 
 def describe_outcome(run: Run) -> str:
-    """Return lines with the last evaluation and demo metrics, and the paths of the results."""
+    """Return lines with the last value of each metric of samples or held-out data, and the paths of the results."""
     lines, records = [], run.log.records() if run.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
         last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)

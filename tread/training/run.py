@@ -207,7 +207,7 @@ def statistics_of(info: dict, process: int, processes: int) -> dict[str, float |
 
 
 def leave(run: Run, finished: bool) -> None:
-    """Write to status.json that the run is finished or interrupted, print interruptions, and unlock its folder."""
+    """Write to status.json that the run is finished or interrupted (then also print that), and unlock its folder."""
     if run.main:
         state, reason = "finished", None
         if not finished:
