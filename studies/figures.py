@@ -76,7 +76,8 @@ def table(study: Study, results: Results) -> str:
     for metric in metrics if study.figure == "balance" else ():
         pairs = paired_columns(study, results, [metric], tuple(EQUAL))
         arms, more = (networks_of(study, results), {}) if METRICS[metric].of == "heldout" else (results, counted)
-        lines += grid(columns | more | cells[metric] | pairs, arms)
+        having = [arm for arm in arms if arm in cells[metric][METRICS[metric].title]]
+        lines += grid(columns | more | cells[metric] | pairs, having)
     differing = lines[:]
     if not lines:
         columns |= {title: column for each in cells.values() for title, column in each.items()}
