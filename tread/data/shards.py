@@ -164,7 +164,8 @@ class ShardRows:
         return batch
 
     def expect(self, indices: np.ndarray, views: np.ndarray | int = 0) -> None:
-        """Ask the operating system to load all rows that `read` will need. Does nothing after `place`."""
+        """Ask the operating system to load from disk what `read` with these sample indices and views (0 original, 1
+        mirrored; one for all, or one each) will need. Does nothing once `place` has copied all rows into memory."""
         if not self._in_place:
             return
         size = self._arrays[0][0, 0].nbytes
