@@ -81,7 +81,7 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
 
 
 def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSamples) -> None:
-    """Draw options.decode decoded samples, move the dataset to its final name, print warnings and the next command."""
+    """Save options.decode samples as a picture, move the dataset to its final name, print warnings and what is next."""
     data = LatentDataset(writer.data)
     made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"

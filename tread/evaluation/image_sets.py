@@ -179,7 +179,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
         prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
 
     def decode(name: str) -> np.ndarray | str:
-        """Return the picture named `name`, (H, W, 3) uint8, or the reason why it can't be read."""
+        """Return the picture `name` of the folder or tar, (H, W, 3) uint8, or the reason why it can't be read."""
         try:
             image = read_rgb(store.read(name), *how)
         except (ValueError, OSError) as error:
@@ -242,7 +242,7 @@ def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
 
 
 def part_size(count: int, batch_size: int) -> int:
-    """Return how many pictures are stored per file if there are `count` in all: a multiple of batch_size."""
+    """Return how many of `count` pictures share a file in a store of pictures or features, a multiple of batch_size."""
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 

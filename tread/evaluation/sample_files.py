@@ -160,7 +160,7 @@ class SampleFiles:
         return path, grey
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
-        """Describe in a line what was written to `path`, for `seeds`. grey=True: grey pictures became RGB."""
+        """Describe in a line what was written to `path`. seeds: the option as given; grey: grey pictures became RGB."""
         told = [(label, self._name(label)) for label in self.labels]
         shown = [f"{n}" if name == str(n) else f"{n} ({name})" if n < len(self.classes) else "null" for n, name in told]
         what = f"classes [{', '.join(shown)}]"

@@ -204,7 +204,7 @@ def emoji_of(part: str) -> list[Emoji]:
 def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     """Write the part "train" or "heldout" as a dataset of pixels in −1..1 with captions, unless the folder exists.
 
-    encoder  text encoder for the captions, fitted to the captions of "train"; None: captions are not encoded.
+    encoder  name of the text encoder (see text_encoder), fitted to the captions of "train"; None: encode no captions.
 
     index.json of "heldout" records as "compositions" how many of its first samples are held-out combinations of
     activity, gender and skin tone. Several processes may call this at once; one encodes the captions, the others wait.

@@ -93,7 +93,7 @@ def _read(path: Path) -> object:
 
 
 def what_is_wrong(path: Path) -> str | None:
-    """Explain why a library can't read a file of tensors, and what to do; None if the file is missing."""
+    """Say why torch or safetensors failed to read the file `path`, and what to do; None if the file is missing."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

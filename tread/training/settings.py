@@ -128,7 +128,7 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class Tags:
-    """Suffixes of a run's default name: one for its objective (edm, rf), one for alignment.kind (none, repa, self)."""
+    """Suffixes of a run's default name, for each objective (edm, rf) and each alignment.kind (none, repa, self)."""
 
     edm: str
     rf: str
@@ -238,7 +238,7 @@ MEASURES = ("channels", "size", "num_classes")
 
 
 def as_recorded(config: dict) -> dict:
-    """Return the config with the keys of init_classes, the old class numbers, as strings, as they are in JSON."""
+    """Return the config with init_classes' keys, which name classes of init_from's weights, as strings, as in JSON."""
     if not isinstance(asked := config.get("init_classes"), dict):
         return config
     return {**config, "init_classes": {str(old): new for old, new in asked.items()}}
