@@ -67,7 +67,7 @@ class SavedNetwork:
         return self.with_weights(network.to(device).eval(), guidance)
 
     def with_weights(self, network: nn.Module, guidance: Guidance) -> Model:
-        """Return a Model of `network`, whose weights are loaded, and the routes self.routes(guidance)."""
+        """Return a Model of `network`, into which the caller has loaded weights, with the routes for this guidance."""
         return Model(self.process, network, self.routes(guidance))
 
     def shifted(self, shift: float) -> "SavedNetwork":

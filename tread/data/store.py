@@ -138,8 +138,8 @@ class ShardStore:
         return {kind: path.name, f"{kind}_sha256": sha256(path)}
 
     def keep(self, number: int, arrays: Mapping[str, np.ndarray | Stream], **facts: object) -> None:
-        """Write a shard and its note, which includes `facts` as JSON. `arrays`, keyed by kind, have an entry per row of
-        the shard; without rows, only the note is written. After an OSError, the shard is missing."""
+        """Write a shard and its note, which includes `facts` as JSON. `arrays`, under free names, have an entry per row
+        of the shard; without rows, only the note is written. Raises OSError; the shard is then still missing."""
         entry: dict[str, object] = {"count": next(iter(arrays.values())).shape[0]}
         for kind, array in arrays.items() if entry["count"] else ():
             entry |= self.save(kind, number, array)
