@@ -2,9 +2,9 @@
 
 python studies/finetune_digits.py out=results/finetune-digits
 
-A network is trained on the digits 0 to 6, then on all ten for a tenth of the steps (by the setting init_classes). It is
-compared with two networks trained on all ten from the start, for a tenth and for all of the steps. `table.md` in `out`
-states which fraction of 100 samples per class a classifier puts in their class, for old and for new classes.
+A network is trained on the digits 0 to 6, then, keeping them (init_classes), on all ten for a tenth of the steps. It
+is compared with two networks trained on all ten from the start, for a tenth and for all of the steps. `table.md` in
+`out` states which fraction of 100 samples per class a classifier puts in their class, for old and for new classes.
 """
 
 import sys

@@ -70,7 +70,7 @@ class Job:
         return [score.script, *(self._filled(word, data) for word in words)]
 
     def _filled(self, word: str, data: Path) -> str:
-        """Return the override `word` with absolute paths for {data}, {folder} and {step N}, quoted for Hydra."""
+        """Return `word` with {data}, the job's {folder} and checkpoint {step N} as absolute paths, quoted for Hydra."""
         key, _, value = word.partition("=")
         filled = re.sub(r"\{step (\d+)\}", lambda match: f"{{folder}}/train/step_{int(match[1]):07d}", value)
         for name, path in (("data", data), ("folder", self.folder)):

@@ -202,8 +202,8 @@ class StoredWeights:
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str | None = None) -> list[str]:
         """Return lines that warn of settings that differ from those of the weights' training, or that were not
-        recorded. `latents` describes the network's latents. `predicts` is "noise" for noise on timesteps 0..999, or
-        "objective" for what cfg.objective trains; None: as cfg.edm.predicts says."""
+        recorded. `latents` describes the network's latents. `predicts` is what the network should predict now: "noise"
+        on timesteps 0..999, or "objective", what cfg.objective trains; None: as cfg.edm.predicts says."""
         of_ddpm = cfg.objective == "edm" and cfg.edm.predicts == "ddpm_noise"
         predicts = predicts or ("noise" if of_ddpm else "objective")
         lines = []
@@ -261,7 +261,7 @@ class StoredWeights:
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
     """Read the "ema" or "model" (raw) weights of a checkpoint, a file, or a folder with a single .safetensors file.
     Raises FileNotFoundError if there are none; ValueError if they are damaged, or the file holds only the other kind
-    (but a checkpoint's own model.safetensors is read for "ema", too)."""
+    (but if `path` is a checkpoint's model.safetensors itself, its raw weights are read for "ema", too)."""
     known = (path / "info.json").exists() or checkpoint.newest(path)
     files = () if known else [*path.glob("*.safetensors")]
     path = files[0] if len(files) == 1 else path

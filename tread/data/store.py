@@ -55,7 +55,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards made with another plan; without `again`, they raise ValueError.
-        begun  {key: value} to put into `plan` before it is compared with the plan of unfinished work.
+        begun  entries that the plan of unfinished work must have instead of those of `plan`, to be continued.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """

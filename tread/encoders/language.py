@@ -190,7 +190,7 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
     """Return the number of tokens T for captions of these lengths: the longest, rounded up to a multiple of 8, at most
-    LONGEST and `limit`. 64 becomes 72, since some cuDNN versions make NaN gradients under masks over 64 keys."""
+    LONGEST and `limit`. 64 becomes 72, since some cuDNN versions make NaN gradients if a mask has 64 keys."""
     tokens = -(-max([8, *lengths]) // 8) * 8
     return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 

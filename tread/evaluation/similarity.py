@@ -74,7 +74,7 @@ def block_states(
 
 def similarity(batches: Iterable[States]) -> Tensor:
     """Return the mean cosine similarity of each pair of states over the tokens that both hold: (L + 1, L + 1) fp64, on
-    the CPU. State 0 is the tokens before the blocks, state k + 1 those after block k, without skipping tokens.
+    the CPU. State 0 is the tokens before the blocks, state k + 1 those after block k.
 
     All tokens of all samples weigh the same; NaN for two states that never hold the same token. One batch is in memory
     at a time. A token whose channels are all 0 has similarity 0 to every token, itself included.
@@ -128,8 +128,8 @@ def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[R
 
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
     """Open the held-out latents of a network's run, or its training latents if there are none, normalised as in
-    training. `folder` is where they are; None: the folder in the checkpoint's settings, into which the digits dataset
-    is written if missing. Raises FileNotFoundError, or ValueError if the network was trained on other latents."""
+    training. `folder` is where they are; None: the folder in the checkpoint's settings, written if it is missing and
+    the dataset is the digits. Raises FileNotFoundError, or ValueError if the network was trained on other latents."""
     dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":

@@ -104,7 +104,7 @@ def order_matters(
 
     Tokens are replaced by noise, and so are all-zero inputs without a token axis. shared=True permutes all samples
     alike. select(args, kwargs, ids) → (args, kwargs) gathers the tokens; join(output, (args, kwargs), ids) puts the
-    output back. For a block with sharded or quantized parameters, which can't be made random, warns and returns 0.
+    output at ids. For a block with sharded or quantized parameters, which can't be made random, warns and returns 0.
     """
     plain = (nn.Parameter, Tensor)
     if any(type(given) not in plain or given.is_meta for given in getattr(block, "parameters", list)()):
