@@ -69,7 +69,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """A study at one scale.
+    """A study at one scale (how large its runs are: demo, small, gpu or paper).
 
     arms       {name: arm}.
     against    {name of an arm: name of the arm that it is compared with}.
@@ -79,7 +79,7 @@ class Study:
     trials     {arm: {override: name of an arm that tries it}}. An arm is trained with the override that ended best in
                the first metric when it was tried, and with other seeds than the tries.
     rule       {"arm": …, "rivals": […], "metrics": […]}, fixed before the runs: the arm must beat the best rival.
-    published  {change: its gain in publications}. Arms named "dense, Muon" and "+ Muon" make the change "Muon".
+    published  {change: its published gain, as a text}. Arms named "dense, Muon" and "+ Muon" make the change "Muon".
     ways       names of further ways to score a network; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
     rehearsal  {field of Arm: value} for a quick test of the same commands with a tiny network; {}: none.
     """

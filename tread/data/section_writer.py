@@ -94,7 +94,7 @@ class SectionWriter(ShardStore, ABC):
         has the same section already, do nothing and return False. Raises ValueError or OSError if that section is
         different or damaged, FileExistsError if another process is making it.
 
-        again   replace a different or damaged section, and discard unfinished work that has another plan.json.
+        again   replace a different or damaged section, and unfinished work with another plan.json (see store.py).
         lines   lines of text that describe the work, printed before it starts.
         unit    what a row is, for the progress bar; batch_size rows are encoded at a time.
         encode  takes batches of rows, and yields for each batch the part that `write` takes.
@@ -221,8 +221,8 @@ class FeatureWriter(SectionWriter):
         return {"shards": [{"sha256": entry["file_sha256"]} | {key: entry[key] for key in keys} for entry in entries]}
 
     def write(self, number: int, parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Write shard `number` from parts. Each part has two float16 arrays for n samples: features (n, views, T, z),
-        and features of the pictures as a whole (n, views, P), which stay in memory until all parts are written."""
+        """Write shard `number` from parts: pairs of float16 arrays for n samples in 1 view (plain) or 2 (also flipped),
+        features (n, views, T tokens, z channels) and those of whole pictures (n, views, P), which stay in memory."""
         count, whole = len(self.ranges[number]), []
 
         def features() -> Iterator[np.ndarray]:

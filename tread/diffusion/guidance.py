@@ -197,7 +197,7 @@ class Branch:
 
     denoise  function (x, level, y, routes) → D, the predicted data.
     y        conditions: (B,) int64 labels, which may be the null class, or texts.
-    routes   function from a denoiser call's index to pairs (Route, indices of the tokens it keeps); (): all tokens run.
+    routes   function from a denoiser call's index to pairs (Route, indices of kept tokens), or to () if all tokens run.
     """
 
     denoise: Callable[[Tensor, Tensor, Condition, Routes], Tensor]

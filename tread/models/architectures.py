@@ -59,7 +59,7 @@ class TextSettings:
 @dataclass(frozen=True)
 class NetworkOptions:
     """The options that all architectures share, named like their network's arguments. `routes` let some tokens skip
-    blocks; position_scale multiplies rows and columns of fixed position embeddings. Subclasses override:
+    blocks; position_scale multiplies the tokens' rows and columns in fixed position embeddings. Subclasses override:
 
     network     the class that is built.
     takes_text  True: the network takes texts instead of labels.
@@ -118,7 +118,7 @@ class NetworkOptions:
 
     @property
     def usual_route(self) -> Route:
-        """The default route; unless overridden, tokens skip blocks 2 to depth − 4. Raises ValueError if depth < 6."""
+        """The default route skips 0-based blocks 2 to depth − 4, unless overridden. Raises ValueError if depth < 6."""
         return Route.for_depth(self.depth, select=self.selects[0])
 
     @property

@@ -18,8 +18,8 @@ def add_value_residual(blocks: nn.ModuleList) -> None:
 
 
 def mixed(layer: nn.Module, v: Tensor, along: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """Mix the first block's values v₁, the last of `along`, into a layer's values v; both are (B, N, H, d). Returns
-    λ·v₁ + (1 − λ)·v with λ = layer.v1_lambda, and `along` without v₁; if λ is None, v and `along` unchanged."""
+    """Mix the first block's values v₁, last of a layer's further inputs `along`, into its values v; both (B, N, H, d).
+    Returns λ·v₁ + (1 − λ)·v with λ = layer.v1_lambda, and `along` without v₁; if λ is None, v and `along` unchanged."""
     if layer.v1_lambda is None:
         return v, along
     *along, first = along

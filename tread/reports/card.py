@@ -44,7 +44,7 @@ def card(
     dtype          of the stored weights.
     for_diffusers  True: the published folder is for diffusers; False: it is a checkpoint of this project.
     license        of the weights; None: the card says that it is not stated.
-    place          the repository's name on the hub.
+    place          the repository's name on the hub; None: the card says user/name.
     """
     config, cfg = info["config"], saved.cfg
     library = "diffusers" if for_diffusers else "tread"

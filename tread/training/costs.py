@@ -72,7 +72,7 @@ class StepMemory(NamedTuple):
 def blank_loss(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: torch.device, precision: str
 ) -> Tensor:
-    """Return the mean loss (0-d) of a forward pass on `images` all-zero latents with token `routes`, to measure it."""
+    """Return the mean loss (0-d) of `images` all-zero latents with token `routes`, to measure what a pass costs."""
     x = torch.zeros(images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=device)
     level = torch.full((images,), 0.5, device=device)
     chosen = [pair(route, torch.zeros(images, network.num_tokens, device=device), network.grid) for route in routes]

@@ -150,7 +150,7 @@ def keys_of(configs: Path, name: str) -> set[str]:
 
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
-    """Return `recorded` with the values of `composed` at the dotted keys `typed`, and at keys that `recorded` lacks."""
+    """Return `recorded`, at dotted `key` in the config, with `composed`'s values at keys `typed` and keys it lacks."""
     below = [name for name in typed if name.startswith(f"{key}." if key else "")]
     if key in typed:
         return composed
