@@ -1,8 +1,8 @@
 """Sweeps a guidance over ω, intervals and ratios: python scripts/guidance_sweep.py checkpoint=… reference=… out=…
 
-guidance=… chooses the kind. ω is the guidance weight, an interval is the range of noise levels with guidance, and a
-ratio is the fraction of tokens that a branch skips. Set these by sweep.…, not by guidance.…. Each setting is scored as
-by fid.py, in a folder of its own in `out`; a stopped sweep resumes when it is started again.
+guidance=… chooses the kind. ω is the guidance weight, an interval is the range of noise levels with guidance; the
+ratios are the fractions of tokens that the strong and the weak branch skip. Set these by sweep.…, not by guidance.….
+Each setting is scored as by fid.py, in a folder of its own in `out`; a stopped sweep resumes when started again.
 
 Writes sweep.csv, and curves.png with each metric against ω. For kinds with routes it also writes sweep.png, heat maps
 over both ratios: one metric for each ω and interval, and the cost. All options: configs/guidance_sweep.yaml.
@@ -112,7 +112,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
 
 
 def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
-    """Raise ValueError for options that can't make a sweep, such as several checkpoints, guidance=none, or no `out`."""
+    """Raise ValueError for options that can't make a sweep, such as several checkpoint `paths`, or guidance=none."""
     guidance, others = options.guidance, options.save_reference or options.samples
     refused = {
         "out=… is needed: the folder for the table, the figures and each setting's score": options.out is None,
@@ -175,7 +175,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
     """Return a panel per metric against ω: a line for each interval and pair of fractions of skipped tokens, and a
-    flat line for `baseline`, the score without guidance."""
+    flat line for `baseline`, the scores without guidance. `records` are the scores by setting."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

@@ -56,8 +56,8 @@ class Encoder:
     """A frozen encoder from pictures (B, 3, H, W) uint8 to features (B, T, z) float32 of T = side² tokens, row by row.
 
     name         the recorded name; encoders with the same name are taken to be the same.
-    run          the network: pictures → features, before they are averaged to `grid`; or a pair of these and a function
-                 without arguments that computes the feature (B, P) of each picture as a whole.
+    run          the network: pictures → features, before they are averaged to `grid`; or pictures → (features, a
+                 function without arguments that computes the feature (B, P) of each picture as a whole).
     fingerprint  hash of the weights; for module:function also of the module's source.
     grid         tokens along a side, to which larger feature maps are averaged; None: as many as the network gives.
     precision    "fp32", or "bf16" for autocast.
@@ -78,8 +78,8 @@ class Encoder:
     @torch.no_grad()
     def encode_both(self, pictures: Tensor, whole: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return features (B, T, z) fp32 of pictures (B, 3, H, W) uint8, and one feature (B, P) fp32 of each whole
-        picture: DINOv2's class token, Inception's pooled features or, for others, the mean token. whole=False: None
-        instead."""
+        picture: DINOv2's class token, Inception's pooled features or, for others, the mean token. With
+        whole=False the latter is None."""
         check_pictures(pictures)
         with computing(self.device, self.precision):
             made = self.run(pictures.to(self.device))

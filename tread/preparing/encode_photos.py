@@ -101,7 +101,7 @@ def source_hash(photos: Photos) -> str:
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
     """Return the photos in the order that they had when unfinished work began. Damaged pictures that were removed since
-    then are put back in the list, as removed files, so that every other picture stays in its shard. Their names and
+    then are put back in the list, with file None, so that every other picture stays in its shard. Their names and
     positions come from the notes, JSON files that make_shards writes beside the shards."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}

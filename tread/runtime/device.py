@@ -39,7 +39,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager:
 
 
 def tf32_flags() -> list[str]:
-    """Return the GPU precision of fp32 products, convolutions and recurrent layers, each "tf32", "ieee" or "none"."""
+    """Return the precision of fp32 products, convolutions and RNNs on GPUs: each "tf32", "ieee" or "none" (not set)."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     if hasattr(matmul, "fp32_precision"):  # from torch 2.9 on, where reading old flags fails once new ones are set
         return [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
@@ -47,8 +47,8 @@ def tf32_flags() -> list[str]:
 
 
 def set_tf32(flags: list[str]) -> None:
-    """Set the precision of fp32 products, convolutions and recurrent layers to `flags`, and torch's old flags as well:
-    torch.compile of torch 2.9 and 2.10 reads those, and raises an error if they differ (pytorch #166387)."""
+    """Set what `tf32_flags` returns to `flags`, by torch's old flags as well: torch.compile of torch 2.9 and 2.10 reads
+    those, and raises an error if they differ from the new ones (pytorch #166387)."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     matmul.allow_tf32, cudnn.allow_tf32 = flags[0] == "tf32", flags[1] == "tf32"
     if hasattr(matmul, "fp32_precision"):  # the old flags alone would not override the global fp32_precision

@@ -23,7 +23,7 @@ NOTHING = "nothing"  # stands for a missing value
 
 
 def decisive(keys: Iterable[str], config: dict) -> list[str]:
-    """Return those of the dotted keys whose settings must stay as they are when a run is resumed."""
+    """Return those of the dotted keys whose settings must not change when a run with `config` is resumed."""
     names = (*FIXED, config.get("objective", "edm"))
     return [key for key in keys if any(key == name or key.startswith(name + ".") for name in names)]
 
@@ -38,9 +38,9 @@ class Claim:
 
 
 def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
-    """Decide how a run starts in `folder`, without changing files. Raises FileExistsError if it has foreign files or,
-    with resume=False, a run; FileNotFoundError if resume=True but no checkpoint is there; ValueError if its run has
-    other settings where they must be the same."""
+    """Decide how a run starts in `folder`, without changing files; resume="auto": continue a run if there is one.
+    Raises FileExistsError if the folder has foreign files or, with resume=False, a run; FileNotFoundError if
+    resume=True but no checkpoint is there; ValueError if its run has other settings where they must be the same."""
     other = "name=<another name> starts a run of its own"
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")

@@ -394,8 +394,8 @@ def data_warnings(run: Run) -> list[str]:
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
-    """Return the captions of sample grids, as fields of Run: {"prompts": encoded, "captions": texts, [] if unknown}.
-    Each is the first caption of one of sampling.classes samples, which are evenly spread over the dataset."""
+    """Return the captions of a sample grid's rows, as fields of Run: {"prompts": encoded, "captions": texts, or [] if
+    the dataset has none}. They are the first captions of samples that are spread evenly over the dataset."""
     samples = spread_classes(len(data), cfg.sampling.classes)
     captions = [data.captions[sample][0] for sample in samples] if "captions" in read_index(data.folder) else []
     return {"prompts": data.read(np.array(samples)).text, "captions": captions}
@@ -434,7 +434,7 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open part "train" or "heldout" of a dataset, after making it if it is built in (dataset.embedded) and missing.
+    """Open part "train" or "heldout" of a dataset, after making it if it is missing and built in, such as digits.
     Its files are memory-mapped or, with placement "ram" or "device", copied to RAM or to `device`. Raises
     FileNotFoundError, or ValueError if the data does not fit the model."""
     prepare_embedded(cfg, path, part)
