@@ -242,7 +242,7 @@ def over_training(
         lines = []
         for arm, runs in results.items():
             points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
-            lines.append(mean_line(arm, points, (colour or {}).get(arm)))
+            lines += [mean_line(arm, points, (colour or {}).get(arm))] if points else []
         panels.append(Panel("", label, METRICS[metric].label, lines))
     return panels
 

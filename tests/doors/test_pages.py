@@ -63,6 +63,7 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"^python benchmarks/step_time.py": "measures for minutes",
     r"results/photos": "tests/doors/test_own_data.py runs them",
     r"finetune_own": "public weights of gigabytes, and photos of others",
+    r"results/studies/": "a network that a study trains on a GPU",
     r"push=": "the hub (tests/doors/test_load.py has a stand-in)",
     r"hf:": "the hub (tests/doors/test_load.py has a stand-in)",
     r"experiment=": "ImageNet and GPUs",

@@ -104,7 +104,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
 
 
 def arguments(saved: SavedNetwork) -> dict[str, object]:
-    """Return the arguments of the network's constructor, keyed by name."""
+    """Return the arguments, keyed by name, with which the class of saved's architecture, such as dit.DiT, is built."""
     data = saved.cfg.dataset
     return saved.cfg.model.all_arguments(data.size, data.channels, data.num_classes, saved.cfg.text)
 

@@ -54,7 +54,8 @@ def named_file(folder: Path, name: object) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Return {file name: text} for a dataset's latents; the text states recorded sha256, size and last change."""
+    """Return {file name: description} for a dataset's files of latents, to see later whether one has changed: its hash
+    as index.json records it, and its present size and time of last change."""
     files = {}
     for shard in read_index(folder)["shards"]:
         found = (folder / shard["file"]).stat()
@@ -73,6 +74,8 @@ def changed_files(folder: Path, before: dict[str, str], hashes_alone: bool) -> l
             changed[name] = both
     for name, (then, now) in [*changed.items()][:1]:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        if then.partition(", ")[0] == now.partition(", ")[0]:  # index.json records the same hash
+            then, now = (text.partition(", ")[2] for text in (then, now))
         said = f"{folder / name}{more} changed since the run began: was {then}, is {now}"
         return [f"{said}. Its latents may be others: dataset.verify=full checks the hashes"]
     return []

@@ -97,8 +97,13 @@ def _entering(added: Tensor, a: Tensor) -> Tensor:
 
 def products(tokens: int, groups: int, heads: int, channels: int, numbers: int) -> int:
     """Return the multiply-adds of ssd's matrix products for one sample: linear in the tokens, apart from padding. The
-    chunk sizes for CPUs are used whatever the device, so that a network's FLOPs are the same everywhere. `heads` counts
-    the heads of all groups; `channels` and `numbers` are P and N."""
+    chunk sizes for CPUs are used whatever the device, so that a network's FLOPs are the same everywhere.
+
+    groups    groups of heads that share B and C.
+    heads     heads of all groups together.
+    channels  channels per head, P.
+    numbers   numbers in B and in C per token, N; a head's state has P × N.
+    """
     chunks = -(-tokens // CHUNK)
     length = -(-tokens // chunks)
     total = chunks * length * length * (groups * numbers + heads * channels)
