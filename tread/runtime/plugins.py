@@ -4,6 +4,7 @@ schema.read imports a config's plugins before it reads any other key. Runs and c
 resuming, sampling and scoring import the same plugins as training.
 """
 
+import hashlib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,9 @@ def import_plugins(names: Sequence[str]) -> None:
             if name.endswith(".py"):
                 spec = spec_from_file_location(place, place)
                 sys.modules[place] = module_from_spec(spec)
-                digest = sha256(Path(place))
-                spec.loader.exec_module(sys.modules[place])
+                source = Path(place).read_bytes()  # runs as it is hashed: Python's cache may be of an earlier edit
+                digest = hashlib.sha256(source).hexdigest()
+                exec(compile(source, place, "exec"), sys.modules[place].__dict__)
             else:
                 file = importlib.import_module(name).__file__
                 digest = sha256(Path(file)) if file else ""
