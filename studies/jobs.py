@@ -171,7 +171,7 @@ def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children
 
             children.run(job.training_command(data), cores, log, lock, over if job.training.seconds else None)
         reached = history.read_status().get("step", 0)
-        for score in job.scores if part != "train" else ():
+        for score in sorted(job.scores, key=lambda score: -score.step) if part != "train" else ():  # the end first
             if job.record(score) is None and job.training.is_scored_at(score.step, reached):
                 children.run(job.scoring_command(score, data), cores, log, lock)
     except (ValueError, OSError) as error:

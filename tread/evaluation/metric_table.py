@@ -126,7 +126,8 @@ def names_of(what: str) -> list[str]:
 
 
 def scored_names(record: Mapping) -> list[str]:
-    """Return the keys of a score's metrics: all with of="samples", then those with of="demo" that `record` has."""
+    """Return the keys in METRICS of the metrics that a score has, in the table's order. `record` is fid.json's content;
+    metrics whose Metric.of is "demo" are left out if it lacks them."""
     return names_of("samples") + [name for name in names_of("demo") if name in record]
 
 
