@@ -303,7 +303,8 @@ class Record:
     blocks   indices of the blocks whose outputs the caller wants.
     outputs  block index → (output (B, K, D), ids_keep (B, K)); if all tokens run, (output (B, N, D), None).
     ids      the ids_keep (B, K) used by each route, in the caller's order of routes.
-    class_token  predicted velocity (B, z) of a class token of z channels (tread/models/class_token.py); None: no token.
+    class_token  velocity (B, z) that the network predicts for REG's class token, a noised feature of z channels
+             (tread/models/class_token.py); None: the network has no such token.
     """
 
     blocks: Sequence[int] = ()

@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def show(groups: Sequence[comparison.SeedGroup]) -> None:
-    """Print the table, warnings about what is not comparable, and how far runs train to reach others' results."""
+    """Print the table, warnings (unfinished runs, what is not comparable), and when runs reach others' results."""
     head, rows = comparison.results_table(groups)
     for cells in (head, ["---"] * len(head), *rows):
         print(f"| {' | '.join(cells)} |")

@@ -69,7 +69,8 @@ def main(options: Options) -> None:
 
 
 def published(source: checkpoint.Checkpoint, options: Options) -> dict:
-    """Return the info.json to publish. For a checkpoint from the Hugging Face hub, it names the hub's revision."""
+    """Return the content of the info.json to write: the source checkpoint's, edited by `record`. If the checkpoint
+    is from the Hugging Face hub, the hub's revision is added."""
     revision = {"revision": source.revision} if source.revision else {}
     return record(source.info | revision, options.paths, options.autoencoder)
 

@@ -105,8 +105,9 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
-    """Return the weights to import, keyed "model" or "ema". If the file does not say which it holds, options.take does;
-    "all" means "ema". Raises FileNotFoundError without a file, ValueError if it can't be read or lacks options.take."""
+    """Return the weights to import, keyed "model" or "ema": those of the kind options.take; for "all", all in the file.
+    Weights of a kind that the file does not record count as options.take or, for "all", as "ema". Raises
+    FileNotFoundError if options.weights is not a file, ValueError if it can't be read or lacks options.take."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")

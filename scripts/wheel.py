@@ -8,7 +8,8 @@ DOORS = ("train.py", "sample.py", "fid.py")
 
 
 class BuildWithDoors(build_py):
-    """Copies scripts and configs to where tread/doors/__init__.py finds them, except in an editable install."""
+    """setuptools' build_py, which also copies the scripts in DOORS and configs/ into the package tread/doors, where its
+    commands, such as tread-train, find them. An editable install needs no copies: it runs the checkout's scripts."""
 
     def run(self) -> None:
         super().run()

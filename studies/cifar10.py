@@ -27,14 +27,8 @@ RECORD = 1 + 3 * 32 * 32  # bytes of a label and a picture
 RANDOM = "random-inception.safetensors"
 
 
-def files_in(folder: Path, ending: str) -> list[Path]:
-    if not (found := sorted(folder.glob(f"*.{ending}"))):
-        raise FileNotFoundError(f"{folder} has no .{ending} files")
-    return found
-
-
 def pack(source: Path, target: Path) -> None:
-    for path in files_in(source, "bin"):
+    for path in sorted(source.glob("*.bin")):
         records = np.fromfile(path, np.uint8).reshape(-1, RECORD)
         planes = records[:, 1:].reshape(-1, math.gcd(len(records), 100), 3, 32, 32)  # rows of pictures
         sheet = np.ascontiguousarray(planes.transpose(0, 3, 1, 4, 2))
@@ -43,7 +37,7 @@ def pack(source: Path, target: Path) -> None:
 
 
 def unpack(source: Path, target: Path) -> None:
-    for path in files_in(source, "webp"):
+    for path in sorted(source.glob("*.webp")):
         with Image.open(path) as sheet:
             pixels = np.asarray(sheet.convert("RGB")).reshape(sheet.height // 32, 32, sheet.width // 32, 32, 3)
         planes = pixels.transpose(0, 2, 4, 1, 3).reshape(-1, RECORD - 1)
@@ -71,3 +65,5 @@ if __name__ == "__main__":
         todo, (source, target) = {"pack": pack, "unpack": unpack}[sys.argv[1]], map(Path, sys.argv[2:])
         target.mkdir(parents=True, exist_ok=True)
         todo(source, target)
+        if not any(target.iterdir()):
+            raise FileNotFoundError(f"{source} holds nothing to {sys.argv[1]}")

@@ -202,7 +202,8 @@ def colours(study: Study) -> dict[str, str]:
 
 
 def pair_name(arm: str, other: str) -> str:
-    """Name a pair of compared arms: "depth 8: routed less dense" for "depth 8, routed" and "depth 8, dense"."""
+    """Name the difference of two compared arms, the first less (−) the second: "a less b" or, if names start alike,
+    "depth 8: routed less dense" for "depth 8, routed" and "depth 8, dense"."""
     (first, _, rest), (second, _, others) = arm.partition(", "), other.partition(", ")
     return f"{first}: {rest} less {others}" if first == second and rest and others else f"{arm} less {other}"
 
@@ -343,9 +344,10 @@ ENDS = "dots: seeds; bars: their 95% interval; grey: two standard deviations by 
 
 
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
-    """Return two standard deviations, over seeds, of the difference of two compared arms in a metric at equal "images"
-    or "FLOPs" (`name`), pooled over the study's pairs. If these have too few seeds, and study.scale is not "demo", it
-    is that of the published study "convergence" at the nearest number of images. None if it is unknown."""
+    """Return twice the standard deviation, over seeds, of the difference of two compared arms in a metric at equal
+    "images" or "FLOPs" (`name`): a smaller difference at one seed may be chance. It is pooled over the study's pairs;
+    if these have too few seeds, and study.scale is not "demo", it is that of the published study "convergence" at the
+    number of images nearest to this study's last. None if it is unknown."""
     pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
     each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
@@ -398,8 +400,9 @@ def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
 
 
 def ladder_columns(study: Study, results: Results) -> Columns:
-    """Return table columns with each arm's costs divided by those of the arm that it is compared with, and the
-    gains in study.published. Memory is predicted, as a CPU does not measure it."""
+    """Return table columns with each arm's costs divided by those of the arm that it is compared with. Memory is
+    predicted, as a CPU does not measure it. A column "published" has the text that study.published gives for an arm's
+    change, such as "4.58 → 4.65"; it is left out if there is none."""
     trainings = {run.arm: run.training for run in plan(study)}
     cells: Columns = {title: {} for title in ("FLOPs, ratio", "seconds, ratio", "memory by plan, ratio")}
     for arm, other in study.against.items():

@@ -50,8 +50,8 @@ class Job:
         return state == "finished" or (state == "interrupted" and self.over_time())
 
     def only_scores_lack(self, made: Mapping[str, dict]) -> bool:
-        """Return whether this training is finished according to `made` {key of a training: its record}, but not in the
-        job's folder, so that it must be trained again to be scored."""
+        """Return whether this training is finished according to `made` {key of a training: its result.json} while the
+        job's own folder holds no finished training, so that it must be trained again before it can be scored."""
         return not self.trained and made.get(self.training.key, {"trained": False})["trained"]
 
     def over_time(self) -> bool:
@@ -70,7 +70,8 @@ class Job:
         return [score.script, *(self._filled(word, data) for word in words)]
 
     def _filled(self, word: str, data: Path) -> str:
-        """Return `word` with {data}, the job's {folder} and checkpoint {step N} as absolute paths, quoted for Hydra."""
+        """Return the override `word` with {data}, {folder} (the job's) and {step N} (that step's checkpoint) replaced
+        by absolute paths; if any was, the value is quoted for Hydra."""
         key, _, value = word.partition("=")
         filled = re.sub(r"\{step (\d+)\}", lambda match: f"{{folder}}/train/step_{int(match[1]):07d}", value)
         for name, path in (("data", data), ("folder", self.folder)):
@@ -79,7 +80,7 @@ class Job:
         return word if filled == value else f"{key}='{quoted}'"
 
     def record(self, score: Score) -> dict | None:
-        """Return a score's JSON without the keys LEFT_OUT, and its overrides as "words"; None if there is none yet."""
+        """Return a score's JSON without the keys LEFT_OUT, but with its overrides as "words"; None if there is none."""
         path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
         if not path.exists():
             return None

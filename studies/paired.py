@@ -55,7 +55,8 @@ class Estimate:
         return f"{self._to(self.mean, '+')} ({self._to(self.error)}) [{self._to(low, '+')}, {self._to(high, '+')}]"
 
     def _to(self, number: float, sign: str = "") -> str:
-        """Format a number to two digits of the standard error (4 decimals if it is 0 or None); sign="+" adds a plus."""
+        """Format a number with the decimals that show two significant digits of the standard error (4 decimals if the
+        error is 0 or None); sign="+" adds a plus unless the number is negative."""
         places = max(0, 1 - math.floor(math.log10(self.error))) if self.error else 4
         return f"{number:{sign}.{places}f}"
 

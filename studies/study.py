@@ -76,10 +76,10 @@ class Study:
     besides    further pairs {name of an arm: name of the arm that it is compared with}.
     figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
     seen       a sentence on what the results at the scale small show, the title of their figure; "": none.
-    trials     {arm: {override: name of an arm that tries it}}. An arm is trained with the override that ended best in
-               the first metric when it was tried, and with other seeds than the tries.
+    trials     {arm: {override: name of an arm that tries it}}. The arm is then trained, with other seeds, with the
+               override whose trial ended with the best value of metrics[0].
     rule       {"arm": …, "rivals": […], "metrics": […]}, fixed before the runs: the arm must beat the best rival.
-    published  {change: its published gain, as a text}. Arms named "dense, Muon" and "+ Muon" make the change "Muon".
+    published  {change: its published gain, as text}. "Muon" is the change of the arms "dense, Muon" and "+ Muon".
     ways       names of further ways to score a network; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
     rehearsal  {field of Arm: value} for a quick test of the same commands with a tiny network; {}: none.
     """
@@ -261,9 +261,9 @@ def _over(base: dict, said: dict) -> dict:
 def plan(study: Study, seeds: int | None = None, made: Mapping[str, dict] | None = None) -> list[Planned]:
     """Return a study's runs, seed by seed. Raises ValueError for overrides that train.py does not take.
 
-    seeds  number of seeds of each arm, except of those that only try an override and have one; None: each arm's own.
-    made   {key of a training: its record}, by which the best of the tried overrides is chosen; an arm is left out until
-           all of its overrides were tried. None: the first counts as the best.
+    seeds  number of seeds of each arm; None: its own. An arm that only tries an override always has one seed.
+    made   {key of a training: its result.json}, by which the best of the tried overrides is chosen; an arm is left out
+           until all of its overrides were tried. None: the first counts as the best.
     """
     arms = {name: _chosen(study, name, made) for name in study.arms}
     counts = {name: 1 if name in _trials(study) else seeds or arm.seeds for name, arm in arms.items() if arm}

@@ -89,8 +89,8 @@ class Bundle:
             self._add_used(other, [statement for table, statement in other.entered if self._is(other, table)])
 
     def _is(self, source: Source, table: str) -> bool:
-        """Return whether the file holds a definition of the module `source`, and the dict that is called `table` there.
-        If so, it also needs the module's statements that add entries to this dict."""
+        """Return whether the file holds at least one definition of the module `source`, and that of the dict which
+        `source` defines or imports as `table`. If so, it also needs the module's statements that add entries to it."""
         origin, name = source.imported.get(table, (source.module, table))
         return source.module in self.wanted and name in self.wanted.get(origin, ())
 

@@ -27,15 +27,15 @@ from tread.runtime.schema import Count, check
 
 
 class TreadPipeline(DiffusionPipeline):
-    """Draws pictures of a network that was trained with or without token routing (TREAD, arXiv 2501.04765).
+    """Draws pictures with a network that was trained with or without token routing (TREAD, arXiv 2501.04765).
 
     transformer  the network.
     vae          the autoencoder that decodes its latents. None: the network draws pixels, or its autoencoder is loaded
                  from the hub id `autoencoder` when first needed.
 
     The other arguments say how the network was trained: diffusion process ("edm" or "rf") and its constants, latents,
-    routes, text encoder, and the fractions of samples without a class (label_drop) and, for SPRINT, without the blocks
-    that run on few tokens (path_drop).
+    routes, text encoder, and the fractions of training samples that had no class (label_drop) and, for SPRINT, that did
+    without the blocks that run on few tokens (path_drop).
     """
 
     model_cpu_offload_seq = "transformer->vae"

@@ -167,15 +167,16 @@ class LatentDataset:
 
     def normalize(self, std: float) -> None:
         """Scale each channel of the latents to mean 0 and standard deviation `std`, by the mean and std in index.json:
-        an import's own (`normalize_by`), else measured. Raises ValueError without any, or for a constant channel."""
+        those in `normalize_by`, if the source of imported latents gave them, else the measured ones. Raises ValueError
+        if index.json has neither, or if a channel's std is not above 0."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(f"{self.folder} can't be normalised: it has no channel_mean and channel_std above 0")
         mean, measured = self.normal
         self.latents = replace(self.latents, channel_shift=mean, channel_scale=tuple(std / s for s in measured))
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of whole batches in an epoch. The samples left over, others in each epoch, are skipped.
-        Raises ValueError if the dataset is smaller than a batch."""
+        """Return the number of whole batches in an epoch. Samples left over at the end of an epoch's random order are
+        skipped in that epoch. Raises ValueError if the dataset is smaller than a batch."""
         if len(self) < batch_size:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size
@@ -241,7 +242,8 @@ class LatentDataset:
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text, tokens)
 
     def text_of(self, captions: np.ndarray) -> Text:
-        """Return encoded captions by their numbers, which count from 0 through a dataset that is opened with text."""
+        """Return encoded captions by their numbers (B,), which count from 0 through all captions of all samples. The
+        dataset must have been opened with text."""
         return self._text.read(captions)
 
     def null_text(self) -> Text:

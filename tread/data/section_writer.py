@@ -221,8 +221,9 @@ class FeatureWriter(SectionWriter):
         return {"shards": [{"sha256": entry["file_sha256"]} | {key: entry[key] for key in keys} for entry in entries]}
 
     def write(self, number: int, parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Write shard `number` from parts: pairs of float16 arrays for n samples in 1 view (plain) or 2 (also flipped),
-        features (n, views, T tokens, z channels) and those of whole pictures (n, views, P), which stay in memory."""
+        """Write shard `number` from parts. Each is a pair of float16 arrays for n samples in 1 view (plain) or 2 (also
+        flipped): features (n, views, T tokens, z channels), which are written part by part, and features of whole
+        pictures (n, views, P), which are kept in memory until all parts have come."""
         count, whole = len(self.ranges[number]), []
 
         def features() -> Iterator[np.ndarray]:

@@ -55,7 +55,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards made with another plan; without `again`, they raise ValueError.
-        begun  entries that the plan of unfinished work must have instead of those of `plan`, to be continued.
+        begun  entries to use in place of those in `plan` when it is compared with the plan of unfinished work.
 
         Raises ValueError that says what differs, OSError if the folder cannot be written.
         """
@@ -138,8 +138,9 @@ class ShardStore:
         return {kind: path.name, f"{kind}_sha256": sha256(path)}
 
     def keep(self, number: int, arrays: Mapping[str, np.ndarray | Stream], **facts: object) -> None:
-        """Write a shard and its note, which includes `facts` as JSON. `arrays`, under free names, have an entry per row
-        of the shard; without rows, only the note is written. Raises OSError; the shard is then still missing."""
+        """Write a shard and its note, which includes `facts` as JSON. `arrays` maps each kind of array, a name that the
+        caller chooses, to an array of n rows, n the same for all; if n is 0, only the note is written. Raises OSError
+        if writing fails; the shard is then still missing."""
         entry: dict[str, object] = {"count": next(iter(arrays.values())).shape[0]}
         for kind, array in arrays.items() if entry["count"] else ():
             entry |= self.save(kind, number, array)

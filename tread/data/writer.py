@@ -64,9 +64,9 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Lock the work folder until `publish` or `discard`, and begin or continue the work in it. Shards made by
-        another plan than this one with the entries `begun` raise ValueError or, with `again`, are discarded. Raises
-        FileExistsError if the dataset exists or another process is writing it."""
+        """Lock the work folder until `publish` or `discard`, and begin or continue the work in it. Finished shards of
+        another plan raise ValueError or, with `again`, are discarded; `begun` has entries to compare in place of this
+        plan's own. Raises FileExistsError if the dataset exists or another process is writing it."""
         self.check_free()
         lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # once more: another process may have made it before the lock

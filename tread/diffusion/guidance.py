@@ -37,7 +37,7 @@ Shape = Literal["cosine", "linear"]
 
 @dataclass(frozen=True)
 class Kind:
-    """What one kind of guidance gives to its strong and its weak branch."""
+    """How one kind of guidance runs its strong branch and its weak one, if it has any: a row of the table above."""
 
     strong_class: bool  # whether the strong branch gets the class
     weak_class: bool | None  # whether the weak branch gets it; None: there is no weak branch

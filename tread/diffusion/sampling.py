@@ -104,7 +104,8 @@ class Sampler:
         return sum(1 + (call.weak is not None) for call in self.plan(process))
 
     def flops(self, model: Model, weak: Model | None = None, attention: bool = True) -> int:
-        """Return the FLOPs per sample; attention=False leaves out token mixing. `weak` is guidance's second network."""
+        """Return the FLOPs of all network calls for one sample; `weak` is guidance's second network. attention=False
+        leaves out token mixing (in DiT the products of queries, keys and values)."""
 
         def cost(model: Model, ratio: float, **more: bool) -> int:
             routes = [with_ratio(route, ratio) for route in model.routes]
@@ -119,8 +120,9 @@ class Sampler:
 
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
-    """Raise ValueError if guidance does not suit a network: if it skips tokens without routes, has a ratio > 0 that
-    skips no token or all but one, or leaves out SPRINT's sparse part of a network without one."""
+    """Raise ValueError if the sampler's guidance does not suit the networks: if tokens are to skip blocks in a network
+    without routes; if a branch's largest ratio is above 0, but so small that no token skips or so large that only one
+    is kept; or if SPRINT's sparse part is to be left out of a network that has none."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
         lacks = f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part, but this network has none"
@@ -136,7 +138,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """Return a sample's FLOPs / those without guidance and skipped tokens. `weak` is guidance's second network."""
+    """Return a sample's FLOPs / those unguided, with all tokens in all blocks. `weak`: guidance's second network."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 
@@ -158,7 +160,8 @@ def draw(
     weak        guidance's second network; None: the weak branch uses `model` too.
     on_step     called at the start of each step with its number, the noise level, x and D(x), both (b, C, S, S) fp32.
     noise       (n, C, S, S) standard normal; None: noise is drawn from the seeds.
-    after_step  function (step's number, latents of a batch, with its padding) → latents to go on with.
+    after_step  function (step's number, latents after the step) → latents to go on with. It gets whole batches; the
+                last one is filled up to sampler.batch_size with copies of its last sample.
 
     A sample does not depend on the others of its batch; another batch size changes it by rounding only.
     """

@@ -102,12 +102,7 @@ def heun(
 
 
 def solve(
-    solver: str,
-    denoiser: Denoiser,
-    noise: Tensor,
-    levels: Tensor,
-    *churning: object,
-    after_step: AfterStep = unchanged,
+    solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object, after_step: AfterStep = unchanged
 ) -> Tensor:
     """Solve by "euler" or "heun" from standard normal noise (B, C, S, S) over falling levels (N+1,). `churning` holds a
     Churn and a function (step) → noise for heun; euler ignores it. after_step maps (step, state) to the next state."""

@@ -38,8 +38,8 @@ def token_loss(velocity: Tensor, clean: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Beside:
-    """Latents and class token packed into one tensor (B, C + k, S, S), a state, which solvers and guidance treat like
-    latents. The token fills k = ⌈z/S²⌉ further channels; zeros, which stay zeros, fill up the last one.
+    """Packs latents and a class token into one tensor (B, C + k, S, S), called a state, which solvers and guidance
+    treat like latents. The token fills k = ⌈z/S²⌉ further channels; zeros, which stay zeros, fill up the last one.
 
     channels  number C of the latents' channels.
     width     length z of the token; None: there is no token, and k is 0.

@@ -144,7 +144,7 @@ class TrainedModel:
         interval  (lowest, highest) noise level, outside of which the strong branch runs alone.
         checkpoint, weights  those of another network for the weak branch.
         same_ids  whether both branches choose their tokens by the same random numbers.
-        force     whether to run what is refused as a likely mistake.
+        force     whether to allow `strong` above `weak`, and skipped tokens in a network trained without a route.
         output    "pil": a list of pictures; "pt" (n, 3, H, W) and "np" (n, H, W, 3): float32 in 0..1, of 1 channel if
                   pictures are grey; "latent": (n, C, S, S) fp32, what the autoencoder's decoder takes.
         on_step   called at each step, batch by batch, with its number, the noise level, the current latents (b, C, S,

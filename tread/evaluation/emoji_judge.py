@@ -89,7 +89,8 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
     held_top1, held_top5  the same for held-out emoji, which combine known parts in a new way.
     …_real                the share for the real pictures of the prompted emoji; below 1 if other emoji look like them.
     …_shifted             the share for these real pictures shifted by one pixel, which are good but inexact samples.
-    …_inception…          the same shares, with distances between Inception features instead of pixels.
+    …_inception…          the same shares with distances between Inception features instead of pixels, if `inception` is
+                          given; for example seen_top1_inception_real.
     """
     shown = real.pictures[torch.from_numpy(asked.numbers)]
     compared = dict(zip(COMPARED, (pictures, shown, shown.roll(1, dims=3))))

@@ -126,8 +126,8 @@ def names_of(what: str) -> list[str]:
 
 
 def scored_names(record: Mapping) -> list[str]:
-    """Return the keys in METRICS of the metrics that a score has, in the table's order. `record` is fid.json's content;
-    metrics whose Metric.of is "demo" are left out if it lacks them."""
+    """Return the keys of the metrics to list for a score, in the order of METRICS: all with Metric.of "samples", and
+    those with "demo" that are in `record`, fid.json's content."""
     return names_of("samples") + [name for name in names_of("demo") if name in record]
 
 

@@ -201,8 +201,9 @@ class FeatureSets:
 def save_statistics(
     path: Path, pictures: Pictures, features: ShardStore, processes: Processes, packed: bool = False
 ) -> None:
-    """In the main process, write mu, sigma, mu_s, sigma_s and the pictures' count and resolution to an .npz. With
-    `packed`, statistics are float32, and only the upper triangles of sigma and sigma_s are stored."""
+    """In the main process, write an .npz with the pictures' count and resolution, and the mean and covariance of their
+    pool features (mu, sigma) and spatial features (mu_s, sigma_s), which the store `features` holds. With `packed`,
+    statistics are float32, and only the upper triangles of sigma and sigma_s are stored."""
     if processes.main:
         arrays = {}
         for kind, keys in KEYS.items():

@@ -220,7 +220,7 @@ EMBEDDED: dict[tuple, Callable[..., Scorer]] = {
 
 @dataclass(frozen=True)
 class OnlineFID:
-    """Computes the FID of a few samples during training, to show a trend; fid.py computes its FID by the same code."""
+    """Computes the FID of a few samples during training, to show a trend. The computation is the same as in fid.py."""
 
     scorer: ReferenceScorer
     decoder: Decoder

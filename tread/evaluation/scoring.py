@@ -128,8 +128,9 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict (a
-    new one only in the main process, else None), or [] for pictures. Raises ValueError or OSError if a check fails."""
+    """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict; for
+    a score made by this call, processes other than the main one get None instead. Without checkpoints, returns [].
+    Raises ValueError or OSError if a check fails."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):

@@ -92,8 +92,9 @@ def noised_states(
     model: Model, data: LatentDataset, samples: int, noise_levels: int, seed: int, batch_size: int
 ) -> Iterator[States]:
     """Yield batches of States, the tokens between the model's blocks under its routes, for `samples` noised samples of
-    `data`, spread evenly over the dataset and over `noise_levels` noise levels. A sample's noise and kept tokens depend
-    only on `seed` and its number: rules that choose tokens for a whole training batch choose for each sample here."""
+    `data`, spread evenly over the dataset and over `noise_levels` noise levels. The random numbers for a sample's noise
+    and kept tokens depend only on `seed` and the sample's number, not on its batch; so a rule that keeps the same
+    tokens in a whole batch ("shared") is replaced by one that chooses for each sample, as in sampling."""
     network, device = model.network, next(model.network.parameters()).device
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
@@ -113,8 +114,8 @@ def adjacent(matrix: Tensor) -> float:
 
 
 def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
-    """Return the routes `asked` (None: the network's) by start block, with negative indices resolved. Raises ValueError
-    if the network can't run them, or if a route of `asked` skips no token or keeps only one."""
+    """Return the routes `asked` (None: the network's), sorted by start block and with negative indices resolved. Raises
+    ValueError if the network can't run them, or if a route of `asked` skips no token or keeps only one."""
     model, grid = saved.cfg.model, (saved.latents.shape[1] // saved.cfg.model.patch_size,) * 2
     routes = model.routes if asked is None else tuple(asked)
     try:

@@ -68,7 +68,7 @@ class NetworkOptions:
     masks       True: sampling runs all tokens, as mask tokens would replace skipped ones (MaskDiT).
     along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
-    constants   names of attributes that change what trained weights compute, and are options in other architectures.
+    constants   attributes that change what trained weights compute: fixed in this architecture, options in others.
     undecisive  names of options that do not change what trained weights compute.
     marks       tensor names; a state dict that has one of them is of this architecture.
     """
@@ -302,7 +302,7 @@ class MambaOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class MaskDiTOptions(DiTOptions):
-    """Options of MaskDiT. A decoder option of None becomes the published value, or less if hidden_size < 384."""
+    """Options of MaskDiT. A decoder option of None becomes the published value, or suits a hidden_size below 384."""
 
     decoder_hidden_size: Count | None = 512
     decoder_depth: Count | None = 8

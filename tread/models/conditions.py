@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Text(NamedTuple):
-    """Encoded captions of B samples. Functions here take any such tuple, as exported code has a class of its own.
+    """Encoded captions of B samples. Functions here take any tuple of these fields: exported code has its own class.
 
     tokens  (B, T, C) output of a frozen encoder, or (B, T) int64 word numbers, which the network embeds.
     mask    (B, T) bool, False for padding. No row is all False: even the empty caption has a begin token.

@@ -138,7 +138,8 @@ class LightningDiT(Backbone):
             self.register_buffer("rotary", self._rotary(1.0), persistent=False)
 
     def _rotary(self, scale: float) -> Tensor:
-        """Return cosines, then sines, (1, N, d) for positions × `scale`; a class token's first row rotates nothing."""
+        """Return cosines, then sines, (1, N, d) for positions × `scale`. With a class token: (1, 1 + N, d), where the
+        first row is the class token's, whose queries and keys do not rotate."""
         angles = F.pad(rotary_angles(self.head_dim, self.grid[0], scale), (0, 0, self.leading, 0))
         return torch.cat([angles.cos(), angles.sin()], dim=1).float()[None]
 

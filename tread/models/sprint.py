@@ -72,8 +72,9 @@ class Sprint(LightningDiT):
     def fusing(
         self, blocks: Sequence[Callable[..., Tensor]], from_g: Tensor, record: Record
     ) -> list[Callable[..., Tensor]]:
-        """Return all blocks, two of them wrapped: h (the last two) gets the fused outputs of f (the first two) and g
-        (the rest). Mask tokens replace g's output for tokens not in record.ids, and where from_g (B, N, 1) is False."""
+        """Return all blocks, two of them wrapped: the last block of f (the first two) stores its output, and the
+        first block of h (the last two) fuses this with the output of g (the blocks between) before it runs. Mask tokens
+        replace g's output for tokens that skipped g (not in record.ids), and where from_g (B, N, 1) is False."""
         behind_f = []
 
         def end_f(x: Tensor, *given: Tensor) -> Tensor:

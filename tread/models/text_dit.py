@@ -50,8 +50,9 @@ class TextBlock(LightningBlock):
         self.cross_attn = CrossAttention(dim, num_heads, qk_norm)
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Map tokens x (B, N, D) to tokens, and also return attention values (B, N, H, d) if returns_values is set.
-        `given`: RotaryAttention's `along`, then conditioning c (B, D), text (B, T, D) and its mask (B, T) bool."""
+        """Map tokens x (B, N, D) to tokens; if self.returns_values is set, also return the self-attention's values
+        (B, N, H, d). `given`: what RotaryAttention.forward takes besides x (rotary table, first block's values), if
+        anything, then conditioning c (B, D), text (B, T, D) and its mask (B, T) bool."""
         *along, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
@@ -127,8 +128,9 @@ class TextEmbedder(nn.Module):
 
 
 class TextDiT(LightningDiT):
-    """The network F(x; t, y) for texts y. `given` are LightningDiT's arguments, by default DiT's choices. text_width
-    and text_pooled: channels of text tokens (None: word numbers below `vocabulary`) and of the pooled text, if any."""
+    """The network F(x; t, y) for texts y of `text_tokens` tokens. text_width and text_pooled: channels of text tokens
+    (None: word numbers below `vocabulary`) and of the pooled text, if any. `given` are LightningDiT's other arguments,
+    but norm, mlp and positions default to DiT's choices."""
 
     def __init__(
         self, *, text_tokens: int, text_width: int | None = None, text_pooled: int | None = None,

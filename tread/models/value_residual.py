@@ -18,8 +18,9 @@ def add_value_residual(blocks: nn.ModuleList) -> None:
 
 
 def mixed(layer: nn.Module, v: Tensor, along: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """Mix the first block's values v₁, last of a layer's further inputs `along`, into its values v; both (B, N, H, d).
-    Returns λ·v₁ + (1 − λ)·v with λ = layer.v1_lambda, and `along` without v₁; if λ is None, v and `along` unchanged."""
+    """Mix the first block's values v₁ into an attention layer's own values v, both (B, N, H, d). `along` are the
+    layer's inputs besides the tokens; the last one is v₁. Returns λ·v₁ + (1 − λ)·v, with λ = layer.v1_lambda, and
+    `along` without v₁. If λ is None, there is no v₁ in `along`, and v and `along` are returned unchanged."""
     if layer.v1_lambda is None:
         return v, along
     *along, first = along

@@ -127,8 +127,8 @@ Store = Folder | Zip | Tar | Tars
 
 
 def tar_paths(source: Path) -> list[Path]:
-    """Return several tars: those that match a pattern, {00..99}.tar (whether or not they exist) or *.tar, or those in a
-    folder that holds nothing else but tables and texts. Returns [] for any other source, a single tar included."""
+    """Return the tars that `source` stands for: those that match a pattern, {00..99}.tar (whether or not they exist) or
+    *.tar, or those in a folder of nothing but tars, tables and texts. Returns [] for any other source, as one tar."""
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
         only = all(name.lower().endswith((".tar", *BESIDE_TARS)) for name in names)

@@ -46,7 +46,8 @@ class FeatureOptions:
 
 
 def prepare_features(options: FeatureOptions, processes: Processes) -> None:
-    """Check everything, then encode this process's shards; the main process adds all of them to the dataset."""
+    """Write an encoder's features of a dataset's pictures beside its latents: check everything, then encode this
+    process's share of the shards; the main process adds the shards of all processes to the dataset."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     data, pictures, size, where = open_source(options, index, processes)

@@ -123,7 +123,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError, which lists them, if pictures that could not be read when shards were made are still there."""
+    """Raise ValueError if shards lack unreadable pictures whose files still exist; the message lists them."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -370,9 +370,9 @@ def finish(
 def look_at(
     part: str, photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, device: torch.device
 ) -> dict:
-    """Complete the dataset of `part` with its index and the photos' captions, if any, and return a report on it.
-    report.png shows options.decode photos beside their decoded latents. Raises ValueError if a training class has no
-    picture, unless options.allow_empty."""
+    """Complete the dataset of `part` with its index and the photos' captions, if any, and return a report on it. If
+    options.decode is above 0, also write report.png, with up to that many photos beside their decoded latents. Raises
+    ValueError if a training class has no picture, unless options.allow_empty is set."""
     writer, other = writers[part], "train" if part == "heldout" else "heldout"
     fields = {other: f"../{writers[other].folder.name}"} if other in writers else {}
     fields |= {"attribution": options.attribution} if options.attribution else {}

@@ -150,7 +150,7 @@ def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return the names of metrics that reports compare, training measures repeatedly, and some group has values of."""
+    """Return the names in column_metrics that training measures repeatedly, and of which some group has a curve."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 
@@ -236,7 +236,8 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """Format values: "mean ± standard deviation", or the mean alone if the deviation is not in 1e-4..1e4; none: "–"."""
+    """Format values as "mean ± standard deviation", or as the mean alone if there is only one value or the deviation is
+    outside 1e-4..1e4. No values give "–"."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0

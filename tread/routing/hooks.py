@@ -176,9 +176,10 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved), _in_forward()
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """Return, and forget, the inputs saved at block Route.rejoin for route `number`; its skipped tokens return as
-        they were there. Block `index`, the route's last, is called with `args`. Raises RuntimeError if no inputs were
-        saved in this forward pass, or if they have been changed in place since."""
+        """Return the inputs that were saved before block Route.rejoin for route `number`, and forget them. The skipped
+        tokens get their values from these after block `index`, the route's last, which is being called with `args`.
+        Raises RuntimeError if no inputs were saved in this forward pass, if they have been changed in place since, or
+        if block `index` alone is checkpointed with use_reentrant=True."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True

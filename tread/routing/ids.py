@@ -27,7 +27,8 @@ Some = Tensor | None
 
 def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
     """Return `noise` (B, N) with −∞ where `keep` (B, N) bool is true: rules keep the tokens with the smallest numbers.
-    Raises ValueError if `keep` marks more than K = N − int(N·selection_ratio) in a sample. This waits for a GPU."""
+    Raises ValueError if `keep` has another shape or dtype, or marks more than K = N − int(N·selection_ratio) tokens in
+    a sample. Counting them synchronises with the GPU if `keep` is on one."""
     _check_mask(noise, keep)
     most, kept = int(keep.sum(dim=1).max()) if len(keep) else 0, num_keep(noise.shape[1], selection_ratio)
     if most > kept:
@@ -248,8 +249,8 @@ def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
 
 
 def count_run(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """Return how many of N tokens the route's blocks run on: K kept ones, or all N with rejoin="stale", which leaves
-    the skipped tokens in the blocks."""
+    """Return how many of N tokens the route's blocks run on: the K kept ones, or all N with a rejoin such as "stale",
+    which removes no tokens and only resets the skipped ones after the route."""
     return count_kept(route, num_tokens, grid) if route.rejoins.removes else num_tokens
 
 

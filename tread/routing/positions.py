@@ -48,9 +48,9 @@ def check_positions(
 
 
 def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
-    """Choose one or two blocks of each class in {index: block} and return their indices. One is the last block: if only
-    deep blocks make positions, it is one of them. The other is the block whose settings differ most from the last's, if
-    any do. An integer that differs in every block is not compared: it is likely the block's own index."""
+    """Choose one or two blocks of each class in {index: block} and return their indices. One is the last of its class,
+    as it may be that only deep blocks compute positions themselves. The other is the block whose settings differ most
+    from the last's, if any do. An integer that differs in every block is left out: it is likely the block's index."""
     alike: dict[type, dict[int, dict]] = {}
     for index, block in sorted(blocks.items(), reverse=True):
         alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}

@@ -50,7 +50,7 @@ def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | No
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor", saving: bool = False) -> None:
-    """Compile each block in place; the network's parameter names, weights and copies are unaffected. With saving=True
+    """Compile each block in place. Weights and parameter names stay; deep copies are not compiled. With saving=True
     all blocks compiled in this process keep fewer activations, and recompute the cheap ones in the backward pass."""
     import torch._dynamo  # imported here because it takes seconds
 

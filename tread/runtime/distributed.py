@@ -86,7 +86,7 @@ class Processes:
 
     def distribute(self, network: nn.Module) -> nn.Module:
         """Return the network; with several processes, return it wrapped in DDP, which does not broadcast its buffers.
-        This frees the memory of what an earlier call returned."""
+        References to earlier wrappers are dropped: DDP's memory for them is freed once the caller drops them too."""
         if self.count > 1:
             self._launched.free_memory()
         buffers = [name for name, _ in network.named_buffers()]

@@ -202,7 +202,8 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
 
 
 def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
-    """Check a value against a type annotation and return it; whole numbers pass as floats, whole floats as ints."""
+    """Check a value against a type annotation and return it, with sections as dataclasses; whole numbers pass as floats
+    and whole floats as ints. Raises ValueError, which calls the value `key` and may suggest one of the `known` keys."""
     for choice in _choices(hint):
         hint, value = choice.settle(value, key)
     if is_dataclass(hint):

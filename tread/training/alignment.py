@@ -124,9 +124,10 @@ class Aligned(nn.Module):
         self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None,
         path_drop: Tensor | None = None, class_token: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the network's output for x (B, C, S, S), its time input t (B,) and conditions y; path_drop (B,) bool
-        are the samples without SPRINT's sparse part. For each aligned block i, record.outputs[i] is then its projected
-        tokens (B, K, z), and ids_keep (B, K) or None for all tokens."""
+        """Return the network's output for x (B, C, S, S), time input t (B,) and conditions y. For each aligned block i,
+        set record.outputs[i] to (its projected tokens (B, K, z), ids_keep (B, K), or None if it ran on all tokens). In
+        samples where path_drop (B,) bool is true, mask tokens replace the output of SPRINT's sparse part; class_token
+        (B, channels) holds noised class tokens. Both are only for networks that take them."""
         record = record or Record()
         record.blocks = self.blocks
         some = {"path_drop": path_drop, "class_token": class_token}  # not every network takes them

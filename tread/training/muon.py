@@ -53,8 +53,9 @@ def orthogonalized(matrices: Tensor, iterations: int, dtype: torch.dtype) -> Ten
 
 class Muon(torch.optim.AdamW):
     """Muon for the first of two parameter groups (matrices), with `momentum` and `steps` Newton–Schulz iterations, and
-    fused AdamW for the second, with lr, betas and eps. The first group's rate is lr, too, until the caller multiplies
-    it by the group's entry lr_factor = muon_lr / lr, as optimizer_step does. muon_scale is a key of SCALES.
+    fused AdamW for the second, with lr, betas and eps. muon_scale, a key of SCALES, says how the update of a matrix is
+    scaled by its numbers of rows and columns. Both groups start at rate lr; the first gets muon_lr only if the caller
+    multiplies lr by that group's entry lr_factor (muon_lr / lr) before a step, as optimizer_step does.
 
     Like fused AdamW it divides gradients by `grad_scale`, changes nothing if `found_inf` is 1 (both 0-d, or None), and
     takes rates as tensors. Matrices of one shape are orthogonalized together, in bf16 on a GPU and in fp32 on a CPU,

@@ -162,7 +162,8 @@ class Optim:
         return int(self.matrix_copies * matrices + self.copies * (trained - matrices))
 
     def split(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return a text, to follow the optimizer's name, on parameters with their own rate or method; "" if none."""
+        """Return a text to follow the optimizer's name: how many parameters have which rate, with optim.groups; or how
+        many are block matrices, if the optimizer treats these apart, as Muon does; "" if it treats all alike."""
         if self.groups and not OPTIMIZERS[self.name].splits:
             parts = [(sum(p.numel() for p in group["params"]), group) for group in optimizer.param_groups]
             told = (f"{count:,} parameters at {self.lr * group.get('lr_factor', 1):g}" for count, group in parts)

@@ -165,8 +165,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
 
 
 def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Read again the training samples of the first of `steps` (at most 100, fewer if batches have over 256 samples).
-    Returns whether any sample holds a number that is not finite, and a text that names such samples."""
+    """Read again the training samples of the first 100 of `steps` (of fewer if a batch has over 256 samples). Returns
+    whether any sample holds a number that is not finite, and a text that names such samples or says there are none."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
     spoilt = name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked))

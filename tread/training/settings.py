@@ -238,7 +238,7 @@ MEASURES = ("channels", "size", "num_classes")
 
 
 def as_recorded(config: dict) -> dict:
-    """Return the config with init_classes' keys, which name classes of init_from's weights, as strings, as in JSON."""
+    """Return the config with init_classes' keys (old classes, by name or number) as strings, as JSON records them."""
     if not isinstance(asked := config.get("init_classes"), dict):
         return config
     return {**config, "init_classes": {str(old): new for old, new in asked.items()}}

@@ -112,9 +112,9 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 
 def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
-    """Return the run's settings, and the same as a dict, with the model.position_scale of init_positions=scaled:
-    rows of tokens in init_from's network / rows in this one, times the former's own position_scale. Raises ValueError
-    if model.position_scale is set to another value (1, the default, counts as not set)."""
+    """Return the settings of a run with init_positions=scaled, and the same as a dict, with model.position_scale set to
+    that of init_from's weights times (their rows of tokens / the new network's), or as recorded if the run exists
+    already. Raises ValueError if it was set to another value (1, the default, counts as not set)."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, run, side)
     if cfg.model.position_scale not in (1.0, scale):
@@ -143,8 +143,8 @@ def prepare_blocks(
     """Choose how the steps save memory, and compile the blocks, forward and backward, before the first step. Returns
     (the choice, error); the error, one line, says why compiling failed if it was wanted, and is None otherwise.
 
-    rows     the part of the batch that is a micro-batch.
-    steps    the numbers of the steps to come; blocks are compiled for the routes of each.
+    rows     the slice of the batch that makes up one micro-batch, of which only the length counts.
+    steps    the numbers of the steps to come; blocks are compiled for the routes that kinds_to_come finds in them.
     lasting  whether gradients stay in memory between passes (accumulation, DDP).
     """
     device, images, kinds = network.pos_embed.device, rows.stop - rows.start, kinds_to_come(cfg, steps)
