@@ -132,7 +132,7 @@ class Training:
 
     @property
     def cfg(self) -> settings.Settings:
-        """The settings that train.py will read, with {data} replaced by "data"."""
+        """The settings that train.py will read, but with "data" as the path of the data, for {data}."""
         return replace(settings_of(*self.overrides), seed=self.seed)
 
     @property

@@ -230,8 +230,9 @@ def patch_for(side: int, tokens: int = 256) -> int:
 
 
 def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> LatentEncoder:
-    """Return a function from pictures (B, 3, R, R) uint8 to the arrays to store, (B, views, C or 2C, S, S) float32.
-    model=None stores pixels; precision is "fp32", or "bf16" for autocast. latents.views=2 adds mirrored pictures."""
+    """Return a function from pictures (B, 3, R, R) uint8 to arrays to store, (B, views, C, S, S) float32; if
+    latents.content is "moments", means and log variances in 2C channels. model=None stores pixels; precision is "fp32",
+    or "bf16" for autocast. latents.views=2 adds mirrored pictures."""
     device = torch.device("cpu") if model is None else next(model.parameters()).device
 
     def encode_view(pixels: Tensor) -> Tensor:

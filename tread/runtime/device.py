@@ -47,8 +47,8 @@ def tf32_flags() -> list[str]:
 
 
 def set_tf32(flags: list[str]) -> None:
-    """Set what `tf32_flags` returns to `flags`, by torch's old flags as well: torch.compile of torch 2.9 and 2.10 reads
-    those, and raises an error if they differ from the new ones (pytorch #166387)."""
+    """Set the precision of fp32 products, convolutions and RNNs on GPUs to `flags`, a result of `tf32_flags`; torch's
+    old flags too: torch.compile of 2.9 and 2.10 raises an error where both differ (pytorch #166387)."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     matmul.allow_tf32, cudnn.allow_tf32 = flags[0] == "tf32", flags[1] == "tf32"
     if hasattr(matmul, "fp32_precision"):  # the old flags alone would not override the global fp32_precision

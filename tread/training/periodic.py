@@ -426,7 +426,7 @@ def judge_demo(run: Run) -> None:
 
 
 def judged_samples(run: Run, count: int) -> dict[str, float]:
-    """Return {name: score} for `count` EMA samples of digits, or of emoji generated from captions."""
+    """Draw `count` EMA samples of digits, or of emoji by captions, and return their judge's metrics {name: value}."""
     cfg = run.cfg
     if cfg.dataset.embedded == "digits":
         labels = torch.arange(count) % cfg.dataset.num_classes
