@@ -151,8 +151,7 @@ def keys_of(configs: Path, name: str) -> set[str]:
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
     """Return `recorded`, the config or its part at dotted `key`, with `composed`'s values for dotted keys in `typed`
-    and for keys that `recorded` lacks. Lists and train.ratio_schedule stay as recorded unless a key in them is
-    typed."""
+    and for keys that it lacks. Lists and train.ratio_schedule stay as recorded unless a key in them is typed."""
     below = [name for name in typed if name.startswith(f"{key}." if key else "")]
     if key in typed:
         return composed
