@@ -426,6 +426,9 @@ def test_damaged_pictures_stop_or_are_left_out(photos, prepare, tmp_path):
 def test_all_that_can_be_seen_of_a_source_is_refused_at_once(photos, prepare, tmp_path):
     """Strays, formats that are not read, empty files, an empty class, and what only decoding shows."""
     (photos / "ant/notes.txt").write_text("words")
+    for stray in ("stray.png", "cow/old/1.png"):  # beside and below the class folders
+        (photos / stray).parent.mkdir(exist_ok=True)
+        shutil.copy(photos / "ant/0.png", photos / stray)
     Image.new("RGB", (40, 40)).save(photos / "ant/a.gif")
     shutil.copy(photos / "ant/a.gif", photos / "bee/2.png")
     (photos / "cow/8.png").write_bytes(b"")
@@ -434,9 +437,11 @@ def test_all_that_can_be_seen_of_a_source_is_refused_at_once(photos, prepare, tm
     with pytest.raises(ValueError, match="(?s)classes without a picture: dog") as refused:
         prepare(f"source={photos}")
     for shown in (
-        "files that can't be used, 2 in all",
+        "files that can't be used, 4 in all",
         "ant/a.gif: it must be converted",
         "ant/notes.txt: its name is not a picture's",
+        "cow/old/1.png: it is not in a class folder",
+        "stray.png: it is not in a class folder",
         "damaged pictures, 3 in all",
         "cow/3.png can't be read as a picture (",
         "bee/2.png can't be read as a picture (it is a GIF",
@@ -446,7 +451,8 @@ def test_all_that_can_be_seen_of_a_source_is_refused_at_once(photos, prepare, tm
     assert not list(tmp_path.glob(".data*"))
     prepare(f"source={photos}", "on_error=skip", "allow_empty=true", *PIXELS)
     left_out = [name for name, _ in read_json(tmp_path / "data/report.json")["left_out"]]
-    assert left_out == ["ant/a.gif", "ant/notes.txt", "bee/2.png", "cow/3.png", "cow/8.png"]
+    strays = ["ant/a.gif", "ant/notes.txt", "cow/old/1.png", "stray.png"]
+    assert left_out == [*strays, "bee/2.png", "cow/3.png", "cow/8.png"]
 
 
 def test_all_damaged_pictures_are_named_and_without_them_the_work_goes_on(photos, prepare, tmp_path):

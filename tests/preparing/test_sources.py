@@ -57,6 +57,8 @@ def test_a_tar_is_the_folder_it_was_made_of(tree, tmp_path):
     assert held(find_photos(pack(tree, tmp_path / "a.tar"), root="train")) == expected
     assert held(find_photos(pack(tree, tmp_path / "b.tar", "photos/"), root="train")) == expected
     assert held(find_photos(pack(tree / "train", tmp_path / "c.tar", "./"))) == expected
+    (tree / "train/stray.txt").write_text("beside the class folders")
+    assert held(find_photos(pack(tree / "train", tmp_path / "d.tar", "photos/"))) == expected
 
 
 def test_links_in_a_tar_are_followed(tree, tmp_path):
@@ -196,8 +198,8 @@ WRONG = {
     "no root": (lambda tree: tree, "deeper than <class>/<picture>; .*root=train, root=val"),
     "roots further down": (nested("a/x/ant/1.png", "b/y/1.png", "b/1.png"), "choose the folder of classes: root=a/x$"),
     "no folder of classes": (
-        nested("ant/1.png", "ant/old/1.png", "bee/1.png"),
-        "ant/old/1.png lies .*; move it there$",
+        nested("ant/1.png", "ant/a/1.png", "ant/b/1.png", "bee/1.png", "bee/a/1.png"),
+        "ant/a/1.png lies .*; move it there$",
     ),
     "flat without labels": (lambda tree: tree / "train/ant", "not in a class folder: 0.png, 1.png, 2.*labels="),
     "empty class": (empty_class, "classes without a picture: dog.*allow_empty"),

@@ -58,12 +58,8 @@ def find_photos(
         return open_parquet(source, paths, root, captions)
     if captions is None and labels is None and (photos := open_coco(source, root)):
         return photos
-    if tars:
-        store = Tars(tars)
-    elif source.is_dir():
-        store = Folder(source)
-    else:
-        store = Zip(source) if source.suffix.lower() == ".zip" else Tar(source)
+    kind = Folder if source.is_dir() else Zip if source.suffix.lower() == ".zip" else Tar
+    store = Tars(tars) if tars else kind(source)
     return _photos_in(source, store, root, labels, captions)
 
 
@@ -79,8 +75,7 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
     chosen = labels or next((name for name in LABEL_FILES if name in names), None)
     is_inside = chosen in names
     names, texts = split_texts([name for name in names if name != chosen])
-    if captions == NONE:
-        texts = {}
+    texts = {} if captions == NONE else texts
     if chosen is not None:
         content = store.read(prefix + chosen) if is_inside else Path(chosen).read_bytes()
         names = [name for name in names if name not in LABEL_FILES]
@@ -93,11 +88,17 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
     else:
         classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
         numbers = _by_folder(where, names, classes)
-    whys = {False: "its name is not a picture's", True: "it must be converted: JPEG, PNG, WebP and TIFF are read"}
-    faults = [(name, whys[name.lower().endswith(OTHERS)]) for name in names if name not in numbers]
+    faults = [(name, _why_not(name)) for name in names if name not in numbers]
     names, labels, read = list(numbers), np.array([*numbers.values()], dtype=np.int64), store.read
     photos = Photos(where, names, labels, tuple(classes), [(read, prefix + name) for name in names], faults)
     return photos.captioned(*read_texts(store, prefix, names, texts)) if texts else photos
+
+
+def _why_not(name: str) -> str:
+    if is_picture(name):
+        return "it is not in a class folder (<class>/<picture>)"
+    converted = "it must be converted: JPEG, PNG, WebP and TIFF are read"
+    return converted if name.lower().endswith(OTHERS) else "its name is not a picture's"
 
 
 def _hidden(name: str) -> bool:
@@ -117,33 +118,32 @@ def _prefix(source: Path, names: list[str], folders: set[str], root: str | None,
         return f"{matches[0]}/"
     folder = posixpath.commonpath(map(posixpath.dirname, names)) if names else ""
     inside = {name.removeprefix(f"{folder}/") for name in names}
-    if any("/" not in name for name in inside) and not {*LABEL_FILES, labels} & inside:
-        folder = posixpath.dirname(folder)  # it holds pictures: it is a class
+    if all("/" not in name for name in inside if is_picture(name)) and not {*LABEL_FILES, labels} & inside:
+        folder = posixpath.dirname(folder)  # its pictures lie in no folder: it is a class
     return f"{folder}/" if folder else ""
 
 
 def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, int]:
-    """Return {picture: index of its class folder}. Raises ValueError for pictures that are not in <class>/<picture>."""
-    numbers, index = {}, {name: number for number, name in enumerate(classes)}
-    if strays := [name for name in names if "/" not in name and is_picture(name)]:
+    """Return {picture: index of its class folder} of the pictures that are in <class>/<picture>. Raises ValueError if
+    most are elsewhere, or if a labels file lies in one of the folders."""
+    pictures, index = list(filter(is_picture, names)), {name: number for number, name in enumerate(classes)}
+    numbers = {name: index[name.split("/")[0]] for name in pictures if name.count("/") == 1}
+    if len(strays := [name for name in pictures if "/" not in name]) > len(numbers):
         raise ValueError(
             f"{where}: not in a class folder: {listed(strays)}. Use class folders (train/<class>/<picture>), or "
             f"labels=… with a labels file: {LABEL_FORMATS} ({', '.join(LABEL_FILES)} are found by themselves)"
         )
-    for name in names:
-        folder, _, file = name.rpartition("/")
-        if "/" in folder:
-            depths: dict[str, set[int]] = {}  # folder → depths of its pictures
-            for picture in filter(is_picture, names):
-                for depth, parent in enumerate(PurePosixPath(picture).parents):
-                    depths.setdefault(str(parent), set()).add(depth)
-            roots = [f"root={folder}" for folder, found in depths.items() if found == {1}]
-            how = f"choose the folder of classes: {', '.join(roots[:4])}" if roots else "move it there"
-            raise ValueError(f"{where}: {name} lies deeper than <class>/<picture>; {how}")
-        if file in LABEL_FILES:
-            raise ValueError(f"{where}: {name} is a labels file in a folder of its own; choose it by root={folder}")
-        if is_picture(name):
-            numbers[name] = index[folder]
+    if tables := [name for name in names if name.count("/") == 1 and posixpath.basename(name) in LABEL_FILES]:
+        folder = posixpath.dirname(tables[0])
+        raise ValueError(f"{where}: {tables[0]} is a labels file in a folder of its own; choose it by root={folder}")
+    if len(deep := [name for name in pictures if name.count("/") > 1]) > len(numbers):
+        depths: dict[str, set[int]] = {}  # folder → depths of its pictures
+        for picture in pictures:
+            for depth, parent in enumerate(PurePosixPath(picture).parents):
+                depths.setdefault(str(parent), set()).add(depth)
+        roots = [f"root={folder}" for folder, found in depths.items() if found == {1}]
+        how = f"choose the folder of classes: {', '.join(roots[:4])}" if roots else "move it there"
+        raise ValueError(f"{where}: {deep[0]} lies deeper than <class>/<picture>; {how}")
     return numbers
 
 
