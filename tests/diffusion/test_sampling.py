@@ -348,8 +348,8 @@ def uncached(device, precision):
 
 @pytest.mark.parametrize("guidance", [*KINDS, SCHEDULED], ids=lambda item: item.kind)
 def test_a_batch_casts_each_weight_once_and_pictures_stay_the_same_bits(tmp_path, composed, guidance, monkeypatch):
-    """Of a network that trains, and of a frozen one, as averages are; against autocast without its cache; with a block
-    of the route in fp32."""
+    """Both for a network that trains and a frozen one, as averages are; against autocast without its cache; one block
+    of the route runs in fp32."""
     save_checkpoint(tmp_path / "run", composed)
     model = opened(tmp_path / "run").load(CPU)
     model = replace(model, routes=(Route(1, 3, fp32="end"),))

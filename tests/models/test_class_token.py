@@ -70,7 +70,7 @@ def by_hand(network, x, t, y, token, span=None, ids=None):
 
 
 def test_it_is_the_blocks_on_one_more_token_that_every_route_keeps(built):
-    """Of a route, `ids`, the block's output and the loss of kept tokens speak of patches alone."""
+    """In a route, `ids`, the block's output and the loss of kept tokens speak of patches alone."""
     cfg, network, given, token = built
     [route], ids = cfg.model.resolved_routes, torch.tensor([[0, 3, 7, 15], [1, 2, 4, 9], [5, 6, 8, 10]])
     for routes, span in (((), None), ([(route, ids)], (route.start, route.end))):

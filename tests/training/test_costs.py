@@ -138,7 +138,7 @@ def test_a_plan_counts_a_live_encoder(tmp_path):
 
 @pytest.mark.parametrize("name", ["dinov2-s", "dinov2-g"])
 def test_the_cost_of_dinov2_is_that_of_transformers_model(name, monkeypatch):
-    """Of its first layer, by torch's counter."""
+    """Its first layer, by torch's counter."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.setitem(LAYERS, name, 1)
     sizes = {"hidden_size": WIDTHS[name], "num_hidden_layers": 1, "num_attention_heads": WIDTHS[name] // 64}
