@@ -174,8 +174,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 
 
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
-    """Return a panel per metric against ω: a line for each interval and pair of fractions of skipped tokens, and a
-    flat line for `baseline`, the scores without guidance. `records` are the scores by setting."""
+    """Return a panel per metric against ω: a line for each noise interval and pair of fractions of skipped tokens (in
+    the strong and the weak branch), and a flat line for `baseline`, the scores without guidance."""
     settings: dict[str, list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""

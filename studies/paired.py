@@ -108,12 +108,12 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     """Return one run's metric minus another's at the most FLOPs or seconds that both reach; `axis` is "flops" or
     "steady_seconds" (as in jobs.py). None if one has no value there, or if the seconds may be from different devices.
-    Runs that end within 1% of the same seconds, as with a time budget, are compared at their ends."""
+    Runs that end within 1% of the same seconds are compared at their ends; by FLOPs if they share no image count."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
     ends = [max(each, default=0) for each in curves]
-    if axis == "steady_seconds" and 0 < max(ends) < 1.01 * min(ends):
+    if 0 < max(ends) < 1.01 * min(ends) and (axis == "steady_seconds" or at_equal_images(run, other, metric) is None):
         return curves[0][ends[0]] - curves[1][ends[1]]
     place = min(ends)
     here, there = (interpolate(each, place) for each in curves)

@@ -468,6 +468,9 @@ def test_seconds_compare_on_one_device_alone():
     budget = [results.gather([one], {one.training.key: end})[one.arm][0] for one, end in zip((dense, routed), ends)]
     assert paired.at_equal(*budget, "eval_loss", "steady_seconds") == pytest.approx(0.1)
     assert paired.at_equal(*budget, "fid", "steady_seconds") == 0  # a single score each, at equal ends
+    assert paired.at_equal(*budget, "fid", "flops") is None  # they share the number of images
+    budget[1]["points"][-1]["images"] += 1
+    assert paired.at_equal(*budget, "fid", "flops") == 0
 
 
 def test_the_balance_joins_the_scales_of_a_network(tmp_path, monkeypatch):

@@ -101,7 +101,7 @@ def _header(path: Path) -> Snapshot:
 
 def usable(run: Path, step: int | None) -> list[Snapshot]:
     """Return the snapshots up to `step` (None: the newest one's step), from which an average at `step` is computed.
-    Raises FileNotFoundError if there are no snapshots, ValueError if none is at `step` or their parameters differ."""
+    Raises FileNotFoundError if there are no snapshots, ValueError if none is at `step` or their shapes differ."""
     snapshots = find_snapshots(run)
     if not snapshots:
         raise FileNotFoundError(f"{run}/ema_snapshots holds no snapshots: ema.power=[0.05,0.1] stores them")
