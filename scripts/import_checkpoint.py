@@ -117,8 +117,7 @@ def chosen(options: Options) -> dict[str, StoredWeights]:
         if options.take not in ("all", kind):
             raise ValueError(f"{path} holds the {kind} part, as info.json beside it says; take=all imports that")
         return {kind: source}
-    states = read_state_dicts(path)
-    return {kind or "ema": StoredWeights(str(path), kind, state) for kind, state in states.items()}
+    return {kind or "ema": StoredWeights(str(path), kind, state) for kind, state in read_state_dicts(path).items()}
 
 
 if __name__ == "__main__":

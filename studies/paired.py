@@ -108,15 +108,16 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     """Return one run's metric minus another's at the most FLOPs or seconds that both reach; `axis` is "flops" or
     "steady_seconds" (as in jobs.py). None if one has no value there, or if the seconds may be from different devices.
-    Runs that end within 1% of the same seconds are compared at their ends; by FLOPs if they share no image count."""
+    Runs that end within 1% of the same seconds are compared at their ends; within 1% of the same FLOPs only if a metric
+    can't be interpolated and is not known at an equal number of images."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
     ends = [max(each, default=0) for each in curves]
-    if 0 < max(ends) < 1.01 * min(ends) and (axis == "steady_seconds" or at_equal_images(run, other, metric) is None):
+    here, there = (interpolate(each, min(ends)) for each in curves)
+    alone = None in (here, there) and at_equal_images(run, other, metric) is None
+    if (alone or axis == "steady_seconds") and 0 < max(ends) < 1.01 * min(ends):
         return curves[0][ends[0]] - curves[1][ends[1]]
-    place = min(ends)
-    here, there = (interpolate(each, place) for each in curves)
     return None if None in (here, there) else here - there
 
 

@@ -201,6 +201,12 @@ WRONG = {
         nested("ant/1.png", "ant/a/1.png", "ant/b/1.png", "bee/1.png", "bee/a/1.png"),
         "ant/a/1.png lies .*; move it there$",
     ),
+    "one class": (nested("ant/1.png", "ant/2.png", "ant/x/1.png"), "used, 1 in all.*ant/x/1.png: it lies deeper"),
+    "as many elsewhere": (
+        nested("1.png", "2.png", "ant/1.png", "ant/2.png", "ant/3.png", "ant/x/1.png"),
+        "not in a class",
+    ),
+    "beside the splits": (nested("few/1.png", "few/2.png", "train/ant/1.png"), "train/ant/1.png lies.*root=train"),
     "flat without labels": (lambda tree: tree / "train/ant", "not in a class folder: 0.png, 1.png, 2.*labels="),
     "empty class": (empty_class, "classes without a picture: dog.*allow_empty"),
     "no picture": (only("a.txt"), "holds no picture.*x/a.txt: its name"),

@@ -185,7 +185,8 @@ class TreadPipeline(DiffusionPipeline):
         return list(range(len(prompts))), encoder_for(spec, self.transformer.device, place).encode(prompts)
 
     def _noise(self, generator: object, seeds: object, count: int) -> tuple[Tensor | None, list[int]]:
-        """Return the noise that generators draw (None: it follows from the seeds), and a seed for each picture."""
+        """Return (noise, a seed for each picture, for what else is drawn). The noise is drawn from one or several torch
+        generators; without any it is None, as it follows from `seeds`: an int, several, or None for random ones."""
         if generator is None:
             seeds = torch.randint(2**31, (count,)).tolist() if seeds is None else seeds
             return None, [seeds] if isinstance(seeds, int) else list(seeds)

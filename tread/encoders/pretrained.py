@@ -74,5 +74,4 @@ def load_pretrained(
 
 def hash_of_text_model(model: nn.Module, tokenizer: Any) -> str:
     """Return the hex sha256 of a model's weights and its tokenizer's vocabulary."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return content_hash(fingerprint(model) + vocabulary)
+    return content_hash(fingerprint(model) + json.dumps(sorted(tokenizer.get_vocab().items())))

@@ -32,7 +32,7 @@ class ScoreFiles:
         return next(number for number in itertools.count(1) if not self._there(number))
 
     def _is(self, number: int | None, settings: dict) -> dict | None:
-        """Return the record of the score with this number if it exists and has these settings, else None."""
+        """Return the record of score `number` (None: the newest) if it exists and has these settings, else None."""
         try:
             record = json.loads(self.path("fid.json", number).read_text())
         except (FileNotFoundError, NotADirectoryError, ValueError):

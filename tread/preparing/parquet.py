@@ -110,8 +110,7 @@ def _captions_of(row: str | list[str | None] | None) -> list[str] | str:
 
 def _features(schema) -> dict:
     """Return {column: dict with type and class names}, as Hugging Face's `datasets` recorded it; {} if it did not."""
-    noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    return noted.get("info", {}).get("features", {})
+    return json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
 
 
 def _split(path: Path) -> str:

@@ -59,15 +59,13 @@ def find_photos(
     if captions is None and labels is None and (photos := open_coco(source, root)):
         return photos
     kind = Folder if source.is_dir() else Zip if source.suffix.lower() == ".zip" else Tar
-    store = Tars(tars) if tars else kind(source)
-    return _photos_in(source, store, root, labels, captions)
+    return _photos_in(source, Tars(tars) if tars else kind(source), root, labels, captions)
 
 
 def _photos_in(source: Path, store: Store, root: str | None, labels: str | None, captions: str | None) -> Photos:
     names = [name for name in store.names if not _hidden(name)]
     folders = {posixpath.dirname(name) for name in names} | {name for name in store.folders if not _hidden(name)}
-    folders |= {str(parent) for folder in folders for parent in PurePosixPath(folder).parents}
-    folders -= {"", "."}
+    folders = (folders | {str(parent) for folder in folders for parent in PurePosixPath(folder).parents}) - {"", "."}
     prefix = "" if isinstance(store, Tars) else _prefix(source, names, folders, root, labels)
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     where = f"{source}:{prefix[:-1]}" if prefix else str(source)
@@ -96,7 +94,7 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
 
 def _why_not(name: str) -> str:
     if is_picture(name):
-        return "it is not in a class folder (<class>/<picture>)"
+        return "it lies deeper than <class>/<picture>" if "/" in name else "it is in no class folder"
     converted = "it must be converted: JPEG, PNG, WebP and TIFF are read"
     return converted if name.lower().endswith(OTHERS) else "its name is not a picture's"
 
@@ -107,8 +105,9 @@ def _hidden(name: str) -> bool:
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
     """Return the folder of pictures inside the source, as a prefix of names ("" or "…/"): `root` or, if that is None,
-    the innermost folder with all files. If the latter holds pictures but no labels file, it is a class's folder, and
-    its parent is returned. Raises ValueError if none of the source's `folders` ends in `root`."""
+    the innermost folder with all files. If the latter holds a file, but no labels file, it is a class's folder, and its
+    parent is returned, unless folders are the classes and most pictures lie in folders below it. Raises ValueError if
+    none of the source's `folders` ends in `root`."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
@@ -118,30 +117,34 @@ def _prefix(source: Path, names: list[str], folders: set[str], root: str | None,
         return f"{matches[0]}/"
     folder = posixpath.commonpath(map(posixpath.dirname, names)) if names else ""
     inside = {name.removeprefix(f"{folder}/") for name in names}
-    if all("/" not in name for name in inside if is_picture(name)) and not {*LABEL_FILES, labels} & inside:
-        folder = posixpath.dirname(folder)  # its pictures lie in no folder: it is a class
+    below = ["/" in name for name in inside if is_picture(name)]
+    holds_classes = labels is None and 2 * sum(below) > len(below) and not split_texts(names)[1]
+    if any("/" not in name for name in inside) and not {*LABEL_FILES, labels} & inside and not holds_classes:
+        folder = posixpath.dirname(folder)  # it holds pictures: it is a class
     return f"{folder}/" if folder else ""
 
 
 def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, int]:
-    """Return {picture: index of its class folder} of the pictures that are in <class>/<picture>. Raises ValueError if
-    most are elsewhere, or if a labels file lies in one of the folders."""
+    """Return {picture: index of its class folder} of those in <class>/<picture>. Raises ValueError if as many pictures
+    are elsewhere, if all of a folder's lie deeper, or if a labels file is in a folder."""
     pictures, index = list(filter(is_picture, names)), {name: number for number, name in enumerate(classes)}
     numbers = {name: index[name.split("/")[0]] for name in pictures if name.count("/") == 1}
-    if len(strays := [name for name in pictures if "/" not in name]) > len(numbers):
+    strays = [name for name in pictures if "/" not in name]
+    deep = [name for name in pictures if name.count("/") > 1]
+    prevail = len(strays) + len(deep) >= len(numbers)
+    if strays and prevail and len(strays) >= len(deep):
         raise ValueError(
             f"{where}: not in a class folder: {listed(strays)}. Use class folders (train/<class>/<picture>), or "
             f"labels=… with a labels file: {LABEL_FORMATS} ({', '.join(LABEL_FILES)} are found by themselves)"
         )
     if tables := [name for name in names if name.count("/") == 1 and posixpath.basename(name) in LABEL_FILES]:
-        folder = posixpath.dirname(tables[0])
-        raise ValueError(f"{where}: {tables[0]} is a labels file in a folder of its own; choose it by root={folder}")
-    if len(deep := [name for name in pictures if name.count("/") > 1]) > len(numbers):
-        depths: dict[str, set[int]] = {}  # folder → depths of its pictures
-        for picture in pictures:
-            for depth, parent in enumerate(PurePosixPath(picture).parents):
-                depths.setdefault(str(parent), set()).add(depth)
-        roots = [f"root={folder}" for folder, found in depths.items() if found == {1}]
+        raise ValueError(
+            f"{where}: labels file {tables[0]} lies in a folder; root={posixpath.dirname(tables[0])} takes it"
+        )
+    if deep and (prevail or {name.split("/")[0] for name in deep} - {name.split("/")[0] for name in numbers}):
+        below = Counter(str(parent) for picture in pictures for parent in PurePosixPath(picture).parents)
+        fitting = Counter(posixpath.dirname(posixpath.dirname(picture)) for picture in pictures)
+        roots = [f"root={folder}" for folder, count in fitting.items() if count == below[folder]]
         how = f"choose the folder of classes: {', '.join(roots[:4])}" if roots else "move it there"
         raise ValueError(f"{where}: {deep[0]} lies deeper than <class>/<picture>; {how}")
     return numbers

@@ -124,8 +124,7 @@ class Page:
 
 def filled(name: str, parts: Mapping[str, str]) -> str:
     """Return the text of file `name`, which lies beside this module, with each {{key}} replaced by parts[key]."""
-    skeleton = (HERE / name).read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], skeleton)
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], (HERE / name).read_text(encoding="utf-8"))
 
 
 def escape(text: object) -> str:

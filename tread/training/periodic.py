@@ -195,8 +195,7 @@ DIVERGED = "the training has diverged, or the data is of another scale. Try a sm
 def interrupts(run: Run) -> bool:
     """Return whether work that pauses training (evaluation, FID, grids, saving) is due after run.step steps."""
     every, cfg = run.cfg.every, run.cfg
-    intervals = (every.evaluate, every.sample, every.save, cfg.eval.fid_every, cfg.ema.snapshot_every)
-    return any(map(run.due, intervals))
+    return any(map(run.due, (every.evaluate, every.sample, every.save, cfg.eval.fid_every, cfg.ema.snapshot_every)))
 
 
 def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
