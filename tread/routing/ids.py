@@ -244,7 +244,7 @@ def with_ratio(route: Route, ratio: float) -> Route:
 
 
 def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """Return how many of N tokens a route keeps, without prefix tokens (class tokens, say), which always run."""
+    """Return how many of `num_tokens` patches a route keeps. Only rules for rows and groups need their `grid`."""
     return RULES[route.select].count(route, num_tokens, grid)
 
 
