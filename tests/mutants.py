@@ -25,7 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 240  # a mutant that runs for longer hangs, and is caught
 TESTS = {  # core file → the nearest tests, those that fail soonest first; folders and names within tests/
-    "routing_module.py": "routing/test_routing_module.py models/test_dit.py routing/test_ids.py",
+    "routing_module.py": "routing/test_routing_module.py models/test_dit.py routing/test_ids.py "
+    "training/test_plugins.py",
     "tread/routing/ids.py": "routing/test_ids.py diffusion/test_sampling.py",
     "dit.py": "models/test_dit.py",
     "tread/models/backbone.py": "models/test_dit.py models/test_lightning.py models/test_mamba.py models/test_text.py",

@@ -157,3 +157,13 @@ def test_heun_is_the_papers_algorithm(churn):
 def test_constants_that_make_no_sense_are_refused(kind, values):
     with pytest.raises(ValueError, match="sigma|churn"):
         kind(**values)
+
+
+def test_a_network_that_predicts_noise_gets_ddpms_variance():
+    """DDPM's x_t = √ᾱ·x₀ + √(1 − ᾱ)·ε is (x₀ + σ·ε)·√ᾱ with σ² = (1 − ᾱ) / ᾱ; x₀ follows from ε."""
+    x, noise, alpha = torch.randn(3, 4, 4, 4), torch.randn(3, 4, 4, 4), torch.tensor([0.9, 0.5, 0.1]).view(-1, 1, 1, 1)
+    sigma, edm = ((1 - alpha) / alpha).sqrt(), EDM(predicts="ddpm_noise")
+    noisy = edm.noised(x, sigma.flatten(), noise)
+    given, _ = edm.precondition(noisy, sigma.flatten())
+    assert_close(given, alpha.sqrt() * x + (1 - alpha).sqrt() * noise)
+    assert_close(edm.combine(noise, noisy, sigma.flatten()), x, atol=1e-5, rtol=1e-5)

@@ -114,7 +114,7 @@ def test_training_times_are_shifted():
     moved = RF(time_mean=0.2 + math.log(3), time_std=0.8).noise_level(normal)
     assert_close(RF(time_mean=0.2, time_std=0.8, train_shift=3.0).noise_level(normal), moved)
     t = RF("uniform").noise_level(normal)
-    assert_close(RF("uniform", train_shift=3.0).noise_level(normal), 3 * t / (1 + 2 * t))
+    assert_close(RF("uniform", train_shift=2.0).noise_level(normal), 2 * t / (1 + t))
 
 
 def test_auto_follows_from_the_latents():
