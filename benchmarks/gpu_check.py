@@ -7,7 +7,8 @@ If a measurement fails, or lacks memory or a package, the reason is recorded and
     part=…     null: all in this order: machine (limits of the device), host (time to launch kernels), steps (with and
                without token routes), variants (other torch settings), peers (diffusers' DiT), kinds (other networks),
                sampling (network, decoder and DINOv2)
-    sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]; null: each part's own
+    sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]: the file keeps other sizes' numbers, with their
+               commit. null: each part's own; the file's numbers of the part are replaced
     --cpu      everything tiny, on a CPU: a rehearsal
     out=…      the file; null: benchmarks/results/gpu_<device>.json, but no file with --cpu
 
@@ -78,8 +79,6 @@ KERNELS = (  # kind of a GPU's kernel, and what its name contains; the first mat
     ("reduction", "reduce|norm|sum"),
     ("memory-bound", ""),
 )
-
-
 Called = tuple[nn.Module, tuple[Tensor, ...]]  # a network and its inputs
 
 
@@ -400,9 +399,8 @@ def peers(check: Check, options: Options) -> None:
         with opened(*words_of(size, f"train.compile={compiled}")) as run:
             _, cfg = kinds_of(run)["dense"]
             heads, side, batch = cfg.model.num_heads, cfg.dataset.size, cfg.train.batch_size
-            theirs = DiTTransformer2DModel(
-                heads, cfg.model.hidden_size // heads, 4, 4, cfg.model.depth, sample_size=side
-            )
+            width, depth = cfg.model.hidden_size // heads, cfg.model.depth
+            theirs = DiTTransformer2DModel(heads, width, 4, 4, depth, sample_size=side)
             theirs, plain = theirs.to(DEVICE), copy.deepcopy(run.network)
             latents, first = torch.randn(batch, 4, side, side, device=DEVICE), torch.zeros(1, device=DEVICE)
 
@@ -411,9 +409,8 @@ def peers(check: Check, options: Options) -> None:
 
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 of_diffusers(latents[:1], first, first.long())
-            check.add(
-                f"{size}: FLOPs of diffusers' DiT", counter.get_total_flops() / forward_flops(run, cfg), "of ours", 1.0
-            )
+            flops = counter.get_total_flops() / forward_flops(run, cfg)
+            check.add(f"{size}: FLOPs of diffusers' DiT", flops, "of ours", 1.0)
             if compiled:
                 theirs.compile(dynamic=False)
             how = f"{size}, {'compiled' if compiled else 'eager'}"
@@ -442,9 +439,8 @@ def kinds(check: Check, options: Options) -> None:
             turns = check.turns(calls_of({"dit": (run, run.cfg), name: (other, other.cfg)}), options.pairs)
         if len(turns) == 2:
             facts = {"ms": 1e3 * turns[name].median / BLOCK, "held_gb": turns[name].held / 1e9}
-            check.add(
-                f"{name} over dit", statistics.median(turns[name].over(turns["dit"])), "times", predicted, **facts
-            )
+            ratio = statistics.median(turns[name].over(turns["dit"]))
+            check.add(f"{name} over dit", ratio, "times", predicted, **facts)
 
     for name, predicted in OTHERS.items():
         check.attempt(name, partial(beside, name, predicted))
@@ -523,7 +519,9 @@ def main() -> None:
         if options.part in (None, part.__name__):
             began = time.perf_counter()
             print(f"{part.__name__}: {part.__doc__.splitlines()[0]}", flush=True)
-            result[part.__name__] = {**circumstances(), "rows": {}}
+            earlier = result.get(part.__name__, {}) if options.sizes else {}
+            kept = {name: {"commit": earlier["commit"], **row} for name, row in earlier.get("rows", {}).items()}
+            result[part.__name__] = {**circumstances(), "rows": kept}
             check = Check(part.__name__, minutes, path, result)
             part(check, options)
             print(f"  {time.perf_counter() - began:.0f} s\n")

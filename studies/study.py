@@ -261,9 +261,10 @@ def _over(base: dict, said: dict) -> dict:
 def plan(study: Study, seeds: int | None = None, made: Mapping[str, dict] | None = None) -> list[Planned]:
     """Return a study's runs, seed by seed. Raises ValueError for overrides that train.py does not take.
 
-    seeds  number of seeds of each arm; None: its own. An arm that only tries an override always has one seed.
-    made   {key of a training: its result.json}, by which the best of the tried overrides is chosen; an arm is left out
-           until all of its overrides were tried. None: the first counts as the best.
+    seeds  number of seeds of each arm; None: its own. A trial, an arm made to try a value of another arm's `choose`,
+           always has one seed.
+    made   {key of a training: its result.json}. An arm with `choose` takes the value of its best trial, and is left
+           out until all its trials are made. None: it takes the first value.
     """
     arms = {name: _chosen(study, name, made) for name in study.arms}
     counts = {name: 1 if name in _trials(study) else seeds or arm.seeds for name, arm in arms.items() if arm}

@@ -112,10 +112,10 @@ def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
 def open_features(
     folder: Path, index: dict, encoder: str | None, full: bool, pooled: int | None = None
 ) -> tuple[FeatureSpec, ShardRows]:
-    """Open a dataset's features, after checking that `encoder` (None: any) made them from its latents, and that they
-    are finite. `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked. If
-    `pooled` is given, open instead the features of each picture as a whole, which must have `pooled` channels. Raises
-    FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
+    """Open a dataset's features, after checking that they are finite, and that `encoder` (None: any) made them from the
+    dataset's latents. `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked.
+    If `pooled` is given, open instead the features of each picture as a whole, which must have `pooled` channels.
+    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
     section = index.get("features")
     named = encoder or (section["encoder"] if section else "…")
     make = f"python scripts/prepare_features.py dataset={folder} encoder={named}"

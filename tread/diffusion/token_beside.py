@@ -32,7 +32,7 @@ def with_blank_token(network: Backbone, count: int) -> Callable[..., Tensor]:
 
 
 def token_loss(velocity: Tensor, clean: Tensor, noise: Tensor) -> Tensor:
-    """Return the mean squared error of a predicted velocity (B, z): (B,) fp32."""
+    """Return the mean squared error (B,) fp32 of a class token's predicted velocity (B, z) from noise − clean."""
     return (velocity.float() - (noise - clean.float())).square().mean(dim=1)
 
 
