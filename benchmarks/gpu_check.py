@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 import contextlib
 import copy
+import gc
 import json
 import re
 import statistics
@@ -46,6 +47,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from routing_module import gather_tokens
 from tread.models.backbone import count_parameters
 from tread.models.cost_constants import SIZES
+from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, device_name, set_tf32, wait_for
 from tread.runtime.files import check_file
 from tread.runtime.schema import Count
@@ -123,8 +125,8 @@ class Check:
             work()
         except Exception as error:  # memory, kernels, compilers and missing packages fail in many ways
             self.fail(name, why_failed(error))
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+        gc.collect()  # a run and its CUDA graphs refer to each other
+        torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
         """Time the functions in `calls` {name: function} in turns, `rounds` times each. Returns {name: times and
@@ -221,12 +223,12 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
         check.add(called, 1e3 * turn.median / times, "ms", gradient_error=error, tflops=speed)
 
 
-def words_of(size: str, *more: str) -> list[str]:
-    """Return train.py's overrides for a DiT of `size`, such as "XL" (tiny on a CPU), with a token route, and `more`."""
+def words_of(size: str, *more: str, images: int = 256) -> list[str]:
+    """Return train.py's overrides for a routed DiT of `size`, `images` a step (all tiny on a CPU), and `more`."""
     tiny = ["model.hidden_size=32", "model.num_heads=2", "model.depth=3", "dataset.size=8", "train.batch_size=2"]
     tiny += ["model.routes=[{start: 1, end: 1}]"]
     words = [f"experiment=imagenet256_{size.lower()}2", "model=tread"]
-    return [*words, *(tiny if CPU else ["train.batch_size=256"]), *more]
+    return [*words, *(tiny if CPU else [f"train.batch_size={images}"]), *more]
 
 
 @contextlib.contextmanager
@@ -246,9 +248,8 @@ def host(check: Check, options: Options) -> None:
     predicted = {("S", "compiled"): 13, ("S", "eager"): 28}  # ms
 
     def steps_of(size: str, how: str) -> None:
-        small = ["model.hidden_size=24", "model.num_heads=2", "train.batch_size=2"]
-        small += [f"train.compile={how != 'eager'}", f"train.cuda_graphs={how == 'graphed'}"]
-        with opened(*words_of(size, *small)) as run:
+        small = ["model.hidden_size=24", "model.num_heads=2", f"train.compile={how != 'eager'}"]
+        with opened(*words_of(size, *small, f"train.cuda_graphs={how == 'graphed'}", images=2)) as run:
             arms = kinds_of(run)
             for name, turn in check.turns(calls_of(arms), options.pairs).items():
                 milliseconds = 1e3 * turn.median / BLOCK
@@ -338,9 +339,11 @@ def variants(check: Check, options: Options) -> None:
 
     def under(size: str, name: str) -> None:
         torch._dynamo.reset()  # else compiled blocks would keep the settings under which they were compiled
-        with settings[name](), opened(*words_of(size, *[name] * ("=" in name))) as run:
+        words = words_of(size, *[name] * ("=" in name), images=64 if size == "XL" else 256)
+        with settings[name](), opened(*words) as run:
+            unit = f"ms for {run.cfg.train.batch_size} images"
             for kind, turn in check.turns(calls_of(kinds_of(run)), options.pairs).items():
-                check.add(f"{size}, {kind}, {name}", 1e3 * turn.median / BLOCK, "ms", held_gb=turn.held / 1e9)
+                check.add(f"{size}, {kind}, {name}", 1e3 * turn.median / BLOCK, unit, held_gb=turn.held / 1e9)
 
     for size in options.sizes or ("XL", "S"):
         check.attempt(f"{size}, gather and average", partial(gather_and_average, check, size, options.pairs))
@@ -356,10 +359,8 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
     with opened(*words_of(size, "train.compile=false")) as run:
         zero = torch.zeros((), device=DEVICE)
-        flat = torch.zeros(count_parameters(run.network), device=DEVICE)
-        other = flat.clone()
-        calls = {
-            # one index per number, and atomic additions in the backward pass
+        flat, other = torch.zeros(2, count_parameters(run.network), device=DEVICE)
+        calls = {  # by elements: one index per number, and atomic additions in the backward pass
             "gather by elements": lambda: x.gather(1, ids[..., None].expand(-1, -1, x.shape[2])).sum().backward(),
             "gather by rows, as it is": lambda: gather_tokens(x, ids).sum().backward(),
             "average as it is": lambda: run.ema.update(run.network, 1e-4, zero),
@@ -396,7 +397,7 @@ def peers(check: Check, options: Options) -> None:
     def peers_of(size: str, compiled: bool) -> None:
         from diffusers import DiTTransformer2DModel
 
-        with opened(*words_of(size, f"train.compile={compiled}")) as run:
+        with opened(*words_of(size, f"train.compile={compiled}", images=32 if size == "XL" else 256)) as run:
             _, cfg = kinds_of(run)["dense"]
             heads, side, batch = cfg.model.num_heads, cfg.dataset.size, cfg.train.batch_size
             width, depth = cfg.model.hidden_size // heads, cfg.model.depth
@@ -413,6 +414,7 @@ def peers(check: Check, options: Options) -> None:
             check.add(f"{size}: FLOPs of diffusers' DiT", flops, "of ours", 1.0)
             if compiled:
                 theirs.compile(dynamic=False)
+                compile_blocks(plain.compiled())  # which a copy is not
             how = f"{size}, {'compiled' if compiled else 'eager'}"
             calls = {
                 f"{how}: train.py": partial(take_steps, run, cfg, BLOCK),
@@ -420,7 +422,7 @@ def peers(check: Check, options: Options) -> None:
                 f"{how}: a plain loop over diffusers' DiT": plain_loop(of_diffusers, latents, theirs),
             }
             for name, turn in check.turns(calls, options.pairs).items():
-                check.add(name, BLOCK * batch / turn.median, "images/s", held_gb=turn.held / 1e9)
+                check.add(name, BLOCK * batch / turn.median, f"images/s of {batch}", held_gb=turn.held / 1e9)
 
     for size in options.sizes or ("B", "XL"):
         for compiled in (False,) if CPU else (False, True):
@@ -439,8 +441,8 @@ def kinds(check: Check, options: Options) -> None:
             turns = check.turns(calls_of({"dit": (run, run.cfg), name: (other, other.cfg)}), options.pairs)
         if len(turns) == 2:
             facts = {"ms": 1e3 * turns[name].median / BLOCK, "held_gb": turns[name].held / 1e9}
-            ratio = statistics.median(turns[name].over(turns["dit"]))
-            check.add(f"{name} over dit", ratio, "times", predicted, **facts)
+            times = turns[name].over(turns["dit"])
+            check.add(f"{name} over dit", statistics.median(times), "times", predicted, **facts)
 
     for name, predicted in OTHERS.items():
         check.attempt(name, partial(beside, name, predicted))
@@ -471,9 +473,8 @@ def sampling(check: Check, options: Options) -> None:
         from transformers import Dinov2Config, Dinov2Model
 
         small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} if CPU else {}
-        side = 28 if CPU else 224
         model = Dinov2Model(Dinov2Config(patch_size=14, image_size=224, **small))
-        return model, (torch.randn(batch, 3, side, side, device=DEVICE),)
+        return model, (torch.randn(batch, 3, *[28 if CPU else 224] * 2, device=DEVICE),)
 
     def speeds(name: str, made: Callable[[], Called]) -> None:
         model, inputs = made()
@@ -508,13 +509,12 @@ PARTS = {  # function of a part → minutes after which it begins no further mea
 
 def main() -> None:
     options, _ = options_of(Options, others=False)
-    path = options.out and Path(options.out)
+    path = options.out
     if not path and DEVICE.type == "cuda":
         slug = re.sub(r"[^a-z0-9]+", "_", device_name(DEVICE).lower().replace("nvidia", "")).strip("_")
-        path = ROOT / "benchmarks" / "results" / f"gpu_{slug}.json"
+        path = str(ROOT / "benchmarks" / "results" / f"gpu_{slug}.json")
+    path = path and check_file(path)
     result = json.loads(path.read_text()) if path and path.exists() else {}
-    if path:
-        check_file(str(path))
     for part, minutes in PARTS.items():
         if options.part in (None, part.__name__):
             began = time.perf_counter()

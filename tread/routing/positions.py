@@ -99,12 +99,12 @@ def permuted(ids: Tensor, shared: bool = False) -> Tensor:
 def order_matters(
     block: Callable, args: tuple, kwargs: dict, ids: Tensor, shared: bool, select: Callable, join: Callable
 ) -> float:
-    """Return by how much a block's output for inputs (args, kwargs) changes if its tokens at the indices `ids` (B, K)
-    are permuted, relative to what the block adds to its tokens args[0]; 0 within rounding.
+    """Return how much a block's results for its tokens at the indices `ids` (B, K) change if it gets these tokens in
+    another order, relative to what the block adds to its tokens args[0]; 0.0 if they change by rounding errors alone.
 
     Tokens are replaced by noise, and so are all-zero inputs without a token axis. shared=True permutes all samples
     alike. select(args, kwargs, ids) → (args, kwargs) gathers the tokens; join(output, (args, kwargs), ids) puts the
-    output at ids. For a block with sharded or quantized parameters, which can't be made random, warns and returns 0.
+    output in their place. Sharded or quantized parameters can't be made random: the function warns and returns 0.
     """
     plain = (nn.Parameter, Tensor)
     if any(type(given) not in plain or given.is_meta for given in getattr(block, "parameters", list)()):
