@@ -291,7 +291,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_precision(study: Study, results: Results, path: Path) -> None:
-    """Draw differences between compared arms at the end and, if there are guided scores, the balance_panels."""
+    """Draw the end_panels of all metrics (how compared arms differ) and, with guided scores, the balance_panels."""
     networks = networks_of(study, results)
     guided = any(results[arm] for arm in results if arm not in networks)
     panels = end_panels(study, networks) + (balance_panels(study, results) if guided else [])

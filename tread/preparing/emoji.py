@@ -132,7 +132,7 @@ def held_compositions(known: dict[str, dict]) -> set[Composition]:
 
 
 def part_of_rest(text: str) -> str:
-    """Choose by a hash, for an emoji that is not a composition: "rest" (held out) for 5% of them, else "train"."""
+    """Return the part that the emoji `text`, which is no Composition, goes to: by its hash "rest" (5%) or "train"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 

@@ -182,7 +182,7 @@ class Aligner:
         return [run[block] for block in self.module.blocks]
 
     def flops(self, routes: Sequence[Route]) -> int:
-        """Return the FLOPs that alignment adds per sample: projector (forward and backward), teacher, encoder."""
+        """Return the FLOPs that alignment adds per sample: the projector's, and the live encoder's or EMA teacher's."""
         network = self.module.network
         layers = [layer.weight.numel() for layer in self.module.projector if isinstance(layer, nn.Linear)]
         flops = self.encoder_flops + 3 * 2 * sum(layers) * sum(self.tokens(routes))

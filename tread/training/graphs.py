@@ -89,8 +89,8 @@ class Graphs:
         here. `leaves` and `layout` are a step's inputs, flattened by tree_flatten. The run's weights do not change.
 
         All processes raise an error if recording fails in one of them, or if in one of them losses or gradient norms
-        differ from those without the graph (AssertionError there). An error in a step, with or without
-        the graph, is raised in its process alone, as Failure if the run has several processes.
+        differ from those without the graph (AssertionError there). An error in a trial step, before recording or by
+        replay, is raised in its process alone, as Failure if the run has several processes.
         """
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
