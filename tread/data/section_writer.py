@@ -53,8 +53,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the entries of index.json that list this section's shards. `entries` has a dict per shard: {"count":
-        rows, "file": name, "file_sha256": hash}, and likewise "lengths" and "pooled" if there are such files."""
+        """Return what index.json shall say of the shards: {"shards": …}, and more for text. `entries` has a dict per
+        shard: {"count": rows, "file": name, "file_sha256": hash}, likewise "lengths" and "pooled" if there are such."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:

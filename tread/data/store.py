@@ -90,7 +90,7 @@ class ShardStore:
         return json.loads(self._note(number).read_text())
 
     def notes(self, forgotten: bool = False) -> Iterator[dict]:
-        """Yield the notes of all finished shards, by number; with `forgotten` also those that `forget` set aside."""
+        """Yield all finished shards' notes (see above) by number, and if `forgotten` also those `forget` set aside."""
         files = self.done.glob("[0-9]*.json*" if forgotten else "[0-9]*.json")
         for file in sorted(files, key=lambda file: int(file.name.split(".")[0])):
             yield json.loads(file.read_text())

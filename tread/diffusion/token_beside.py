@@ -72,7 +72,7 @@ class Beside:
     def denoise(
         self, process: Process, network: nn.Module, state: Tensor, level: Tensor, y: Condition, routes: Routes
     ) -> Tensor:
-        """Run the network on a packed state at noise level `level`; return the predicted clean state."""
+        """Run the network on a state, as packed by `join`, at noise level `level`; return the predicted clean state."""
         x = self.latents(state)
         if self.width is None:
             return process.denoise(network, x, level, y, routes)

@@ -180,10 +180,11 @@ class DigitsJudge(Scorer):
 
 
 class EmojiJudge(Scorer):
-    """Scores `count` samples of emoji, without FID: half have captions of training emoji, half of held-out emoji.
+    """Scores `count` emoji samples, half with captions of training emoji, half of held-out emoji, by judge_emoji:
+    whether the real emoji nearest to a sample has its caption. There is no FID.
 
-    inception  weight file of an Inception network, by whose features samples are compared too. None: the file that
-               TREAD_INCEPTION names, else pytorch-fid's, if it is on the disk; otherwise only pixels are compared.
+    inception  weight file of an Inception network, whose features give distances besides the pixels'. None: the file
+               that TREAD_INCEPTION names, else pytorch-fid's, if it is on the disk; otherwise pixels alone count.
 
     Raises FileNotFoundError or ValueError if the emoji cannot be opened, or the weight file does not exist.
     """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ClassToken(nn.Module):
-    """Embeds a class token of `width` channels z, and predicts its velocity, which is 0 before training."""
+    """Embeds a noised feature of z = `width` channels as a token, and predicts its velocity, 0 before training."""
 
     def __init__(self, width: int, hidden_size: int) -> None:
         super().__init__()
