@@ -54,8 +54,7 @@ class SavedNetwork:
         return (model.usual_route,) if forced else model.routes
 
     def without_weights(self, guidance: Guidance) -> Model:
-        """Build the network on the meta device, without weights, to count tokens and FLOPs. The Model returned has the
-        routes self.routes(guidance)."""
+        """Build the network, routed as by self.routes(guidance), on the meta device, to count tokens and FLOPs."""
         with torch.device("meta"):
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
