@@ -208,7 +208,7 @@ class EncodedText:
 
     counts   (samples,) number of captions of each sample. Captions are numbered from 0 through all samples.
     lengths  (captions,) number of tokens of each caption, without padding.
-    rows     ShardRows with a row per caption: rows[0] its tokens; rows[1] its pooled output, if the encoder has one.
+    rows     [ShardRows of the captions' tokens, and another of their pooled outputs if the encoder has them].
     null     the encoded empty caption, B = 1.
     """
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ClassToken(nn.Module):
-    """Embeds a noised feature of z = `width` channels as a token, and predicts its velocity, 0 before training."""
+    """Embeds a noised feature (B, width) of the whole picture as a token; predicts its velocity, 0 before training."""
 
     def __init__(self, width: int, hidden_size: int) -> None:
         super().__init__()
