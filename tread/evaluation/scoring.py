@@ -361,8 +361,8 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures to the scorer's reference "cifar10", which has only statistics. Without
-    options.reference_features, they are added only if their features are cached. With it, missing pictures are
+    """Add CIFAR-10's training pictures, from find_cifar10(plans), to the scorer's reference "cifar10", which has only
+    statistics. Without options.reference_features only if their features are cached. With it, missing pictures are
     downloaded, and ValueError is raised if they can't be read, or are not as many as the statistics were made of."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)

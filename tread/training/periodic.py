@@ -229,7 +229,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool) -> bool:
-    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` refused the checkpoint."""
+    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` refused a checkpoint."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))

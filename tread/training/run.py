@@ -71,7 +71,7 @@ class StepStatistics:
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
     def restart(self) -> None:
-        """Reset the sums, but keep counting the bad steps in a row."""
+        """Begin the sums of losses and gradient norms anew, but keep counting the bad steps in a row."""
         zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
         self.sums.copy_(torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]]))
 
