@@ -110,7 +110,7 @@ class RF(Process):
         return x - level * self._velocity(output, x, level)
 
     def _predicted(self, output: Tensor, x: Tensor) -> Tensor:
-        """Return the prediction, the first C channels of `output`, in fp32; a velocity is noise minus data."""
+        """Return the first C channels of `output`, as many as x has, in fp32; a velocity as noise minus data."""
         predicted = output[:, : x.shape[1]].float()
         return -predicted if self.reverse and self.predicts == "velocity" else predicted
 

@@ -191,8 +191,8 @@ def write_dataset(
 
 
 def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[float, list[float], list[float]]:
-    """Return (count, sums, sums of squares) of the numbers in each channel of stored (n, views, C or 2C, S, S), on the
-    network's scale before normalisation. Moments stand for samples drawn from them: E[x²] = mean² + std²."""
+    """Return (count, sums, sums of squares) of the latents' values in each channel, scaled for the network but not
+    normalised. stored (n, views, C, S, S) holds latents, or with 2C channels means and stds: E[x²] = mean² + std²."""
     channels = latents.shape[0]
     total, squares = np.zeros(channels), np.zeros(channels)
     for part in torch.from_numpy(stored).split(256):
