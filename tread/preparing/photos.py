@@ -68,7 +68,7 @@ class Photos:
 
     def no_pictures(self, whole: bool = False) -> Faults:
         """Return (name, reason) of files that can't be read or are no pictures, judged by their first bytes or, if
-        `whole`, by decoding. Returns [] unchecked for over 100,000 files (`whole`: 10,000), or if self.heads is False."""
+        `whole`, by decoding. Returns [] for over 100,000 files (`whole`: 10,000), or if self.heads is False."""
 
         def look(first: int) -> Faults:
             found = []
