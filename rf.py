@@ -171,9 +171,7 @@ class RF(Process):
         t = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
         t = t / (1 + (self.shift - 1) * (1 - t))
         if not (t.diff() < 0).all():
-            raise ValueError(
-                f"shift is {self.shift:g}, so far from 1 that some of the {num_steps} steps have no length"
-            )
+            raise ValueError(f"shift is {self.shift:g}, so far from 1 that some of {num_steps} steps have no length")
         return t
 
     def sample(

@@ -22,7 +22,8 @@ from tread.runtime.files import check_place, explain_failure, whole_folder
 
 POOR_FIT = 0.05  # relative L2 distance of profiles
 COARSE = 0.002  # relative rounding error of a parameter, about that of bf16
-OF_THE_MOMENT = ("format", "version", "step", "files", "tally")  # keys of info.json that are not copied from the run
+# keys of info.json that are not copied from the run
+OF_THE_MOMENT = ("format", "version", "step", "files", "tally", "flops", "seconds")
 
 
 @dataclass(frozen=True)

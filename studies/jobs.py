@@ -114,8 +114,7 @@ class Job:
 
 
 def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
-    """Return {step: seconds of training up to it} from metrics.jsonl's `records`, without the first step after each
-    start, which compiles."""
+    """Return {step: seconds of training so far} by metrics.jsonl's `records`, without each start's first, slow step."""
     found, first = {}, 0.0
     for record in records:
         first += record.get("first_step_seconds", 0.0)

@@ -27,8 +27,7 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
     """Return {training's hash: content of its result.json}, from published results (unless `again`) and folder
-    `results`. Of a training in both, the folder's content is taken (the published one if only that is trained), with
-    the scores of both."""
+    `results`. If both have a training, the folder's is taken (if trained, else the published one), with all scores."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
@@ -59,8 +58,7 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
     """Return {arm: its trained runs, with the scores they have; if none is trained, the run that got furthest}. `made`
-    is {training's hash: its result.json}. If an earlier arm has the same training as a run, the run is left out until
-    it has all its scores."""
+    is {training's hash: its result.json}. A run whose training an earlier arm has too must have all its scores."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():

@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -81,6 +82,13 @@ def test_what_can_not_be_combined_is_refused_with_the_reason(runs, tmp_path, com
     ):
         with pytest.raises(ValueError, match=message):
             open_weak(guidance, strong)
+    sparse = Guidance("sparse", 1.5, weak=0.5)
+    for until, init_from, fails in ((0, None, True), (0, "results/routed", False), (3, None, False)):
+        config = tread.found.info["config"]
+        config = config | {"train": config["train"] | {"routes_until": until}, "init_from": init_from}
+        changed = replace(tread, found=replace(tread.found, info=tread.found.info | {"config": config}))
+        with pytest.raises(ValueError, match="trained without a route") if fails else nullcontext():
+            open_weak(sparse, changed)
 
 
 @pytest.mark.parametrize("door, config", [(sample.main, "sample"), (fid.main, "fid")])

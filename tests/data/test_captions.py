@@ -253,7 +253,7 @@ def test_text_that_is_not_what_was_said_is_not_written(made, folder):
             writer.write(0, [wrong])
     with pytest.raises(OSError, match="shards .* are missing"):
         writer.publish()
-    with pytest.raises(ValueError, match="each of which needs a count of captions above 0"):
+    with pytest.raises(ValueError, match="each needing a count of captions above 0"):
         TextWriter(folder, FROZEN, [0] * COUNT)
     kept = LatentDataset(folder, text=FROZEN.encoder).text_of(np.arange(TOTAL))
     assert torch.equal(kept.mask, made[1][FROZEN.encoder].mask)

@@ -10,7 +10,10 @@ from torch.testing import assert_close
 
 from routing_module import Route
 from tread.checkpoints.for_sampling import check_trained_for
+from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import KINDS, Branch, Guidance, Schedule, guided
+from tread.diffusion.sampling import Sampler
+from tread.diffusion.solvers import Churn, heun
 
 x, level, y = torch.randn(3, 1, 2, 2), torch.tensor(1.0), torch.tensor([0, 1, 2])
 no_class = torch.full_like(y, 9)
@@ -101,6 +104,17 @@ def test_outside_the_interval_the_strong_branch_runs_alone():
     assert [call.scale for call in calls] == [1.0, 2.0, 2.0, 2.0, 1.0] and {call.strong for call in calls} == {0.25}
 
 
+def test_the_interval_holds_the_noise_levels_that_churn_has_raised():
+    """The reference: the levels at which Heun's method calls a denoiser."""
+    seen, process, churn = [], EDM(), Churn(40.0, sigma_max=20.0)
+    noise, levels = torch.zeros(1, 1, 2, 2), process.schedule(4)
+    heun(lambda x, level: (seen.append(level.item()), 0 * x)[1], noise, levels, churn, lambda step: noise)
+    assert seen[2] > levels[1] == pytest.approx(9.7232, rel=1e-4) and seen[1] == levels[1]
+    plan = Sampler(4, guidance=Guidance("cfg", 2.0, interval=(0.1, 12.0)), churn=churn).plan(process)
+    assert [call.scale for call in plan] == [2.0 if 0.1 <= level <= 12.0 else 1.0 for level in seen]
+    assert [call.scale for call in plan[1:3]] == [2.0, 1.0]
+
+
 def test_an_interval_that_holds_no_level_is_refused():
     """As EDM's would be for rectified flow, whose t is at most 1; a level at either end of it is enough."""
     for interval in ((0.2, 0.5), (0.5, 0.7)):
@@ -166,7 +180,8 @@ def test_networks_that_can_not_be_guided_so_are_refused():
 
     def network(routes, label_drop, path_drop=None):
         cfg = SimpleNamespace(model=SimpleNamespace(routes=routes))
-        return SimpleNamespace(cfg=cfg, label_drop=label_drop, path_drop=path_drop)
+        found = SimpleNamespace(info={"config": {"train": {}}})
+        return SimpleNamespace(cfg=cfg, found=found, label_drop=label_drop, path_drop=path_drop)
 
     whole, no_route, no_null = network(trained, 0.1), network(dense, 0.1), network(trained, 0.0)
     dropping = network(trained, 0.0, path_drop=0.1)

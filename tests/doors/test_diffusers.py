@@ -178,6 +178,16 @@ def test_what_the_folder_holds(exports):
     told = card(opened(exports / "dit"), {**found.info, "attribution": "Photos by Ann"}, "fp32", True)
     assert "heun, 18 steps, guidance cfg 1.5" in told and re.search("label_agreement +0.9 +500 samples", told)
     assert told.endswith("## Licence\n\nNot stated.\n\nPhotos by Ann\n")
+    config = found.info["config"]
+    for train, route in (
+        ({"routes_until": 0}, "none: all tokens in all blocks"),
+        ({"routes_until": 2}, "r(2→2), 50% of the tokens; none from step 2 on"),
+        ({"ratio_schedule": {"start": 0.75, "end": 0.25}}, "r(2→2), 75% to 25% of the tokens"),
+    ):
+        changed = {**found.info, "config": config | {"train": config["train"] | train, "init_from": "results/before"}}
+        told = card(opened(exports / "dit"), {**changed, "posthoc": {"sigma_rel": 0.075}}, "fp32", True)
+        assert f"| route in training | {route} |" in told and ", from the weights in results/before |" in told
+        assert "| weights | ema of σ_rel 0.075, of step" in told
     commands = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9", str(exports / "exports")]
     assert subprocess.run(commands, capture_output=True).returncode == 0
 

@@ -634,7 +634,7 @@ def test_pixels_of_large_pictures_are_refused_and_many_tokens_named(prepare):
         prepare("autoencoder=none", "store=moments")
     text = prepare("autoencoder=none", "resolution=48", "enlarge=true")
     assert "pixels in −1..1" in text and "PSNR" not in text
-    assert "note      576 tokens a picture with model.patch_size=2, 256 with model.patch_size=3" in text
+    assert "note      576 tokens a picture with model.patch_size=2, 256 with patch_size=3" in text
     assert "21 pictures were smaller than the resolution" in text
 
 

@@ -173,6 +173,32 @@ def test_a_fid_under_another_shift_means_something_else(tmp_path, shown):
     assert "reaches the velocity error" in text and "reaches the FID" not in text
 
 
+def test_scores_of_other_samplers_mean_something_else(tmp_path, shown):
+    """The evaluation losses of the same runs mean the same."""
+    for steps in (5, 40):
+        write_run(tmp_path / f"{steps}", [2.0, 1.0], sampling={"steps": steps, "classes": steps}, seed=steps)
+        add_records(tmp_path / f"{steps}", {"step": 200, "fid": 10.0}, {"step": 200, "label_agreement": 0.9})
+    text = shown(f"{tmp_path}/5", f"{tmp_path}/40")
+    assert "sampling.steps differs: 5 (5), 40 (40)" in text and "sampling.classes" not in text
+    assert all(f"the {name} of runs that differ so does not mean" in text for name in ("FID", "label agreement"))
+    assert "reaches the evaluation loss" in text and "reaches the FID" not in text
+
+
+def test_settings_that_no_name_states_are_said(tmp_path, shown):
+    """Of other models, and where names are too long: but not the route and options of one architecture alone."""
+    one = write_run(
+        tmp_path / "one", [1.0], model={"name": "tread", "depth": 6, "routes": [{"start": 1}], "kernel": "x"}
+    )
+    other = write_run(tmp_path / "other", [1.0], model={"name": "dit", "depth": 8, "routes": []}, train__label_drop=0.0)
+    text = shown(one, other)
+    assert "model.depth differs: 6 (tread), 8 (dit)" in text and "train.label_drop differs" in text
+    assert "model.routes differs" not in text and "kernel" not in text
+    same = write_run(
+        tmp_path / "same", [1.0], model={"name": "tread", "depth": 8, "routes": [{"start": 1}], "kernel": "x"}
+    )
+    assert "tread, depth 8" in (text := shown(one, same)) and "differs" not in text
+
+
 def test_two_of_three_runs_compare_and_a_shorter_goal_is_no_part_of_more_steps(tmp_path, shown):
     short = write_run(tmp_path / "short", [1.0], model__name="dit")
     plain, flow = (write_run(tmp_path / name, [3.0, 2.0, 0.9], objective=name) for name in ("edm", "rf"))

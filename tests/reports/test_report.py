@@ -115,6 +115,21 @@ def test_two_runs_and_what_tells_them_apart(tmp_path):
     assert found.says("tread: its code differed from the stated commit")
 
 
+@pytest.mark.parametrize(
+    "train, told",
+    [
+        ({"routes_until": 0}, "no route"),
+        ({"routes_until": 100}, "r(2→4) at ratio 0.5; none from step 100 on"),
+        ({"ratio_schedule": {"start": 0.75, "end": 0.25}}, "r(2→4) at ratio 0.75 to 0.25"),
+    ],
+)
+def test_a_route_is_told_as_it_was_trained(tmp_path, train, told):
+    write_run(tmp_path / "run", [3.0], model__routes=[ROUTE], train={"steps": 300, "batch_size": 8} | train)
+    write_report([tmp_path / "run"])
+    facts = {row[0]: row[1:] for row in read(tmp_path / "run").rows if len(row) == 2}
+    assert facts["network"][0].endswith(f", {told}")
+
+
 def test_curves_are_the_records_against_steps_flops_and_time(tmp_path):
     routed, dense = tmp_path / "routed", tmp_path / "dense"
     write_run(routed, [3.0, 2.0, 1.5], flops=5e6, seconds=60.0, model__routes=[{"start": 2, "end": 4}])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reconstruct_ema
 import torch
-from conftest import CPU, assert_refused, equal, launch_door, names_in, opened, save_checkpoint
+from conftest import CPU, assert_refused, equal, launch_door, names_in, opened, read_json, save_checkpoint, write_json
 from numpy.testing import assert_allclose
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -230,6 +230,8 @@ def run(tmp_path, composed):
 
 def test_the_script_makes_a_checkpoint_to_sample(tmp_path, run):
     """The reference: a network that was given the reconstructed parameters by hand."""
+    record = checkpoint.find(tmp_path / "results/a").folder / "info.json"
+    write_json(record, read_json(record) | {"flops": 10, "seconds": 1.0})
     text = launch(tmp_path, "run=results/a", "sigma_rel=0.075", "step=12000")
     folder = tmp_path / "results/a/ema_0.075_at_12000"
     assert "12 snapshots with σ_rel 0.05, 0.1" in text and "warning" not in text
@@ -238,6 +240,7 @@ def test_the_script_makes_a_checkpoint_to_sample(tmp_path, run):
     made, before = checkpoint.find(folder), checkpoint.find(tmp_path / "results/a")
     assert made.step == 12_000 and before.step == 3
     assert all(made.info[key] == before.info[key] for key in ("config", "latents", "samples", "versions"))
+    assert not {"flops", "seconds"} & made.info.keys()  # the run's at its own step
     facts, stored = made.info["posthoc"], [(step, width) for step in range(1000, 13_000, 1000) for width in STORED]
     assert (facts["sigma_rel"], facts["snapshots"], facts["widths"]) == (0.075, 12, [0.05, 0.1])
     assert facts["profile_error"] == posthoc_ema.profile_error(stored, 12_000, 0.075) < 0.01

@@ -171,7 +171,7 @@ def test_a_shift_is_the_runs_unless_another_is_asked_for(trained):
     [
         ("rf.direction=-1", "rf.direction is -1, but must be finite and not negative"),
         ("rf.shift=0", "rf.shift is 0, but must be positive"),
-        ("rf.shift=1e-20", "shift is 1e-20, so far from 1 that some of the 50 steps have no length"),
+        ("rf.shift=1e-20", "shift is 1e-20, so far from 1 that some of 50 steps have no length"),
     ],
 )
 def test_settings_that_cant_be_are_refused_before_the_training(read_config, override, told):
@@ -187,7 +187,7 @@ def test_a_shift_that_cant_be_is_refused(trained, composed, tmp_path, door, conf
         partial(launch_door, door.main, config, tmp_path),
         (f"checkpoint={tmp_path / 'edm'}", "shift=0.5", "^error: shift=0.5 is for rectified flow, but .*_0000003 was"),
         (flow, "shift=0", "^error: shift is 0, but must be positive"),
-        (flow, "shift=1e-20", "^error: shift is 1e-20, so far from 1 that some of the 50 steps have no length"),
+        (flow, "shift=1e-20", "^error: shift is 1e-20, so far from 1 that some of 50 steps have no length"),
     )
 
 

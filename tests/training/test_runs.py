@@ -132,6 +132,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
         (("model=dit", "resume=true"), "resume=true, but results/digits-dit holds no checkpoint"),
         (("seed=1", "train.batch_size=16"), "train.batch_size: 8 there, 16 here"),
         (("model=dit", "name=digits-tread"), "holds a run with other settings"),
+        (("init_weights=model",), "\n  init_weights: ema there, model here"),
         (("train.batch_size=9", "train.micro_batch_size=4", "name=x"), "micro_batch_size 4"),
         (("train.precision=fp16",), "fp16 is refused: without loss scaling"),
         (("dataset.heldout=nowhere", "dataset.embedded=null", "name=x"), "no dataset at nowhere"),

@@ -129,7 +129,9 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
     With weak=None, `strong` runs both branches."""
     row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} asks a network"
     for name, network in (("strong", strong), ("weak", other)):
-        if any(ends_of(getattr(guidance, name))) and not network.cfg.model.routes and not guidance.force:
+        config = network.found.info["config"]
+        routed = network.cfg.model.routes and (config["train"].get("routes_until") != 0 or config.get("init_from"))
+        if any(ends_of(getattr(guidance, name))) and not routed and not guidance.force:
             routes = f"{asks} with tokens routed around in the {name} branch, but it was trained without a route"
             raise ValueError(f"{routes} (guidance.force=true takes the paper's)")
     instead = "path_drop_class does" if row.drops_path else "sparse and autoguidance do"

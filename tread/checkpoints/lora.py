@@ -49,8 +49,7 @@ class Lora:
 
     def adapt(self, network: nn.Module) -> frozenset[str]:
         """Add adapters to the network's blocks, drawing A from torch's global generator, and freeze all parameters that
-        are not trained. Returns the names of the frozen ones. Raises ValueError if peft is not installed or a pattern
-        is found in no name."""
+        are not trained. Returns the frozen ones' names. Raises ValueError without peft or if no name has a pattern."""
         names = [name for name, _ in block_layers(network)]
         chosen = [name for name in names if re.search(self.targets, name)]
         if not chosen:

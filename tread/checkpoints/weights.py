@@ -213,8 +213,10 @@ class StoredWeights:
             for key, (there, here) in self._meanings(cfg, latents, predicts).items():
                 if there != here:
                     lines.append(f"{key} was {there} where these weights were trained, but is {here} now")
-            if _numbered(self._latents.get("classes", ())) and not _numbered(latents.classes):
-                lines.append(f"{self.where} records no class names: its class 0 is taken for {latents.classes[0]!r}, …")
+            theirs, ours = self._latents.get("classes", ()), latents.classes
+            if _numbered(theirs) != _numbered(ours) and ours:
+                first = f"its class {theirs[0] if theirs else 0} is taken for {ours[0]!r}, …"
+                lines.append(f"{self.where} or the data records no class names: {first}")
             return lines
         shown = sizes(self.state)
         shown["model.position_scale"] = 1.0  # `fit` and new_positions have compared the positions themselves

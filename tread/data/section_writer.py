@@ -163,9 +163,7 @@ class TextWriter(SectionWriter):
         self.spec, self.counts = spec, np.asarray(counts, dtype=np.int32)
         index = read_index(folder)
         if len(self.counts) != index["count"] or self.counts.min() < 1:
-            raise ValueError(
-                f"{folder} holds {index['count']:,} samples, each of which needs a count of captions above 0"
-            )
+            raise ValueError(f"{folder} holds {index['count']:,} samples, each needing a count of captions above 0")
         total, size = int(self.counts.sum()), shard_size or max(1, SHARD // spec.caption_bytes)
         of = {"captions_sha256": index.get("captions", {}).get("sha256"), "of": latents_hash(index), "captions": total}
         ranges = [*pieces_of(range(total), size), range(total, total + 1)]

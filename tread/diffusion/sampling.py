@@ -96,8 +96,9 @@ class Sampler:
         if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
             raise ValueError(f"churn={self.churn.amount:g} needs EDM and solver=heun, to add noise between steps")
         levels = process.schedule(self.steps).tolist()
-        order = call_order(self.solver, self.steps)
-        return self.guidance.plan([levels[i] for i in order], [i / max(1, order[-1]) for i in order])
+        order, gammas = call_order(self.solver, self.steps), [self.churn.gamma(level, self.steps) for level in levels]
+        seen = [levels[i] * (1 + gammas[i] * (call % 2 == 0)) for call, i in enumerate(order)]
+        return self.guidance.plan(seen, [i / max(1, order[-1]) for i in order])
 
     def nfe(self, process: Process) -> int:
         """Return the number of network calls per sample (NFE); each branch of guidance counts."""

@@ -35,6 +35,10 @@ class Churn:
             given = f"churn amount {self.amount}, noise {self.noise} and range {self.sigma_min}..{self.sigma_max}"
             raise ValueError(f"{given} must satisfy amount ≥ 0, noise > 0 and 0 ≤ sigma_min < sigma_max")
 
+    def gamma(self, level: float, steps: int) -> float:
+        """Return γ, by which a step raises its noise level to (1 + γ)·level before the first of its two calls."""
+        return min(self.amount / steps, math.sqrt(2) - 1) if self.sigma_min <= level <= self.sigma_max else 0.0
+
 
 def call_order(solver: str, steps: int) -> list[int]:
     """Return the index of each denoiser call's noise level: euler 0..N−1 (N calls), heun 0, 1, 1, 2, 2, … (2N−1)."""
@@ -85,8 +89,7 @@ def heun(
     num_steps, known = len(levels) - 1, levels.tolist()
     for i in range(num_steps):
         level, level_next = levels[i], levels[i + 1]
-        if churn.amount > 0 and churn.sigma_min <= known[i] <= churn.sigma_max:
-            gamma = min(churn.amount / num_steps, math.sqrt(2) - 1)
+        if gamma := churn.gamma(known[i], num_steps):
             raised = level * (1 + gamma)
             x = x + (raised**2 - level**2).sqrt() * churn.noise * churn_noise(i).to(x)
             level = raised

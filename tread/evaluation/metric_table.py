@@ -77,18 +77,18 @@ def _manifold(number: int) -> Callable[[FeatureSets], float]:
     return lambda sets: sets.compare(precision_recall, "precision and recall", (2, 2), more_than=NEIGHBOURS)[number]
 
 
-_judged = functools.partial(Metric, curve=False, count="demo_samples")
+DRAWN = ("edm.sigma_min", "edm.sigma_max", "edm.rho", "rf.shift")  # settings of a run that its samples depend on
+DRAWN += ("sampling.steps", "sampling.solver", "sampling.autoencoder")
+_judged = functools.partial(Metric, curve=False, alike=DRAWN, count="demo_samples")
 _log = functools.partial(Metric, of="training", compared=False)
 METRICS = Table(Metric, {
     "eval_loss": Metric("evaluation loss", "lower", of="heldout", alike=("edm", "rf")),
     "eval_velocity": Metric("velocity error", "lower", of="heldout"),  # independent of time density and weights
-    "fid": Metric(
-        "FID", "lower", alike=("edm", "rf.shift"), count="fid_samples", compute=_frechet("pool"), needs="statistics"
-    ),
+    "fid": Metric("FID", "lower", alike=(*DRAWN, "eval.inception"), count="fid_samples",
+                  compute=_frechet("pool"), needs="statistics"),
     "sfid": Metric("sFID", "lower", compared=False, compute=_frechet("spatial"), needs="statistics"),
-    "inception_score": Metric(
-        "Inception Score", "higher", compared=False, compute=lambda sets: inception_score(sets.probabilities())
-    ),
+    "inception_score": Metric("Inception Score", "higher", compared=False,
+                              compute=lambda sets: inception_score(sets.probabilities())),
     "precision": Metric("precision", "higher", compared=False, compute=_manifold(0), needs="pictures"),
     "recall": Metric("recall", "higher", compared=False, compute=_manifold(1), needs="pictures"),
     "kid": Metric("KID", "lower", compute=lambda sets: sets.compare(kernel_distance, "KID", (1, 2)), needs="pictures"),
@@ -97,12 +97,8 @@ METRICS = Table(Metric, {
     "clip_score": Metric("CLIP score", "higher"),
     **{
         f"{part}_top{rank}{features}": _judged(
-            f"{part}_top{rank}{features}",
-            "higher",
-            long=f"{called}, top {rank}{by}",
-            of="demo",
-            compared=rank == 1 and not features,
-            real=("_real", "_shifted"),
+            f"{part}_top{rank}{features}", "higher", long=f"{called}, top {rank}{by}", of="demo",
+            compared=rank == 1 and not features, real=("_real", "_shifted"),
         )
         for features, by in (("", ""), ("_inception", ", by Inception features"))
         for part, called in (("seen", "seen captions"), ("held", "held-out compositions"))

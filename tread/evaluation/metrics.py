@@ -72,8 +72,7 @@ class Moments:
 
 
 def _factor(covariance: np.ndarray) -> Tensor:
-    """Return A (D, rank) with A·Aᵀ = covariance, a positive semi-definite matrix (D, D); eigenvalues at rounding level
-    count as 0."""
+    """Return A (D, rank) with A·Aᵀ = covariance, positive semi-definite (D, D); eigenvalues of rounding left out."""
     values, vectors = torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64)))
     kept = values > values[-1].clamp(min=0) * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, kept] * values[kept].sqrt()

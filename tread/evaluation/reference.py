@@ -225,6 +225,4 @@ def check_size(where: object, size: tuple[int, ...], reference: Reference) -> No
         raise ValueError(f"{where} gives grey pictures, but RGB is scored; digits are scored without reference=…")
     if reference.resolution not in (None, size[1:]):
         height, width = reference.resolution
-        raise ValueError(
-            f"{where} has pictures of {size[2]}×{size[1]}, but those of {reference.where} are {width}×{height}"
-        )
+        raise ValueError(f"{where} has pictures of {size[2]}×{size[1]}, but {reference.where} of {width}×{height}")

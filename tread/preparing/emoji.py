@@ -61,8 +61,7 @@ class Composition(NamedTuple):
 
 
 def all_emoji() -> dict[str, dict]:
-    """Return {emoji: its entry in the package `emoji`}, sorted, for fully qualified emoji. Raises ValueError if the
-    package is missing."""
+    """Return {emoji: its entry in the package `emoji`}, sorted, if fully qualified. Raises ValueError without it."""
     try:
         import emoji  # imported here because it is an extra
     except ImportError as error:

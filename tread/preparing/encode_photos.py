@@ -331,9 +331,7 @@ def describe(photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOp
         lines.append(f"  keeps     the pictures too, {writer.pictures} uint8, {size}")
     if latents.autoencoder == "pixels" and (patch := autoencoder.patch_for(options.resolution)) > 2:
         many, few = ((options.resolution // side) ** 2 for side in (2, patch))
-        lines.append(
-            f"  note      {many:,} tokens a picture with model.patch_size=2, {few} with model.patch_size={patch}"
-        )
+        lines.append(f"  note      {many:,} tokens a picture with model.patch_size=2, {few} with patch_size={patch}")
     return lines
 
 

@@ -57,9 +57,7 @@ def prepare_text(options: TextOptions, processes: Processes) -> None:
     if not (heldout / "index.json").is_file():
         processes.say(f"  held out  {heldout} is not there")
     elif "captions" not in read_index(heldout):
-        processes.say(
-            f"  held out  {heldout} has no captions: dataset={heldout} captions=<file> adds them, and its text"
-        )
+        processes.say(f"  held out  {heldout} has no captions: dataset={heldout} captions=<file> adds them")
     else:
         _prepare(options, heldout, str(folder), processes)
 

@@ -138,9 +138,7 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
             f"labels=… with a labels file: {LABEL_FORMATS} ({', '.join(LABEL_FILES)} are found by themselves)"
         )
     if tables := [name for name in names if name.count("/") == 1 and posixpath.basename(name) in LABEL_FILES]:
-        raise ValueError(
-            f"{where}: labels file {tables[0]} lies in a folder; root={posixpath.dirname(tables[0])} takes it"
-        )
+        raise ValueError(f"{where}: labels file {tables[0]} is deeper; root={posixpath.dirname(tables[0])} takes it")
     if deep and (prevail or {name.split("/")[0] for name in deep} - {name.split("/")[0] for name in numbers}):
         below = Counter(str(parent) for picture in pictures for parent in PurePosixPath(picture).parents)
         fitting = Counter(posixpath.dirname(posixpath.dirname(picture)) for picture in pictures)

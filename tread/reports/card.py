@@ -57,17 +57,21 @@ def card(
     with torch.device("meta"):
         parameters = count_parameters(build_network(cfg))
     model, latents, train = cfg.model, LatentSpec.from_json(info["latents"]), config["train"]
-    routes = "; ".join(f"{route}, {route.selection_ratio:.0%} of the tokens" for route in model.resolved_routes)
-    images = info["step"] * train["batch_size"]
+    until, schedule, begun = train.get("routes_until"), train.get("ratio_schedule"), config.get("init_from")
+    share = f"{schedule['start']:.0%} to {schedule['end']:.0%} of the tokens" if schedule else None
+    routes = [f"{route}, {share or f'{route.selection_ratio:.0%} of the tokens'}" for route in model.resolved_routes]
+    routes = "; ".join([*routes, f"none from step {until:,} on"] if routes and until else routes * (until != 0))
+    images, width = info["step"] * train["batch_size"], info.get("posthoc", {}).get("sigma_rel", "")
     rows = {
         "network": f"{model.architecture}, {model.blocks}, width {model.hidden_size}, {parameters:,} parameters",
         "route in training": routes or "none: all tokens in all blocks",
         "draws": f"latents {latents.shape} of {latents.autoencoder}, by {_process(saved)}",
-        "weights": f"{saved.weights} of step {info['step']:,}, in {dtype}",
+        "weights": f"{saved.weights}{width and f' of σ_rel {width:g},'} of step {info['step']:,}, in {dtype}",
     }
     if "samples" in info:
         rows["training"] = f"{images:,} images in batches of {train['batch_size']}, rate {config['optim']['lr']:g}, "
         rows["training"] += f"seed {config['seed']}, code at {info['versions']['git'][:12]}"
+        rows["training"] += f", from the weights in {begun}" if begun else ""
         rows["data"] = f"{config['dataset']['name']}, {info['samples']:,} pictures"
     else:  # of import_checkpoint.py
         rows["training"] = f"elsewhere; imported from {PurePath(info['weights']).name}"

@@ -182,12 +182,17 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
 
     unsaid = "not mean the same: no two such runs are said to reach each other's"
     tell(groups, COMPARABLE, f"numbers of runs that differ so do {unsaid}")
-    for metric in curve_metrics(groups):
+    for metric in column_metrics(groups):
         if METRICS[metric].alike:
-            having = [group for group in groups if group.curve(metric)]
+            having = [group for group in groups if group.last(metric)]
             tell(having, METRICS[metric].alike, f"the {METRICS[metric].title} of runs that differ so does {unsaid}")
     tell(groups, ("plugins",), "where a plugin changes the loss, losses of runs that differ so do not mean the same")
     tell(groups, FAIR)
+    plain = tuple(f"{name}." for name in ("name", "model.name", "model.routes", *APART, *UNSAID))
+    for key, values in unlike([group.config for group in groups]).items():
+        named = all(f"{key.rpartition('.')[2]} {value}" in group.name for value, group in zip(values, groups))
+        if not (named or f"{key}.".startswith(plain) or (key.startswith("model.") and None in values)):
+            tell(groups, (key,))  # not for settings that only one architecture has
     return list(dict.fromkeys(warnings))
 
 

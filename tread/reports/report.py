@@ -309,13 +309,16 @@ def facts_of(run: Found) -> dict[str, str]:
 
 
 def _network(config: dict) -> str | None:
-    model = config.get("model")
+    model, train = config.get("model"), config.get("train", {})
     if not model:
         return None
+    until, ratio = train.get("routes_until"), train.get("ratio_schedule")
+    ratio = ratio and f"{ratio.get('start')} to {ratio.get('end')}"
     sizes = [f"{key.replace('_', ' ')} {model[key]}" for key in ("hidden_size", "depth", "patch_size") if key in model]
     routes = [
-        f"r({route.get('start')}→{route.get('end')}) at ratio {route.get('selection_ratio')}"
+        f"r({route.get('start')}→{route.get('end')}) at ratio {ratio or route.get('selection_ratio')}"
         + ("" if route.get("rejoin") in (None, route.get("start")) else f" rejoining as before block {route['rejoin']}")
-        for route in model.get("routes") or ()
+        for route in (model.get("routes") if until != 0 else None) or ()
     ]
+    routes += [f"none from step {until:,} on"] if routes and until else []
     return ", ".join([str(model["name"]), *sizes, "; ".join(routes) or "no route"])

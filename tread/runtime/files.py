@@ -164,8 +164,7 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 class Lock:
     """A lock on a file, made if missing, that one process holds until it is released or the process ends. If another
-    process holds it, this raises FileExistsError with the message `busy` or, with busy=None, waits. Has no effect on a
-    file system without locks."""
+    process holds it, this raises FileExistsError(busy) or, with busy=None, waits. Some file systems have no locks."""
 
     def __init__(self, path: Path, busy: str | None) -> None:
         with explain_failure(path):

@@ -170,8 +170,7 @@ class Aligner:
         return self.teacher.output_of(block, *noisy, y, **noised_token(batch.class_token, token_noise, level))
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:
-        """Return the alignment loss (B,) fp32 between `targets` and the tokens that Aligned.forward recorded: the mean
-        over the aligned blocks."""
+        """Return the alignment loss (B,) fp32 of the recorded tokens to `targets`, a mean over the aligned blocks."""
         distance = alignment_loss if self.teacher is None else self_distance
         recorded = [record.outputs[block] for block in self.module.blocks]
         return sum(distance(projected, targets, ids_keep) for projected, ids_keep in recorded) / len(recorded)

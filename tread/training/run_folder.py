@@ -14,7 +14,7 @@ from tread.training.settings import Settings
 FREE = ("precision", "until", "fade")  # of alignment
 # The settings that must not change when a run is resumed, besides the section of its objective (edm or rf).
 FIXED = ("seed", "objective", "model", "ema.power", *TextSettings().decisive)
-FIXED += ("init_from", "init_classes", "init_positions", "lora", "train.class_token_weight")
+FIXED += ("init_from", "init_weights", "init_classes", "init_positions", "lora", "train.class_token_weight")
 FIXED += tuple(f"alignment.{item.name}" for item in fields(Alignment) if item.name not in FREE)
 FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
 FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))

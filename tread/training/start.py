@@ -212,8 +212,7 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
 
 def take_folder(run: Run, claimed: Claim) -> None:
     """Record the start in the run's folder, and remove results after the step at which the run continues; in the main
-    process only. Raises OSError, also if a checkpoint would not fit on the disk, or ValueError if the tracker can't be
-    opened."""
+    process only. Raises OSError, also for a disk too full for a checkpoint, or ValueError if no tracker opens."""
     say, optim = run.processes.say, run.cfg.optim
     check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
     facts = {"processes": run.processes.count, "device": device_name(run.processes.device), "precision": run.precision}
