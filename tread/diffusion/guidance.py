@@ -110,7 +110,7 @@ class Guidance:
     strong, weak  fraction of tokens, in [0, 1), that in this branch skip the blocks that they could skip in training;
                   rounded down to whole tokens (or rows of them). 0 unless kind is sparse, sparse_cfg or sparse_uncond.
     interval      (lowest, highest) noise level, both included, at which guidance is on: EDM's σ, as churn raises it, or
-                  rectified flow's t. Elsewhere only the strong branch runs (Kynkäänniemi et al. 2024, arXiv 2404.07724).
+                  rectified flow's t. Elsewhere only the strong branch runs (Kynkäänniemi et al., arXiv 2404.07724).
     checkpoint    path of the weak branch's network; None: the strong branch's network.
     weights       weights to load from that checkpoint, "ema" or "model".
     same_ids      True: both branches choose their tokens by the same random numbers.
