@@ -179,9 +179,7 @@ def test_networks_that_can_not_be_guided_so_are_refused():
     trained, dense = (Route(1, 2),), ()
 
     def network(routes, label_drop, path_drop=None):
-        cfg = SimpleNamespace(model=SimpleNamespace(routes=routes))
-        found = SimpleNamespace(info={"config": {"train": {}}})
-        return SimpleNamespace(cfg=cfg, found=found, label_drop=label_drop, path_drop=path_drop)
+        return SimpleNamespace(trained_routes=routes, label_drop=label_drop, path_drop=path_drop)
 
     whole, no_route, no_null = network(trained, 0.1), network(dense, 0.1), network(trained, 0.0)
     dropping = network(trained, 0.0, path_drop=0.1)

@@ -65,7 +65,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     Raises ValueError if a plugin supplies the network's or a route's code, or if the autoencoder can't be loaded.
     """
     latents, used = info["latents"], {"the network": saved.cfg.model.network}
-    for route in saved.cfg.model.routes:
+    for route in saved.trained_routes:
         used |= {f"select={route.select}": type(RULES[route.select]), f"rejoin={route.rejoin}": route.rejoins.join}
     for name, code in used.items():
         if code.__module__.partition(".")[0] not in OURS:
@@ -94,7 +94,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
         "objective": saved.cfg.objective,
         "process": asdict(saved.process),
         "latents": dict(latents),
-        "routes": [asdict(route) for route in saved.cfg.model.routes],
+        "routes": [asdict(route) for route in saved.trained_routes],
         "text": asdict(saved.cfg.text) | {"encoder": info["config"]["text"]["encoder"]} if saved.text else None,
         "autoencoder": None if inside is not None or name == "pixels" else name,
         "label_drop": saved.label_drop,

@@ -46,6 +46,13 @@ class SavedNetwork:
     def sha256(self) -> str:
         return self.found.sha256(self.weights)
 
+    @property
+    def trained_routes(self) -> tuple[Route, ...]:
+        """The routes of training: none if train.routes_until was 0, unless weights from elsewhere may have had them."""
+        config = self.found.info["config"]
+        unused = config["train"].get("routes_until") == 0 and not config.get("init_from")
+        return () if unused else self.cfg.model.routes
+
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
         """Return the routes that the network was trained with. But if there were none, the guidance
         needs one, and guidance.force is set, return the architecture's usual route."""
@@ -129,9 +136,7 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
     With weak=None, `strong` runs both branches."""
     row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} asks a network"
     for name, network in (("strong", strong), ("weak", other)):
-        config = network.found.info["config"]
-        routed = network.cfg.model.routes and (config["train"].get("routes_until") != 0 or config.get("init_from"))
-        if any(ends_of(getattr(guidance, name))) and not routed and not guidance.force:
+        if any(ends_of(getattr(guidance, name))) and not network.trained_routes and not guidance.force:
             routes = f"{asks} with tokens routed around in the {name} branch, but it was trained without a route"
             raise ValueError(f"{routes} (guidance.force=true takes the paper's)")
     instead = "path_drop_class does" if row.drops_path else "sparse and autoguidance do"
