@@ -97,9 +97,7 @@ class Route:
                 raise ValueError(f"route {name} {index} is out of range for {depth} blocks, -{depth} to {depth - 1}")
         start, end, rejoin = (index % depth for index in given.values())
         if start > end:
-            raise ValueError(
-                f"the route {self.start}→{self.end} is {start}→{end} in {depth} blocks: its start lies behind its end"
-            )
+            raise ValueError(f"the route {self.start}→{self.end} is {start}→{end} in {depth} blocks, backwards")
         if rejoin > start:
             raise ValueError(f"route rejoin {self.rejoin} lies behind route start {start}, where tokens leave")
         fp32 = self.fp32

@@ -8,7 +8,7 @@ If a measurement fails, or lacks memory or a package, the reason is recorded and
                without token routes), variants (other torch settings), peers (diffusers' DiT), kinds (other networks),
                sampling (network, decoder and DINOv2)
     sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]: the file keeps other sizes' numbers, with their
-               commit. null: each part's own; the file's numbers of the part are replaced
+               commit and time. null: each part's own; the file's numbers of the part are replaced
     --cpu      everything tiny, on a CPU: a rehearsal
     out=…      the file; null: benchmarks/results/gpu_<device>.json, but no file with --cpu
 
@@ -430,8 +430,7 @@ def peers(check: Check, options: Options) -> None:
 
 
 def kinds(check: Check, options: Options) -> None:
-    """Time training steps of networks other than DiT (SPRINT, Mamba, …) at DiT-B's size, in turns with DiT-B's steps.
-    Record the ratio of the times."""
+    """Time training steps of networks other than DiT (SPRINT, Mamba, …) at DiT-B's size, over DiT-B's, in turns."""
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
 
@@ -519,9 +518,11 @@ def main() -> None:
         if options.part in (None, part.__name__):
             began = time.perf_counter()
             print(f"{part.__name__}: {part.__doc__.splitlines()[0]}", flush=True)
-            earlier = result.get(part.__name__, {}) if options.sizes else {}
-            kept = {name: {"commit": earlier["commit"], **row} for name, row in earlier.get("rows", {}).items()}
-            result[part.__name__] = {**circumstances(), "rows": kept}
+            earlier = result.get(part.__name__, {}) if options.sizes and part in (steps, variants, peers) else {}
+            facts = {key: earlier[key] for key in ("commit", "torch", "time", "note") if key in earlier}
+            kept = [name for name in earlier.get("rows", {}) if re.split("[,:]", name)[0] not in options.sizes]
+            rows = {name: facts | earlier["rows"][name] for name in kept}
+            result[part.__name__] = {**circumstances(), "rows": rows}
             check = Check(part.__name__, minutes, path, result)
             part(check, options)
             print(f"  {time.perf_counter() - began:.0f} s\n")

@@ -66,8 +66,7 @@ def main(tree: dict) -> None:
 
 
 def show(cfg: Settings, options: Options) -> None:
-    """Print the plan: a column without routes and, if the model has routes, one with them. Raises ValueError if the
-    batch can't be split evenly."""
+    """Print the plan: a column without routes and, if there are any, one with. Raises ValueError for uneven batches."""
     if cfg.train.batch_size % options.devices:
         raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
     with torch.device("meta"):

@@ -137,7 +137,7 @@ RF = ("objective=rf",)
         ({"latents": asdict(KNOWN)}, (), {"fingerprint": "abd"}, ["latents.autoencoder was here"]),
         ({}, (), {"classes": tuple("abdcefghij")}, ["class 2 (the first of 2 that differ) was 'c'", "is 'd'"]),
         ({"latents": asdict(digits.MEANING)}, (), {}, ["records no class names: its class 0 is taken for 'a'"]),
-        ({}, (), {"classes": digits.MEANING.classes}, ["records no class names: its class a is taken for '0'"]),
+        ({}, (), {"classes": digits.MEANING.classes}, ["classes are numbers here: class 'a' of ", " is taken for '0'"]),
     ],
 )
 def test_what_a_run_may_mean_otherwise_is_said_with_both_values(saved, cfg, record, overrides, latents, shown):

@@ -159,16 +159,18 @@ def test_a_part_records_what_fails_and_ends_within_its_minutes(import_benchmark,
         assert all(written["machine"]["rows"][name].items() >= row.items() for name, row in rows.items())
 
 
-@pytest.mark.parametrize("sizes, kept", [(["sizes=[XL]"], {"S": "first"}), ([], {})])
+@pytest.mark.parametrize("sizes, kept", [(["sizes=[XL]"], {"S, dense": "first"}), ([], {})])
 def test_with_sizes_a_part_keeps_the_other_sizes_numbers(import_benchmark, tmp_path, monkeypatch, sizes, kept):
     gpu_check, path = import_benchmark("gpu_check"), tmp_path / "gpu.json"
-    path.write_text(json.dumps({"steps": {"commit": "first", "rows": {"S": {"measured": 1.0}}}}))
+    rows = {"S, dense": {"measured": 1.0}, "XL, dense": {"failed": "out of memory"}, "XL": {"measured": 1.0}}
+    path.write_text(json.dumps({"steps": {"commit": "first", "rows": rows}}))
 
     def steps(check, options):
         """A part."""
         check.add("XL", 2.0, "images/s")
 
     monkeypatch.setattr(gpu_check, "PARTS", {steps: 1})
+    monkeypatch.setattr(gpu_check, "steps", steps)
     monkeypatch.setattr("sys.argv", ["gpu_check.py", f"out={path}", *sizes])
     gpu_check.main()
     rows = json.loads(path.read_text())["steps"]["rows"]

@@ -182,6 +182,7 @@ def test_what_the_folder_holds(exports):
     for train, route in (
         ({"routes_until": 0}, "none: all tokens in all blocks"),
         ({"routes_until": 2}, "r(2→2), 50% of the tokens; none from step 2 on"),
+        ({"routes_until": 10**6}, "r(2→2), 50% of the tokens"),
         ({"ratio_schedule": {"start": 0.75, "end": 0.25}}, "r(2→2), 75% to 25% of the tokens"),
     ):
         changed = {**found.info, "config": config | {"train": config["train"] | train, "init_from": "results/before"}}

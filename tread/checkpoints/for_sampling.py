@@ -48,14 +48,13 @@ class SavedNetwork:
 
     @property
     def trained_routes(self) -> tuple[Route, ...]:
-        """The routes of training: none if train.routes_until was 0, unless weights from elsewhere may have had them."""
+        """The model's routes, but none if train.routes_until was 0 and no weights came from elsewhere."""
         config = self.found.info["config"]
-        unused = config["train"].get("routes_until") == 0 and not config.get("init_from")
-        return () if unused else self.cfg.model.routes
+        elsewhere = config.get("init_from") or "samples" not in self.found.info  # imported
+        return self.cfg.model.routes if elsewhere or config["train"].get("routes_until") != 0 else ()
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """Return the routes that the network was trained with. But if there were none, the guidance
-        needs one, and guidance.force is set, return the architecture's usual route."""
+        """Return the model's routes; if there are none, but the guidance forces one, the architecture's usual route."""
         model = self.cfg.model
         forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
@@ -138,7 +137,7 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
     for name, network in (("strong", strong), ("weak", other)):
         if any(ends_of(getattr(guidance, name))) and not network.trained_routes and not guidance.force:
             routes = f"{asks} with tokens routed around in the {name} branch, but it was trained without a route"
-            raise ValueError(f"{routes} (guidance.force=true takes the paper's)")
+            raise ValueError(f"{routes} (guidance.force=true allows it)")
     instead = "path_drop_class does" if row.drops_path else "sparse and autoguidance do"
     for sees_class, network in ((row.strong_class, strong), (row.weak_class, other)):
         if sees_class is False and network.label_drop == 0:

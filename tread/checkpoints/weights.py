@@ -214,9 +214,10 @@ class StoredWeights:
                 if there != here:
                     lines.append(f"{key} was {there} where these weights were trained, but is {here} now")
             theirs, ours = self._latents.get("classes", ()), latents.classes
-            if _numbered(theirs) != _numbered(ours) and ours:
-                first = f"its class {theirs[0] if theirs else 0} is taken for {ours[0]!r}, …"
-                lines.append(f"{self.where} or the data records no class names: {first}")
+            if _numbered(theirs) != _numbered(ours) and ours and not cfg.model.takes_text:
+                named = f"classes are numbers here: class {theirs[0] if theirs else 0!r} of {self.where}"
+                named = f"{self.where} records no class names: its class 0" if _numbered(theirs) else named
+                lines.append(f"{named} is taken for {ours[0]!r}, …")
             return lines
         shown = sizes(self.state)
         shown["model.position_scale"] = 1.0  # `fit` and new_positions have compared the positions themselves

@@ -96,8 +96,7 @@ def latents_hash(index: dict) -> str:
 
 
 def check_grid(grid: int, side: int, whose: str) -> None:
-    """Raise ValueError unless features have as many tokens along a side (`grid`) as the network (`side`). `whose` names
-    the features in the message."""
+    """Raise ValueError, naming `whose` features, unless their tokens a side, `grid`, are the network's, `side`."""
     if grid != side:
         raise ValueError(f"{whose} have {grid}×{grid} tokens, but the network has {side}×{side}: take grid={side}")
 

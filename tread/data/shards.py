@@ -149,7 +149,8 @@ class ShardRows:
         return Path(self._arrays[shard].filename), int(index - self._firsts[shard])
 
     def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Tensor:
-        """Return one view (0 original, 1 mirrored) of each sample, (B, …), on the rows' device; `pin` page-locks it."""
+        """Return one view (0 original, 1 mirrored) of each sample, (B, …), on the rows' device. `pin`
+        page-locks a CPU tensor."""
         views, mirrored = np.asarray(views), None
         if views.max(initial=0) >= self._views:
             mirrored, views = np.broadcast_to(views >= self._views, indices.shape).copy(), views % self._views

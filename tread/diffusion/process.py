@@ -82,8 +82,7 @@ class Process(Protocol):
     def loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's weighted mean error (B,) fp32, for clean latents x and standard normal noise. `routes`
-        says which tokens skip which blocks."""
+        """Return each sample's weighted mean error (B,) fp32, for clean latents x and standard normal noise."""
 
     def evaluation_levels(self, count: int) -> Tensor:
         """Return the noise levels at which the loss on held-out data is computed, rising, (count,) fp64."""

@@ -159,8 +159,7 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
 
 
 def hash_of(path: Path, processes: Processes) -> str:
-    """Return a file's sha256, which the main process computes for all, after a message if the file is large. All
-    processes must call this together."""
+    """Return a file's sha256, which the main process computes for all processes, after a message if it is large."""
     if (size := path.stat().st_size) > 2e8:
         processes.say(f"reading {path}, {size_text(size)}, for its hash")
     return processes.from_main(lambda: sha256(path))

@@ -84,7 +84,7 @@ _log = functools.partial(Metric, of="training", compared=False)
 METRICS = Table(Metric, {
     "eval_loss": Metric("evaluation loss", "lower", of="heldout", alike=("edm", "rf")),
     "eval_velocity": Metric("velocity error", "lower", of="heldout"),  # independent of time density and weights
-    "fid": Metric("FID", "lower", alike=(*DRAWN, "eval.inception"), count="fid_samples",
+    "fid": Metric("FID", "lower", alike=DRAWN, count="fid_samples",
                   compute=_frechet("pool"), needs="statistics"),
     "sfid": Metric("sFID", "lower", compared=False, compute=_frechet("spatial"), needs="statistics"),
     "inception_score": Metric("Inception Score", "higher", compared=False,

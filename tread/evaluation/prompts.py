@@ -60,9 +60,7 @@ def encode_prompts(
     the text encoder's hub id or folder; None: the one used in training. Raises ValueError if the encoder can't be
     loaded or has another hash than in training, or if `place` is given though the checkpoint holds the encoder."""
     if place is not None and saved.cfg.text.width is None:
-        raise ValueError(
-            f"text_encoder={place} is given, but the words of {saved.found.folder} are in its checkpoint: leave it out"
-        )
+        raise ValueError(f"text_encoder={place} is given, but {saved.found.folder} holds its words: leave it out")
     try:
         encoder = encoder_for(TextSpec(**asdict(saved.cfg.text)), device, place and str(Path(place).expanduser()))
     except (ValueError, OSError) as error:

@@ -61,7 +61,7 @@ class Composition(NamedTuple):
 
 
 def all_emoji() -> dict[str, dict]:
-    """Return {emoji: its entry in the package `emoji`}, sorted, if fully qualified. Raises ValueError without it."""
+    """Return {emoji: its entry in the package `emoji`}, sorted, if fully qualified; ValueError without that."""
     try:
         import emoji  # imported here because it is an extra
     except ImportError as error:

@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 import torch
 
+from tread.checkpoints.exporting import shortened
 from tread.checkpoints.for_sampling import SavedNetwork
 from tread.checkpoints.network import build_network
 from tread.data.latents import LatentSpec
@@ -57,10 +58,11 @@ def card(
     with torch.device("meta"):
         parameters = count_parameters(build_network(cfg))
     model, latents, train = cfg.model, LatentSpec.from_json(info["latents"]), config["train"]
-    until, schedule, begun = train.get("routes_until"), train.get("ratio_schedule"), config.get("init_from")
+    until, schedule = train.get("routes_until") if "samples" in info else None, train.get("ratio_schedule")
     share = f"{schedule['start']:.0%} to {schedule['end']:.0%} of the tokens" if schedule else None
     routes = [f"{route}, {share or f'{route.selection_ratio:.0%} of the tokens'}" for route in model.resolved_routes]
-    routes = "; ".join([*routes, f"none from step {until:,} on"] if routes and until else routes * (until != 0))
+    routes += [f"none from step {until:,} on"] if routes and until and until < info["step"] else []
+    routes = "; ".join(routes * (until != 0))
     images, width = info["step"] * train["batch_size"], info.get("posthoc", {}).get("sigma_rel", "")
     rows = {
         "network": f"{model.architecture}, {model.blocks}, width {model.hidden_size}, {parameters:,} parameters",
@@ -71,7 +73,7 @@ def card(
     if "samples" in info:
         rows["training"] = f"{images:,} images in batches of {train['batch_size']}, rate {config['optim']['lr']:g}, "
         rows["training"] += f"seed {config['seed']}, code at {info['versions']['git'][:12]}"
-        rows["training"] += f", from the weights in {begun}" if begun else ""
+        rows["training"] += f", from the weights in {shortened(begun)}" if (begun := config.get("init_from")) else ""
         rows["data"] = f"{config['dataset']['name']}, {info['samples']:,} pictures"
     else:  # of import_checkpoint.py
         rows["training"] = f"elsewhere; imported from {PurePath(info['weights']).name}"

@@ -188,11 +188,14 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
             tell(having, METRICS[metric].alike, f"the {METRICS[metric].title} of runs that differ so does {unsaid}")
     tell(groups, ("plugins",), "where a plugin changes the loss, losses of runs that differ so do not mean the same")
     tell(groups, FAIR)
-    plain = tuple(f"{name}." for name in ("name", "model.name", "model.routes", *APART, *UNSAID))
+    models = [group.config["model"] for group in groups]
+    by_model = ("model.name", "model.routes") if len({model["name"] for model in models}) > 1 else ()
+    plain = tuple(f"{name}." for name in ("name", "text.vocabulary", *by_model, *APART, *UNSAID))
     for key, values in unlike([group.config for group in groups]).items():
         named = all(f"{key.rpartition('.')[2]} {value}" in group.name for value, group in zip(values, groups))
-        if not (named or f"{key}.".startswith(plain) or (key.startswith("model.") and None in values)):
-            tell(groups, (key,))  # not for settings that only one architecture has
+        of_all = not key.startswith("model.") or all(key.split(".")[1] in model for model in models)
+        if of_all and not named and not f"{key}.".startswith(plain):
+            tell(groups, (key,))
     return list(dict.fromkeys(warnings))
 
 
@@ -271,6 +274,7 @@ def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
     for group, curve in zip(drawn, curves):
         x, y, spread = ([getattr(point, key) for point in curve] for key in (axis, "value", "spread"))
         dashed = "model.routes" in known.alike and bool(value_at(group.config, "model.routes"))
+        dashed = dashed and value_at(group.config, "train.routes_until") != 0
         lines.append(Line(group.name, [value / size for value in x], y, spread if all(spread) else None, dashed))
     label = ", ".join(filter(None, (known.title, known.unit)))
     note = ", with routes (dashed): not comparable to runs without" * any(line.dashed for line in lines)

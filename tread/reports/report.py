@@ -320,5 +320,5 @@ def _network(config: dict) -> str | None:
         + ("" if route.get("rejoin") in (None, route.get("start")) else f" rejoining as before block {route['rejoin']}")
         for route in (model.get("routes") if until != 0 else None) or ()
     ]
-    routes += [f"none from step {until:,} on"] if routes and until else []
+    routes += [f"none from step {until:,} on"] if routes and until and until < train.get("steps", 0) else []
     return ", ".join([str(model["name"]), *sizes, "; ".join(routes) or "no route"])

@@ -281,9 +281,7 @@ def _check_grid(noise: Tensor, grid: Grid | None) -> Grid:
 
 def _check_mask(noise: Tensor, keep: Tensor) -> None:
     if keep.shape != noise.shape or keep.dtype != torch.bool:
-        raise ValueError(
-            f"force_keep is {tuple(keep.shape)} {keep.dtype}, but must be {tuple(noise.shape)} of torch.bool, as noise"
-        )
+        raise ValueError(f"force_keep is {tuple(keep.shape)} {keep.dtype}, not {tuple(noise.shape)} of torch.bool")
 
 
 @dataclass(frozen=True)

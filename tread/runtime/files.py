@@ -164,7 +164,7 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 class Lock:
     """A lock on a file, made if missing, that one process holds until it is released or the process ends. If another
-    process holds it, this raises FileExistsError(busy) or, with busy=None, waits. Some file systems have no locks."""
+    process holds it, this raises FileExistsError(busy) or, with busy=None, waits. Some file systems ignore locks."""
 
     def __init__(self, path: Path, busy: str | None) -> None:
         with explain_failure(path):

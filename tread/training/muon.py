@@ -39,8 +39,7 @@ def groups_of(parameters: Iterable[nn.Parameter], network: nn.Module) -> list[di
 
 
 def orthogonalized(matrices: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
-    """Return matrices (n, rows, columns) with their singular values brought close to 1 by Newton–Schulz iterations in
-    `dtype`; zero matrices stay zero."""
+    """Bring the singular values of matrices (n, rows, columns), if not 0, near 1 by Newton–Schulz steps in `dtype`."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices

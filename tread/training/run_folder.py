@@ -24,7 +24,8 @@ NOTHING = "nothing"  # stands for a missing value
 
 def decisive(keys: Iterable[str], config: dict) -> list[str]:
     """Return those of the dotted keys whose settings must not change when a run with `config` is resumed."""
-    names = (*FIXED, config.get("objective", "edm"))
+    ends = ["train.routes_until"] * (config.get("train", {}).get("routes_until") == 0)  # 0 stands for "never any"
+    names = (*FIXED, *ends, config.get("objective", "edm"))
     return [key for key in keys if any(key == name or key.startswith(name + ".") for name in names)]
 
 
