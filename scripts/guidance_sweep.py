@@ -75,6 +75,8 @@ def main(tree: dict) -> None:
     for name in Point._fields:
         if any(word.lstrip("+").startswith(f"guidance.{name}=") for word in sys.argv[1:]):
             raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] in its place")
+    if any(word.startswith("guidance=sg_") for word in sys.argv[1:]):
+        raise ValueError("guidance=sg_… sets the ratios, which a sweep changes: take guidance=sparse")
     sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
     options = read_options(tree)
     run(sweep, options, share_work(None, options.cpu_threads))

@@ -44,7 +44,7 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
     ranges = pieces_of(range(len(labels)), options.shard_size)
     writer = DatasetWriter(Path(options.out), latents, plan | normalize, ranges=ranges)
     if writer.is_finished():
-        print(f"{options.out} is finished")
+        print(f"{options.out} is finished; remove it to make it anew, if its source changed since")
         return
     writer.begin()
     missing = writer.missing()

@@ -3,9 +3,9 @@
 Prints parameters, FLOPs, device memory by part, how activation memory is saved (train.memory), the largest micro-batch
 that fits, images/s, hours, money and disk, in one column without routes and one with. An encoder that runs in training
 is included. No GPU is needed, nor a dataset if the config states its shape and, for models that take text, text.tokens
-and text.width. device=this measures on this machine. For other devices, times are predictions for a compiled network
-in bf16 (tread/training/costs.py). If benchmarks/gpu_check.py has written a file for the device, the predictions use
-its measured constants. All options: configs/plan.yaml.
+and text.width. device=this measures forward and backward passes on this machine. For other devices, predictions are
+for compiled blocks in bf16 (tread/training/costs.py), with the measured constants of benchmarks/gpu_check.py, if there
+are any. All options: configs/plan.yaml.
 """
 
 if __name__ == "__main__":
@@ -28,17 +28,8 @@ from tread.runtime.cli import door, open_door
 from tread.runtime.device import device_name, memory_of, use_precision
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count, Positive
-from tread.training import settings
-from tread.training.costs import (
-    blank_aligner,
-    largest_micro_batch,
-    live_bytes,
-    measured_seconds,
-    memory,
-    plan_memory,
-    sample_flops,
-    step_seconds,
-)
+from tread.training import costs, settings
+from tread.training.alignment import Aligner
 from tread.training.settings import Settings
 
 KEYS = ("devices", "device", "price")
@@ -74,7 +65,8 @@ def show(cfg: Settings, options: Options) -> None:
         if cfg.lora.rank:
             cfg.lora.adapt(network)
     cfg.optim.freeze(network)
-    images, routes = cfg.train.batch_size // options.devices, cfg.model.resolved_routes
+    until, images = cfg.train.routes_until, cfg.train.batch_size // options.devices
+    routes = cfg.model.resolved_routes if until != 0 else ()
     constants, measured = constants_of(options.device)
     columns = [column(cfg, network, kind, images, options, constants) for kind in ((), routes)[: 2 if routes else 1]]
     parameters, trained = count_parameters(network), count_parameters(network, trained=True)
@@ -87,9 +79,16 @@ def show(cfg: Settings, options: Options) -> None:
     checkpoint = size_text(4 * (kept * (2 + len(cfg.ema.power)) + cfg.optim.state_size(network)))
     stored, each = ("uint8", 1) if cfg.dataset.embedded == "cifar10" else ("fp16", 2)  # bytes of a number
     view = size_text(cfg.dataset.channels * cfg.dataset.size**2 * each)
-    print(f"\ndisk: {checkpoint} a checkpoint, every {cfg.every.save:,} steps; latents {view} a view in {stored}")
-    if measured:
-        print(measured)
+    stored += ", twice that as moments" * (cfg.dataset.channels not in (1, 3))
+    averages = f" and {size_text(2 * len(cfg.ema.power) * parameters)} of averages" if cfg.ema.power else ""
+    every = f"{checkpoint} a checkpoint{averages}, every {cfg.every.save:,} steps"
+    print(f"\ndisk: {every}; latents {view} a view in {stored}")
+    if until and routes and until < cfg.train.steps:
+        print(f"steps from {until:,} on run all tokens, in FLOPs and hours; their memory is that of all tokens")
+    if cfg.train.ratio_schedule and routes:
+        print("train.ratio_schedule is not planned: routed steps have the route's selection_ratio")
+    known = "memory and times are those of compiled blocks in bf16" + (f"; {measured}" if measured else "")
+    print("times are those of plain forward and backward passes alone" if options.device == "this" else known)
 
 
 def constants_of(device: str) -> tuple[Constants, str]:
@@ -109,21 +108,21 @@ def column(
     precision = use_precision(cfg.train.precision, here) if this else "bf16"
     compiled = cfg.train.compile is not False and not (this and here.type == "cpu")
     room = memory_of(here) if this else DEVICES[options.device].memory
-    aligner = blank_aligner(cfg, network)
+    aligner = costs.blank_aligner(cfg, network)
     encoder = aligner.encoder if aligner else None
-    live = live_bytes(cfg, images, encoder)
-    how = plan_memory(cfg, network, [(routes, True)], images, room - live, precision, compiled, aligner).how
+    live = costs.live_bytes(cfg, images, encoder)
+    how = costs.plan_memory(cfg, network, [(routes, True)], images, room - live, precision, compiled, aligner).how
     saving = replace(cfg, train=replace(cfg.train, memory=how))
-    few, more = (memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
-    micro = largest_micro_batch(few, more, images, room - live)
+    few, more = (costs.memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
+    micro = costs.largest_micro_batch(few, more, images, room - live)
     frozen = 4 * (count_parameters(network) - count_parameters(network, trained=True))
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
-    both = (aligner, None) if aligner else (None,)  # until alignment ends, and from there on
-    flops, *later = (sample_flops(network, routes, each) for each in both)
-    aligned = min(steps, cfg.alignment.until or steps)
-    in_all = flops * aligned + sum(later) * (steps - aligned)
+    ends = cfg.train.routes_until if routes else 0
+    counted = replace(cfg, train=replace(cfg.train, routes_until=ends, ratio_schedule=None))
+    kinds = [(each, aligner if on else None, n) for (each, on), n in costs.count_kinds(counted, range(steps)).items()]
+    in_all = sum(n * costs.sample_flops(network, each, on) for each, on, n in kinds)
     lines = {
-        "FLOPs an image": f"{flops:.3e}",
+        "FLOPs an image": f"{costs.sample_flops(network, routes, aligner):.3e}",
         "FLOPs of the run": f"{cfg.train.batch_size * in_all:.3e}",
         "memory: weights and gradients": size_text(2 * few.weights - frozen),
         "  optimizer and averages": size_text(few.optimizer + few.averages),
@@ -134,14 +133,16 @@ def column(
     }
     if not micro:
         return lines | {"images/s": "–", "hours": "–"}
-    if this:
-        least = min(micro, 8)
-        seconds = measured_seconds(cfg, routes, least, here, precision) * images / least
-        later = [seconds]
-    else:
-        given = (cfg, network, routes, images, DEVICES[options.device])
-        seconds, *later = (step_seconds(*given, each, constants) for each in both)
-    hours = (seconds * aligned + sum(later) * (steps - aligned)) / 3600
+
+    def step(each: tuple[Route, ...], on: Aligner | None) -> float:
+        if this:
+            least = min(micro, 8)
+            return costs.measured_seconds(cfg, each, least, here, precision) * images / least
+        again = 4 / 3 if how == "checkpointing" else 1.0  # a second forward pass
+        return again * costs.step_seconds(cfg, network, each, images, DEVICES[options.device], on, constants)
+
+    spent = [step(each, on) for each, on, _ in kinds]
+    seconds, hours = spent[0], sum(n * each for each, (*_, n) in zip(spent, kinds)) / 3600
     lines |= {"images/s": f"{cfg.train.batch_size / seconds:,.0f}", "hours": f"{hours:,.1f}"}
     lines |= {"device-hours": f"{hours * options.devices:,.1f}", "on": device_name(here) if this else options.device}
     return lines | ({"price": f"{hours * options.devices * options.price:,.0f}"} if options.price else {})

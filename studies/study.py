@@ -253,8 +253,7 @@ def rehearsed(study: Study) -> Study:
 
 
 def _over(base: dict, said: dict) -> dict:
-    """Return `base` updated by `said`, but with the lists "overrides" and "scoring" of both joined; of several
-    overrides of one key the last remains."""
+    """Return `base` updated by `said`, with both's "overrides" and "scoring" joined, the last one of each key."""
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 

@@ -283,6 +283,7 @@ def test_a_sweep_that_can_not_be_is_refused(runs, tmp_path):
         (f"checkpoint={runs / 'digits-tread'}/step_*", "out=a", "one checkpoint"),
         (*common, "guidance=cfg", "sweep.weak=[0.5]", "no ratios to sweep"),
         (*common, "guidance=none", "nothing to sweep"),
+        (*common, "guidance=sg_flops", "take guidance=sparse"),
         (*common, "sweep.strong=[0.9]", "sweep.weak=[0.5]", "above sweep.weak everywhere"),
         (*common, "sweep.weak=[0.9,0.94]", "sweep.strong=[0]", "keeps a single token"),
         (*common, "sweep.metric=fid", "with no reference there are label_agreement, frechet_pixels"),

@@ -228,6 +228,22 @@ def test_a_plan_counts_alignment_up_to_its_end(tmp_path):
         assert 1.02 * plain < aligned and ended == pytest.approx((plain + aligned) / 2, rel=1e-3)
 
 
+def test_a_plan_counts_routes_up_to_their_end_and_a_second_forward_pass(tmp_path):
+    """A quarter of the steps routed: that share of both columns; with checkpointing 4/3 of the time."""
+    words = ("experiment=imagenet256_xl2", "model=tread", "train.steps=1_000_000", "devices=1")
+
+    def planned(*more: str) -> list[list[float]]:
+        text = launch_door(plan.main, "plan", tmp_path, *words, *more)
+        found = [re.search(rf"{name} +(.+)", text)[1].split() for name in ("run", "\nhours")]
+        return [[float(number.replace(",", "")) for number in line] for line in found]
+
+    whole, part, again = planned(), planned("train.routes_until=250_000"), planned("train.memory=checkpointing")
+    for (dense, routed), (same, mixed) in zip(whole, part):
+        assert same == dense and mixed == pytest.approx(0.25 * routed + 0.75 * dense, rel=2e-3)
+    assert [len(line) for line in planned("train.routes_until=0")] == [1, 1]
+    assert again[0] == whole[0] and again[1] == pytest.approx([4 / 3 * hours for hours in whole[1]], rel=2e-3)
+
+
 @pytest.mark.parametrize(
     "experiment, said",
     [

@@ -268,8 +268,7 @@ def _step(folder: Path) -> int:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return a run's checkpoint folders, damaged ones too, ordered by step. If the link `latest` exists, folders later
-    than the one it leads to are left out."""
+    """Return a run's checkpoint folders, damaged ones too, by step, up to the one that link `latest` leads to."""
     folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
     return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)

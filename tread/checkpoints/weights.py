@@ -95,8 +95,7 @@ def fit(
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError if numbers are not finite, position embeddings differ from those expected, or MaskDiT's
-    embedding of the null class is not 0."""
+    """Raise ValueError for numbers not finite, unexpected position embeddings, or a null class of MaskDiT's not 0."""
     if broken := [name for name in expected if not state[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
     for name in (name for name in POSITIONS if name in expected):

@@ -242,8 +242,7 @@ class LatentDataset:
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text, tokens)
 
     def text_of(self, captions: np.ndarray) -> Text:
-        """Return encoded captions by their numbers (B,), which count from 0 through all captions of all samples. The
-        dataset must have been opened with text."""
+        """Return encoded captions by their numbers (B,), which count from 0 through those of all samples."""
         return self._text.read(captions)
 
     def null_text(self) -> Text:

@@ -51,8 +51,7 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """{"text.<name>": value} of the settings that change what trained weights compute. The vocabulary is left out,
-        as `fingerprint` is its hash."""
+        """{"text.<name>": value} of the settings that change what trained weights compute; not the vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 

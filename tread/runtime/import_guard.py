@@ -1,5 +1,4 @@
-"""Ends a script with one line, not a traceback, if Ctrl-C or a missing package stops its imports, which take seconds.
-Uses the standard library alone."""
+"""Ends a script with one line, not a traceback, if Ctrl-C or a missing package stops its imports."""
 
 import os
 import signal

@@ -39,12 +39,18 @@ USABLE = 0.94  # share of a device's memory for tensors; CUDA and fragmentation 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
     """Return the FLOPs of the training steps numbered `steps`, on whole batches, with each step's token routes."""
+    kinds = count_kinds(cfg, steps)
+    each = (sample_flops(network, routes, aligner if aligned else None) for routes, aligned in kinds)
+    return cfg.train.batch_size * sum(flops * count for flops, count in zip(each, kinds.values()))
+
+
+def count_kinds(cfg: Settings, steps: range) -> Counter[Kind]:
+    """Return how many of the training steps `steps` are of each kind."""
     kinds, changes = Counter(), {steps.start, cfg.train.routes_until, cfg.alignment.until}
     firsts = [*steps] if cfg.train.ratio_schedule else sorted(step for step in changes if step in steps)
     for first, end in zip(firsts, [*firsts[1:], steps.stop]):
         kinds[active_routes(cfg, first), bool(cfg.alignment.weight_at(first))] += end - first
-    each = (sample_flops(network, routes, aligner if aligned else None) for routes, aligned in kinds)
-    return cfg.train.batch_size * sum(flops * count for flops, count in zip(each, kinds.values()))
+    return kinds
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:

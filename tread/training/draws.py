@@ -51,8 +51,7 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
 
 
 def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
-    """Draw all random numbers of a training step, for the global batch, each kind from its own random stream, so that
-    runs with and without routes see the same noise."""
+    """Draw a training step's random numbers, for the global batch, each kind from a stream of its own."""
 
     def drawn(kind: Callable[..., Tensor], stream: str, *size: int) -> Tensor:
         return kind(size, generator=generator(cfg.seed, step, stream, device=device), device=device)
