@@ -144,8 +144,8 @@ def test_paper_rule():
     [
         (Route(2, 12), "end 12 is out of range for 12 blocks"),
         (Route(-13, 5), "start -13 is out of range"),
-        (Route(8, 2), "the route 8→2 is 8→2 in 12 blocks: its start"),
-        (Route(8, -11), "the route 8→-11 is 8→1 in 12 blocks: its start"),
+        (Route(8, 2), "the route 8→2 is 8→2 in 12 blocks, backwards"),
+        (Route(8, -11), "the route 8→-11 is 8→1 in 12 blocks, backwards"),
         (Route(2, 11, fp32="next"), "no block follows"),
         (Route(2, 8, rejoin=-9), "rejoin -9 lies behind route start 2"),
     ],

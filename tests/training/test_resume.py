@@ -234,8 +234,9 @@ def test_settings_that_a_kill_kept_from_a_checkpoint_are_kept_with_a_word(begun)
     """Typed at the last start, whose process died before it saved: run.json knows, the checkpoint does not."""
     path = begun / RUN / "run.json"
     starts = json.loads(path.read_text())
-    path.write_text(json.dumps([*starts, {**starts[0], "config": {**own(begun), "init_weights": "model"}}]))
-    assert warnings(resume(begun, f"run={RUN}")) == ["warning: init_weights was ema, is model"]
+    checkpoints = own(begun)["checkpoints"] | {"keep_last": 77}
+    path.write_text(json.dumps([*starts, {**starts[0], "config": {**own(begun), "checkpoints": checkpoints}}]))
+    assert warnings(resume(begun, f"run={RUN}")) == ["warning: checkpoints.keep_last was null, is 77"]
 
 
 def test_keys_that_are_younger_than_the_run_have_todays_default(begun):
