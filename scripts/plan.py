@@ -87,7 +87,7 @@ def show(cfg: Settings, options: Options) -> None:
         print(f"steps from {until:,} on run all tokens, in FLOPs and hours; their memory is that of all tokens")
     if cfg.train.ratio_schedule and routes:
         print("train.ratio_schedule is not planned: routed steps have the route's selection_ratio")
-    known = "memory and times are those of compiled blocks in bf16" + (f"; {measured}" if measured else "")
+    known = "memory and times are those of bf16, times of compiled blocks" + (f"; {measured}" if measured else "")
     print("times are those of plain forward and backward passes alone" if options.device == "this" else known)
 
 
@@ -119,8 +119,9 @@ def column(
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
     ends = cfg.train.routes_until if routes else 0
     counted = replace(cfg, train=replace(cfg.train, routes_until=ends, ratio_schedule=None))
-    kinds = [(each, aligner if on else None, n) for (each, on), n in costs.count_kinds(counted, range(steps)).items()]
-    in_all = sum(n * costs.sample_flops(network, each, on) for each, on, n in kinds)
+    counts = costs.count_kinds(counted, range(steps)).items()
+    kinds = [(active, aligner if aligned else None, count) for (active, aligned), count in counts]
+    in_all = sum(count * costs.sample_flops(network, *kind) for *kind, count in kinds)
     lines = {
         "FLOPs an image": f"{costs.sample_flops(network, routes, aligner):.3e}",
         "FLOPs of the run": f"{cfg.train.batch_size * in_all:.3e}",
@@ -134,15 +135,15 @@ def column(
     if not micro:
         return lines | {"images/s": "–", "hours": "–"}
 
-    def step(each: tuple[Route, ...], on: Aligner | None) -> float:
+    def step(active: tuple[Route, ...], aligning: Aligner | None) -> float:
         if this:
             least = min(micro, 8)
-            return costs.measured_seconds(cfg, each, least, here, precision) * images / least
+            return costs.measured_seconds(cfg, active, least, here, precision) * images / least
         again = 4 / 3 if how == "checkpointing" else 1.0  # a second forward pass
-        return again * costs.step_seconds(cfg, network, each, images, DEVICES[options.device], on, constants)
+        return again * costs.step_seconds(cfg, network, active, images, DEVICES[options.device], aligning, constants)
 
-    spent = [step(each, on) for each, on, _ in kinds]
-    seconds, hours = spent[0], sum(n * each for each, (*_, n) in zip(spent, kinds)) / 3600
+    spent = [step(*kind) for *kind, _ in kinds]
+    seconds, hours = spent[0], sum(count * each for each, (*_, count) in zip(spent, kinds)) / 3600
     lines |= {"images/s": f"{cfg.train.batch_size / seconds:,.0f}", "hours": f"{hours:,.1f}"}
     lines |= {"device-hours": f"{hours * options.devices:,.1f}", "on": device_name(here) if this else options.device}
     return lines | ({"price": f"{hours * options.devices * options.price:,.0f}"} if options.price else {})

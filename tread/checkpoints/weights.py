@@ -95,7 +95,7 @@ def fit(
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError for numbers not finite, unexpected position embeddings, or a null class of MaskDiT's not 0."""
+    """Raise ValueError for non-finite numbers, unexpected position embeddings, or a nonzero null class of MaskDiT."""
     if broken := [name for name in expected if not state[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
     for name in (name for name in POSITIONS if name in expected):
@@ -214,8 +214,9 @@ class StoredWeights:
                     lines.append(f"{key} was {there} where these weights were trained, but is {here} now")
             theirs, ours = self._latents.get("classes", ()), latents.classes
             if _numbered(theirs) != _numbered(ours) and ours and not cfg.model.takes_text:
-                named = f"classes are numbers here: class {theirs[0] if theirs else 0!r} of {self.where}"
-                named = f"{self.where} records no class names: its class 0" if _numbered(theirs) else named
+                named = f"{self.where} records no class names: its class 0"
+                if not _numbered(theirs):
+                    named = f"classes are numbers here: class {theirs[0]!r} of {self.where}"
                 lines.append(f"{named} is taken for {ours[0]!r}, …")
             return lines
         shown = sizes(self.state)
