@@ -19,6 +19,7 @@ from tread.models.cost_constants import DEVICES, PREDICTED, UPDATE_BYTES, Device
 from tread.training import costs, settings
 from tread.training.alignment import Alignment
 from tread.training.costs import kinds_to_come, largest_micro_batch, memory, plan_memory, step_seconds
+from tread.training.draws import active_routes
 
 DENSE = ((), False)  # a kind of steps: without routes, without alignment
 BANDWIDTH, LAUNCH = PREDICTED.bandwidth, PREDICTED.launch
@@ -210,6 +211,9 @@ def test_kinds_of_steps_to_come(composed):
     assert kinds_to_come(cfg, range(80, 100)) == [DENSE] and kinds_to_come(cfg, range(100, 100)) == []
     endless = settings.read(composed(*words[:2], "train.steps=1e12"))  # without a walk over the steps
     assert kinds_to_come(endless, range(10**12)) == [(endless.model.resolved_routes, False)]
+    beyond = settings.read(composed(*words[:3], "train.ratio_schedule={start: 0.75, end: 0.25, last: 150}"))
+    kinds = [routes[0].selection_ratio for routes, _ in kinds_to_come(beyond, range(100))]
+    assert kinds == [0.75, active_routes(beyond, 99)[0].selection_ratio]  # the last step's is the largest
     cfg = settings.read(composed(*words, "train.ratio_schedule={start: 0.75, end: 0.25, first: 10, last: 60}"))
     for begun, ratios in ((0, {0.75, 0.25}), (70, {0.25})):
         kinds = kinds_to_come(cfg, range(begun, 100))
@@ -294,7 +298,7 @@ def test_a_plan_measures_this_machine(tmp_path):
         (["device=h300"], "device is 'h300', but must be h200, h100, a100, 4090 or this"),
         (["devices=3"], "train.batch_size 256 is not a multiple of devices 3"),
         (["price=-1"], "price is -1, but must be positive"),
-        (["optim.groups=[{match: nothing, lr: 0}]"], "is found in no parameter's name"),
+        (["optim.groups=[{match: nothing, lr: 0}]"], "is found in no trained parameter's name"),
     ],
 )
 def test_what_can_not_be_planned_is_refused(tmp_path, words, said):

@@ -419,12 +419,19 @@ def test_groups_have_their_own_rates_and_0_freezes(tmp_path):
         rate = 0.25 if name.endswith("bias") else 0.0 if name.startswith("blocks") else 0.05
         torch.testing.assert_close(value.detach(), before[name] - rate)
     assert optim.keeps_state({"optim.lr"}) and not optim.keeps_state({"optim.groups.1.lr"})
-    with pytest.raises(ValueError, match="optim.groups.0.match=nothing is found in no parameter's name: "):
+    with pytest.raises(ValueError, match="optim.groups.0.match=nothing is found in no trained parameter's name: "):
         settings(groups=({"match": "nothing", "lr": 0.1},)).freeze(network())
+    without_biases = network()
+    for name, value in without_biases.named_parameters():
+        value.requires_grad_(not name.endswith("bias"))
     with pytest.raises(ValueError, match="optim.groups.1.match=blocks.0 is found .* name that no earlier group has: "):
         settings(groups=({"match": "blocks", "lr": 0.1}, {"match": "blocks.0", "lr": 0.2})).freeze(network())
+    with pytest.raises(ValueError, match="optim.groups.0.match=bias is found in no trained parameter's name"):
+        settings(groups=({"match": "bias", "lr": 0.1},)).freeze(without_biases)
     with pytest.raises(ValueError, match="freezes all parameters"):
         settings(groups=({"match": "", "lr": 0.0},)).freeze(network())
+    with pytest.raises(ValueError, match="optim.name=adamw refuses its settings, .*fused. and .foreach."):
+        settings(options={"foreach": True}).build(network().named_parameters())
     projector = torch.nn.Parameter(torch.ones(1))  # with a name like a frozen one's
     assert "lr_factor" not in settings(groups=groups).build([("blocks", projector)]).param_groups[0]
     given = ["optim.groups=[{match: y_embedder, lr: 1e-3}, {match: blocks, lr: 0}]", "optim.warmup_steps=2"]

@@ -248,6 +248,14 @@ def test_keys_that_are_younger_than_the_run_have_todays_default(begun):
     assert warnings(resume(begun, f"run={RUN}")) == [] and own(begun)["tracker"] == "none"
 
 
+def test_options_of_an_optimizer_are_typed_as_a_whole_and_each_is_told(begun):
+    resume(begun, f"run={RUN}", "train.steps=4", "optim.name=sgd", "optim.options={momentum: 0.9}")
+    text = resume(begun, f"run={RUN}", "train.steps=5", "optim.options={momentum: 0.9, nesterov: true}")
+    assert "warning: optim.options.nesterov was nothing, is true" in text and "begins anew" in text
+    resume(begun, f"run={RUN}", "train.steps=6", "optim.name=adamw", "optim.options={amsgrad: true}")
+    assert own(begun)["optim"]["options"] == {"amsgrad": True}
+
+
 def test_a_setting_of_newer_code_is_told_with_its_file(begun):
     """In the run's record, at going on; in the checkpoint's, at sampling and where there is no run.json."""
     record, info = begun / RUN / "run.json", begun / RUN / "step_0000003/info.json"

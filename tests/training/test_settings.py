@@ -302,6 +302,11 @@ def test_memory_is_asked_for_before_a_network_is_built_and_never_too_much(compos
         if architecture != "maskdit":  # whose decoder is most of it
             with pytest.raises(ValueError, match="parameters or more"):
                 check_memory(cfg, CPU)
+    for frozen in ("lora.rank=2", "optim.groups=[{match: ., lr: 0}]"):  # no gradients or moments of the blocks
+        cfg, _ = settings.complete(composed("model=dit", frozen, "init_from=a"))
+        room = 4 * (1 if "lora" in frozen else 2) * size_of(build_network(cfg))
+        monkeypatch.setattr("os.sysconf", lambda name, room=room: {"SC_PHYS_PAGES": room, "SC_PAGE_SIZE": 1}[name])
+        check_memory(cfg, CPU)
 
 
 def test_the_older_name_of_saving_memory_still_reads(read_config):

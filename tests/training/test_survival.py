@@ -26,7 +26,7 @@ from tread.checkpoints.run_log import RunLog
 from tread.data.writer import write_dataset
 from tread.models import backbone
 from tread.preparing import digits
-from tread.training import failures, periodic, step
+from tread.training import failures, periodic, start, step
 
 RUN = Path("results/digits-tread")
 
@@ -310,6 +310,38 @@ def test_out_of_memory_names_the_micro_batch_that_fits(tmp_path, monkeypatch):
         launch(tmp_path)
     assert status(tmp_path)["state"] == "failed"
     launch(tmp_path, "train.micro_batch_size=2")
+
+
+FROZEN, OVER = ["optim.groups=[{match: blocks.0, lr: 0}]"], ["alignment=self", "alignment.until=1"]
+
+
+@pytest.mark.parametrize("words", [FROZEN, OVER])
+def test_out_of_memory_is_told_where_parts_are_frozen_or_alignment_is_over(tmp_path, monkeypatch, words):
+    taken = failures.training_step
+
+    def full(run):
+        if run.step:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        taken(run)
+
+    monkeypatch.setattr(failures, "training_step", full)
+    with pytest.raises(SystemExit, match="train.micro_batch_size=4 would fit"):
+        launch(tmp_path, *words)
+
+
+def test_a_start_notices_that_another_process_trained_meanwhile(copied, monkeypatch):
+    """While this one reads its data, another one records a start and ends."""
+    opened = start.open_datasets
+
+    def meanwhile(*arguments):
+        other = RunLog(copied / RUN)
+        other.start(8, other.starts()[-1]["config"])
+        other.close()
+        return opened(*arguments)
+
+    monkeypatch.setattr(start, "open_datasets", meanwhile)
+    with pytest.raises(SystemExit, match="another process trained in .* while this one was starting; start again"):
+        launch(copied, *OPTIONS, "train.steps=9")
 
 
 def test_a_compiler_that_fails_in_a_step_is_left_out_from_there(whole, tmp_path, monkeypatch):

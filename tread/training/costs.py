@@ -210,7 +210,7 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
     """Return the different pairs (token routes, whether the alignment loss is on) of the training steps `steps`. Of the
     ratios that train.ratio_schedule goes through, only a few are included, such as the first and the last."""
     schedule, ends = cfg.train.ratio_schedule, (cfg.train.routes_until, cfg.alignment.until)
-    places = (steps.start, *ends, *((schedule.first, schedule.last) if schedule else ()))
+    places = (steps.start, *ends, steps.stop - 1, *((schedule.first, schedule.last) if schedule else ()))
     there = (place for place in places if place is not None and place in steps)
     return list(dict.fromkeys((active_routes(cfg, place), bool(cfg.alignment.weight_at(place))) for place in there))
 

@@ -91,15 +91,16 @@ def explain_memory(run: Run, error: str) -> str:
     run.optimizer.zero_grad()
     draws = step_draws(cfg, run.data.latents, run.step, run.device).rows(rows)
     batch = run.loader.batches(run.step)[0]
-    module = run.aligner.module if run.aligner else run.network
-    parameters = list(module.parameters())
+    aligner = run.aligner_at(run.step)
+    module = aligner.module if aligner else run.network
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     def attempt(size: int) -> None:
         few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # for its future state
         room = [parameter.new_empty(math.ceil(copies * parameter.numel())) for parameter in parameters]
         with torch.compiler.set_stance("force_eager"), autocast(run.device, run.precision):
             given = (batch.rows(few), draws.rows(few), run.network.null(1))
-            total = sum(term.mean() for term in loss(cfg, module, run.data.latents, *given, run.aligner))
+            total = sum(term.mean() for term in loss(cfg, module, run.data.latents, *given, aligner))
         torch.autograd.grad(total, parameters)  # not backward(), which would have DDP wait for other processes
         del room  # held until here
 

@@ -103,16 +103,17 @@ class Optim:
 
     def freeze(self, network: nn.Module) -> None:
         """Freeze parameters of groups with rate 0. Raises ValueError if a group matches none, or if all are frozen."""
-        members = [self._group_of(name) for name, _ in network.named_parameters()]
+        trained = {name: each for name, each in network.named_parameters() if each.requires_grad}  # not LoRA's base
+        members = [self._group_of(name) for name in trained]
         for number, group in enumerate(self.groups):
             if group not in members:
-                names = listed(name for name, _ in network.named_parameters())
-                where = "in no parameter's name" + " that no earlier group has" * (number > 0)
+                names = listed(trained)
+                where = "in no trained parameter's name" + " that no earlier group has" * (number > 0)
                 raise ValueError(f"optim.groups.{number}.match={group.match} is found {where}: {names}")
-        for parameter, group in zip(network.parameters(), members):
+        for parameter, group in zip(trained.values(), members):
             if group is not None and not group.lr:
                 parameter.requires_grad_(False)
-        if not any(parameter.requires_grad for parameter in network.parameters()):
+        if not any(parameter.requires_grad for parameter in trained.values()):
             raise ValueError("optim.groups freezes all parameters: one at least must have a rate")
 
     def _group_of(self, name: str) -> OwnRate | None:
@@ -136,7 +137,7 @@ class Optim:
             groups = [{"params": part, **rates.get(group, {})} for group, part in members.items()]
         try:
             optimizer = OPTIMIZERS[self.name].make(groups, **self._arguments(), **(self.options or {}))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"optim.name={self.name} refuses its settings, see section optim: {error}") from error
         optimizer.built = [dict(group) for group in optimizer.param_groups]  # checkpoints save what differs from it
         return optimizer

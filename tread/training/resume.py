@@ -129,11 +129,12 @@ def find_run(run: str) -> Path:
 
 
 def leaves(key: str, value: object) -> list[str]:
-    """Return the dotted keys that key=value on the command line sets: the key, or for a dict value all keys in it."""
+    """Return the dotted keys that key=value on the command line sets: the key, or for a dict value all keys in it (but
+    optim.options as a whole)."""
     if isinstance(value, str) and re.fullmatch(r"\{.+:.+\}", value):
         spaced = re.sub(r"([{,]\s*[^:{},]+):", r"\1: ", value)  # Hydra reads {a:1} as a dict, YAML only {a: 1}
         value = OmegaConf.to_container(OmegaConf.create(spaced))
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or key == "optim.options":  # whose keys belong to one optimizer
         return [key]
     return [leaf for part, inner in value.items() for leaf in leaves(f"{key}.{part}", inner)]
 

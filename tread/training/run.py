@@ -86,6 +86,7 @@ class Run:
 
     cfg: Settings
     config: dict
+    log: RunLog
     processes: Processes
     precision: str
     micro_batches: list[slice]
@@ -112,10 +113,9 @@ class Run:
     spent: dict[str, float] = field(default_factory=dict)  # seconds of other work since the last record
 
     def __post_init__(self) -> None:
-        """Create the log, loader and statistics, with the counts of the checkpoint that the run continues."""
+        """Create the loader and statistics, with the counts of the checkpoint that the run continues."""
         cfg, info = self.cfg, self.earlier.info if self.earlier else {}
-        self.folder = Path(cfg.results) / cfg.name
-        self.log = RunLog(self.folder)
+        self.folder = self.log.folder
         self.device, self.main, self.say = self.processes.device, self.processes.main, self.processes.say
         device, batch_size = self.device, cfg.train.batch_size
         more = {"steps": cfg.train.steps, "beyond": process_of(cfg).beyond, "bare_from": cfg.alignment.until}
@@ -154,7 +154,7 @@ class Run:
 
     def due(self, interval: int | None) -> bool:
         """Return whether work done every `interval` steps, and after the last one, is due now; None: never."""
-        last = self.step == self.cfg.train.steps
+        last = self.step >= self.cfg.train.steps
         return interval is not None and self.step > 0 and (last or self.step % interval == 0)
 
     @property

@@ -16,7 +16,7 @@ from tread.checkpoints.adapting import new_classes, new_positions, position_scal
 from tread.checkpoints.ema import EMA, exponential, power
 from tread.checkpoints.lora import BASE, Lora, base_of
 from tread.checkpoints.network import build_network, process_of
-from tread.checkpoints.run_log import differences
+from tread.checkpoints.run_log import RunLog, differences
 from tread.checkpoints.weights import StoredWeights, load_weights
 from tread.data.columns import check_grid
 from tread.data.dataset import LatentDataset
@@ -61,6 +61,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     stop.connect(processes.count)
     micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
     check_memory(cfg, processes.device)
+    log = RunLog(Path(cfg.results) / cfg.name)  # before anything in the folder is read
     claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
     earlier = claimed.checkpoint
     if earlier and not (earlier.folder / "info.json").is_file():
@@ -94,7 +95,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     memory, uncompiled = prepare_blocks(cfg, network, ema, aligner, micro_batches[0], precision, rest, lasting)
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
-        cfg, config, processes, precision, micro_batches, data, heldout, network, ema, [ema, *powers.values()], aligner,
+        cfg, config, log, processes, precision, micro_batches, data, heldout, network, ema, [ema, *powers.values()], aligner,
         optimizer, trained, decoder, online_fid, weights, notes, stop, began, memory.said, earlier, **prompts
     )  # fmt: skip
     run.graphs = open_graphs(run)
@@ -116,7 +117,7 @@ def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
     that of init_from's weights times (their rows of tokens / the new network's), or as recorded if the run exists
     already. Raises ValueError if it was set to another value (1, the default, counts as not set)."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
-    scale = position_scale(cfg.init_from, run, side)
+    scale = position_scale(cfg.init_from, cfg.init_weights, run, side)
     if cfg.model.position_scale not in (1.0, scale):
         said = f"model.position_scale is {cfg.model.position_scale:g}, but init_positions=scaled makes it {scale:g}"
         raise ValueError(f"{said}: leave it out")
@@ -190,6 +191,8 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
 def check_memory(cfg: Settings, device: torch.device) -> None:
     """Raise ValueError if training the blocks alone exceeds the device's memory; needs no network."""
     model, copies = cfg.model, 3 + cfg.optim.matrix_copies + len(cfg.ema.power)
+    if cfg.lora.rank or not all(group.lr for group in cfg.optim.groups):  # frozen, at most weights and averages
+        copies = 1 if cfg.lora.rank else 2 + len(cfg.ema.power)
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of all architectures; most have more
     needed, room = int(4 * copies * least), memory_of(device)
     if needed > room:
