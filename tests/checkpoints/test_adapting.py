@@ -100,7 +100,9 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
     angles = rotary_angles(16, 8).repeat_interleave(2, 1)  # the tables that public files hold
     public = replace(stretched, state={**stretched.state, TABLES[0]: angles.cos(), TABLES[1]: angles.sin()})
     assert not {*TABLES} & {*new_positions(public, 16, 0.25)[0].state}
-    assert position_scale("gone", tmp_path / "results/scaled", 8) == 0.5  # a run that goes on reads its own record
+    assert (
+        position_scale("gone", "ema", tmp_path / "results/scaled", 8) == 0.5
+    )  # a run that goes on reads its own record
 
 
 def test_a_file_in_public_dit_s_layout_starts_other_classes_at_another_size(tmp_path):

@@ -15,9 +15,13 @@ from torch.optim.swa_utils import AveragedModel
 from dit import DiT
 from tread.checkpoints.weights import describe, fit, load_weights, sizes
 from tread.models.rwkv import RWKV
-from tread.runtime.tensor_files import plain_names, read_state_dict, read_state_dicts
+from tread.runtime.tensor_files import plain_names, read_kind, read_state_dicts
 
 SIZES = {"patch_size": 2, "hidden_size": 16, "depth": 3, "num_heads": 2}
+
+
+def read_state_dict(path, weights="ema"):
+    return read_kind(path, weights)[1]
 
 
 def network(seed=0, **more):

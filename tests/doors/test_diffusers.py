@@ -71,10 +71,16 @@ def end_at_zero(pipe, step, level, given):
     told.append(step)
     return {"latents": given["latents"] * (step < 1)}
 ended = pipe([1], seeds=0, num_inference_steps=2, output_type="latent", callback_on_step_end=end_at_zero)
-assert told == [0, 1] and pipe.get_label_ids("c") == [2]
+assert told == [0, 1]
+for name, kind in (("dit", "sparse"), ("rwkv", "cfg")):
+    full, half = (DiffusionPipeline.from_pretrained(f"{exports}/{name}", trust_remote_code=True, torch_dtype=dtype)
+                 for dtype in (torch.float32, torch.bfloat16))
+    how = {"seeds": 3, "num_inference_steps": 2, "guidance": kind, "output_type": "latent"}
+    full, half = full([1], **how).images, half([1], **how).images
+    assert 0 < (full - half).std() < 0.1 * full.std(), name
 def refused(said, opened=pipe, **given):
     try:
-        opened([1], seeds=0, num_inference_steps=2, **given)
+        opened([1], **{"seeds": 0, **given}, num_inference_steps=2)
     except ValueError as error:
         assert said in str(error), error
     else:
@@ -83,6 +89,11 @@ refused("output_type is 'jpg', but must be one of pil", output_type="jpg")
 refused("solver is 'dpm', but must be one of heun, euler", solver="dpm")
 refused("batch_size is 0, but must be positive", batch_size=0)
 refused("trained by EDM", shift=2)
+refused("0 seeds for", seeds=[])
+try:
+    pipe([0, 1, 2], generator=[one(1), one(2)], num_inference_steps=2)
+except ValueError as error:
+    assert "2 generators for 3 labels or prompts: one each" in str(error)
 refused("a second network", guidance="autoguidance")
 plain = open_pipeline("plain")
 refused("no class, which this network was never", plain, guidance_scale=2.0)
@@ -178,6 +189,10 @@ def test_what_the_folder_holds(exports):
     told = card(opened(exports / "dit"), {**found.info, "attribution": "Photos by Ann"}, "fp32", True)
     assert "heun, 18 steps, guidance cfg 1.5" in told and re.search("label_agreement +0.9 +500 samples", told)
     assert told.endswith("## Licence\n\nNot stated.\n\nPhotos by Ann\n")
+    assert "tread.load(" not in told
+    for weights, asked in (("ema", '"hf:a/b")'), ("model", '"hf:a/b", weights="model")')):
+        saved = replace(opened(exports / "dit"), weights=weights)
+        assert f"tread.load({asked}.sample(labels=[0, 1]" in card(saved, found.info, "fp32", False, None, "a/b")
     config = found.info["config"]
     for train, route in (
         ({"routes_until": 0}, "none: all tokens in all blocks"),

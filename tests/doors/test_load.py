@@ -60,6 +60,10 @@ def test_pictures_as_arrays_and_latents(model):
     assert np.array_equal((latents[:, 0] * 127.5 + 127.5).round().clip(0, 255).numpy(), pictures)
     assert len(model.sample(steps=2, seeds=0)) == 10
     counted = model.sample(np.array([5]), np.arange(2), steps=3, output="np")
+    numbers = {"guidance": "cfg", "scale": np.float32(1.5), "interval": np.array([0.1, 5]), "churn": {"amount": 5}}
+    written = {"guidance": "cfg", "scale": 1.5, "interval": (0.1, np.float64(5)), "churn": 5}
+    one, other = (model.sample(5, np.int64(3), steps=4, output="np", **given) for given in (numbers, written))
+    assert np.array_equal(one, other)
     assert np.array_equal(counted, array) and np.array_equal(model.sample(np.int64(5), output="np", **BRIEF), array)
 
 
@@ -118,6 +122,8 @@ def test_what_does_not_fit_is_said_before_anything_is_drawn(model):
         ({"prompts": "a hat"}, "takes no prompt"),
         ({"output": "png"}, "output is 'png', but must be pil"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"steps": 2.5}, "steps is 2.5, but must be int"),
+        ({"churn": "5"}, "churn is '5', but must be a section with keys: amount"),
         ({"seeds": "9-1"}, "seeds is '9-1'"),
     ]
     for given, said in cases:

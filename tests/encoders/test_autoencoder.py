@@ -1,12 +1,13 @@
 """Stored numbers → network latents → pixels, against the formulas and diffusers' own decoding."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from conftest import TINY_KL
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from tread.data.latents import LatentSpec, to_network
@@ -130,6 +131,22 @@ def test_a_decoder_runs_in_its_precision_and_leaves_settings_as_they_were(tmp_pa
             assert seen.pop() == (before if tf32 is None else tf32, low) and matmul.allow_tf32 == before
     finally:
         matmul.allow_tf32 = usual
+
+
+def test_a_file_with_diffusers_older_names_is_read_as_from_pretrained_does(tmp_path, monkeypatch):
+    import diffusers
+
+    monkeypatch.setitem(autoencoder.SD_CONFIG, "block_out_channels", [32] * 4)
+    monkeypatch.setitem(autoencoder.SD_CONFIG, "layers_per_block", 1)
+    model = diffusers.AutoencoderKL.from_config(autoencoder.SD_CONFIG)
+    pairs = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    state = {re.sub(r"(to_.|to_out\.0)(?=\.(weight|bias))", lambda m: pairs[m[0]], k): v.contiguous()
+             for k, v in model.state_dict().items()}  # fmt: skip
+    model.save_config(tmp_path)
+    save_file(state, tmp_path / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+    theirs = diffusers.AutoencoderKL.from_pretrained(tmp_path).state_dict()
+    ours = autoencoder.load_autoencoder(str(tmp_path / "diffusion_pytorch_model.safetensors")).state_dict()
+    assert any("query" in name for name in state) and all(torch.equal(theirs[name], ours[name]) for name in theirs)
 
 
 def test_an_autoencoder_that_can_not_be_had_is_named(tmp_path):

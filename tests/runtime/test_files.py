@@ -65,9 +65,9 @@ def test_tensors_are_written_as_by_safetensors(tmp_path, metadata):
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs", metadata)
     ours = (tmp_path / "ours").read_bytes()
     assert ours == (tmp_path / "theirs").read_bytes() and digest == hashlib.sha256(ours).hexdigest()
-    kinds = (torch.bfloat16, torch.float64, torch.bool, torch.int8, torch.int16, torch.int32)
-    tensors = {str(kind): torch.tensor([1, 0, 1]).to(kind) for kind in kinds}
+    kinds = (torch.bfloat16, torch.float64, torch.bool, torch.int8, torch.int16, torch.int32, torch.float8_e5m2)
+    tensors = {str(kind): torch.tensor([1.0, 0, 1]).to(kind) for kind in (*kinds, torch.float8_e4m3fn)}
     tensor_files.save_tensors(tmp_path / "ours", tensors)
     found = load_file(tmp_path / "ours")
     assert {name: value.dtype for name, value in found.items()} == {name: t.dtype for name, t in tensors.items()}
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert all(torch.equal(found[name].to(torch.cfloat), each.to(torch.cfloat)) for name, each in tensors.items())

@@ -19,7 +19,7 @@ from tread.diffusion.labels import Label, class_number
 from tread.models.embedders import sincos_positions
 from tread.models.rotary import ROUNDING, TABLES, check_tables
 from tread.runtime.hub import local
-from tread.runtime.tensor_files import LABELS
+from tread.runtime.tensor_files import LABELS, Weights
 
 Positions = Literal["recomputed", "scaled"]
 
@@ -102,10 +102,10 @@ def old_side(stored: StoredWeights) -> int:
     return math.isqrt(stored.state["pos_embed"].shape[1])
 
 
-def position_scale(init_from: str, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled: that of the weights `init_from`, times their number of
+def position_scale(init_from: str, weights: Weights, run: Path, side: int) -> float:
+    """Return model.position_scale for init_positions=scaled: that of init_from's `weights`, times their number of
     token rows / `side`, the new number. If the folder `run` holds a run already, return its recorded scale instead."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
-    stored = read_weights(local(init_from))
+    stored = read_weights(local(init_from), weights)
     return float((stored.recorded() or {}).get("model.position_scale", 1.0)) * old_side(stored) / side

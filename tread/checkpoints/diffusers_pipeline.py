@@ -22,7 +22,7 @@ from tread.diffusion.sampling import Model, Sampler, draw
 from tread.diffusion.solvers import Churn
 from tread.encoders.autoencoder import decoded
 from tread.encoders.language import encoder_for
-from tread.runtime.device import exact
+from tread.runtime.device import avoid_faults, exact
 from tread.runtime.schema import Count, check
 
 
@@ -38,7 +38,6 @@ class TreadPipeline(DiffusionPipeline):
     without the blocks that run on few tokens (path_drop).
     """
 
-    model_cpu_offload_seq = "transformer->vae"
     _optional_components = ["vae"]
 
     def __init__(
@@ -62,10 +61,6 @@ class TreadPipeline(DiffusionPipeline):
     @property
     def latents(self) -> LatentSpec:
         return LatentSpec.from_json(self.config.latents)
-
-    def get_label_ids(self, label: str | Sequence[str]) -> list[int]:
-        names = [label] if isinstance(label, str) else label
-        return [class_number(name, self.latents.classes) for name in names]
 
     @torch.no_grad()
     def __call__(
@@ -119,6 +114,7 @@ class TreadPipeline(DiffusionPipeline):
         """
         check("output_type", output_type, Output)
         check("batch_size", batch_size, Count)
+        avoid_faults(self.transformer.device)
         if shift is not None and self.config.objective != "rf":
             raise ValueError(f"shift={shift:g} is of rectified flow, but this network was trained by EDM")
         given = {} if shift is None else {"shift": shift}
@@ -134,11 +130,11 @@ class TreadPipeline(DiffusionPipeline):
         labels, text = self._conditions(class_labels, prompt, text_encoder)
         noise, seeds = self._noise(generator, seeds, len(labels))
         labels = labels * len(seeds) if len(labels) == 1 else labels
-        if len(seeds) != len(labels):
-            raise ValueError(f"{len(seeds)} seeds or generators for {len(labels)} labels or prompts: one each")
-        routes = tuple(Route(**route) for route in self.config.routes or ())
+        if not seeds or len(seeds) != len(labels):
+            raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels or prompts: one each")
+        precision, in_fp32 = ("fp32", {}) if self.transformer.dtype == torch.float32 else ("bf16", {"fp32": "off"})
+        routes = tuple(Route(**{**route, **in_fp32}) for route in self.config.routes or ())
         model = Model(process, self.transformer, routes, text)
-        precision = "fp32" if self.transformer.dtype == torch.float32 else "bf16"
         churned = Churn(churn) if churn else None
         sampler = Sampler.of(
             process, num_inference_steps, solver, min(batch_size, len(seeds)), precision, guide, churned
@@ -157,7 +153,6 @@ class TreadPipeline(DiffusionPipeline):
             drawn = draw(model, seeds, torch.tensor(labels), sampler, noise=noise, after_step=after_step)
             decode = partial(from_network, latents=self.latents) if output_type == "latent" else self._decode
             images = in_form(output_type, torch.cat([to_pictures(x, decode, min(16, len(x))) for x in drawn]))
-        self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _check_trained_for(self, guide: Guidance) -> None:
@@ -194,7 +189,9 @@ class TreadPipeline(DiffusionPipeline):
             raise ValueError("seeds and generator are both given: noise is drawn from one of them")
         network, several = self.transformer, not isinstance(generator, torch.Generator)
         generators = list(generator) if several else [generator]
-        count = max(count, len(generators)) if several else count
+        count = len(generators) if several and count == 1 else count
+        if several and len(generators) != count:
+            raise ValueError(f"{len(generators)} generators for {count} labels or prompts: one each")
         shape = (count, network.in_channels, network.input_size, network.input_size)
         noise = randn_tensor(shape, generators if several else generator, network.device, torch.float32)
         drawers = generators if several else generators * count

@@ -62,8 +62,7 @@ def load(
     saved = open_network(checkpoint.find(source), weights)
     if text_encoder is not None and not saved.text:
         raise ValueError(f"text_encoder is given, but {source} was trained with classes, and reads no prompt")
-    for note in (*plugin_changes(saved.found.info), *filter(None, [avoid_faults(device)])):
-        warnings.warn(note, stacklevel=2)
+    _warn(*plugin_changes(saved.found.info), avoid_faults(device))
     return TrainedModel(saved, device, precision, (autoencoder, decode_precision), text_encoder)
 
 
@@ -104,6 +103,7 @@ class TrainedModel:
         """Move the network to a device, in place; returns the model."""
         self.network.to(device)
         self._decoder = None
+        _warn(avoid_faults(self.device))
         return self
 
     def sample(
@@ -116,7 +116,7 @@ class TrainedModel:
         steps: int | None = None,
         solver: Solver | None = None,
         shift: float | None = None,
-        churn: float | Churn | None = None,
+        churn: float | dict | Churn | None = None,
         batch_size: int = 64,
         guidance: str = "none",
         scale: Number = None,
@@ -132,7 +132,7 @@ class TrainedModel:
     ) -> list[Image.Image] | Tensor | np.ndarray:
         """Draw pictures: each class, or each prompt, with each seed, class by class. Up to rounding, a picture does not
         depend on the others or on batch_size. steps=None and solver=None take the process's defaults; `shift` replaces
-        rectified flow's s in t' = s·t / (1 + (s−1)·t); `churn` is EDM's S_churn, or a Churn.
+        rectified flow's s in t' = s·t / (1 + (s−1)·t); `churn` is EDM's S_churn, or a Churn or its fields.
 
         classes   class names or numbers, one or several; None in a list means no class. Default: ten, spread over all.
         seeds     numbers, or text such as "0-7", both ends included.
@@ -154,6 +154,7 @@ class TrainedModel:
         """
         check("output", output, Output)
         check("batch_size", batch_size, Count)
+        check("steps", steps, Count | None)
         given = {"scale": scale, "strong": strong, "weak": weak, "interval": interval, "checkpoint": checkpoint}
         given |= {"weights": weights, "same_ids": same_ids, "force": force}
         guide = read_guidance(guidance, {name: value for name, value in given.items() if value is not None})
@@ -163,11 +164,12 @@ class TrainedModel:
         prompts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
         columns, numbers = self._pairs(classes, labels, prompts, seeds)
         how = (steps, solver, min(batch_size, len(columns)), use_precision(self.precision, self.device), guide)
-        sampler = Sampler.of(saved.process, *how, Churn(float(churn)) if isinstance(churn, (int, float)) else churn)
+        if not isinstance(churn, Churn | None):
+            churn = read({"amount": churn} if isinstance(churn, (int, float)) else churn, Churn, "churn.")
+        sampler = Sampler.of(saved.process, *how, churn)
         check_ratios(sampler, *(network and network.without_weights(guide) for network in (saved, other)))
         text, notes = encode_prompts(saved, prompts, self.device, self._text_encoder) if prompts else (None, ())
-        for note in notes:
-            warnings.warn(note, stacklevel=2)
+        _warn(*notes)
         model = replace(saved.with_weights(self.network, guide), prompts=text)
         weaker = other and other.load(self.device, guide)
         latents = self.saved.latents
@@ -202,6 +204,18 @@ class TrainedModel:
         return self._decoder
 
 
+def _warn(*notes: str | None) -> None:
+    for note in filter(None, notes):
+        warnings.warn(note, stacklevel=3)
+
+
+def _plain(value: object) -> object:
+    """Return a value of guidance as configs hold it: numpy's as Python's, a Schedule as a dict."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return vars(value) if isinstance(value, Schedule) else value.tolist() if hasattr(value, "tolist") else value
+
+
 def read_guidance(name: str, given: dict[str, object]) -> Guidance:
     """Return the guidance of configs/guidance/<name>.yaml, with values replaced by those in `given`. Raises
     ValueError for an unknown name, values that do not fit, and a checkpoint that is missing."""
@@ -210,5 +224,5 @@ def read_guidance(name: str, given: dict[str, object]) -> Guidance:
     settings = read_choice(configs, "guidance", name) | given
     if settings["checkpoint"] == "???":
         raise ValueError(f"guidance={name} needs checkpoint=…, the weaker network's")
-    plain = {key: vars(value) if isinstance(value, Schedule) else value for key, value in settings.items()}
+    plain = {key: _plain(value) for key, value in settings.items()}
     return read(plain | {"checkpoint": plain["checkpoint"] and str(plain["checkpoint"])}, Guidance)

@@ -22,7 +22,7 @@ from tread.data.latents import LatentSpec, from_network, to_uint8
 from tread.encoders import ldm_names
 from tread.runtime.device import computing
 from tread.runtime.hub import is_cached
-from tread.runtime.tensor_files import listed, read_state_dict
+from tread.runtime.tensor_files import listed, read_kind
 
 Decoder = Callable[[Tensor], Tensor]
 LatentEncoder = Callable[[Tensor], np.ndarray]
@@ -37,6 +37,8 @@ INSTEAD = (
 Content = Literal["auto", "moments", "latents"]
 Decoding = Literal["fp32", "tf32", "bf16"]
 PIXELS_UP_TO = 1024  # longest side in pixels of pictures stored without an autoencoder
+# names of attention in diffusers' older files, which its from_pretrained alone converts, and today's
+OLDER_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 # Stable Diffusion 1's autoencoder, for weight files in diffusers' names that come without a config
 SD_CONFIG = {
     "_class_name": "AutoencoderKL",
@@ -98,11 +100,13 @@ def _from_folder_or_hub(name: str, local: bool) -> nn.Module:
 def _from_file(path: Path) -> nn.Module:
     import diffusers
 
-    state = read_state_dict(path, "any")
+    state = read_kind(path, "any")[1]
     if any(key.startswith("encoder.layers.") for key in state):
         model = diffusers.AutoencoderTiny()
     elif any(key.startswith("encoder.down_blocks.") for key in state):
         model = diffusers.AutoencoderKL.from_config(SD_CONFIG)
+        for older, name in OLDER_NAMES.items():
+            state = {key.replace(f".attentions.0.{older}.", f".attentions.0.{name}."): state[key] for key in state}
     else:
         state, aside = ldm_names.own_part(state)
         if aside:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tread.runtime.device import exact
 from tread.runtime.files import sha256
 from tread.runtime.hub import check_answer
-from tread.runtime.tensor_files import read_state_dict
+from tread.runtime.tensor_files import read_kind
 
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
@@ -262,7 +262,7 @@ def find_weights(path: str | None = None) -> Path:
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
     """Load a frozen network from a file of weights in pytorch-fid's names, fc optional. Others raise ValueError."""
-    state = read_state_dict(path, "any")
+    state = read_kind(path, "any")[1]
     channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 in FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)
     try:

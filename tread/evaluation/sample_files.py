@@ -29,7 +29,7 @@ def parse_seeds(seeds: str | int | Sequence[int]) -> Sequence[int]:
     """Return seeds as a sequence: "0-15" as range(16), a number or list as a list. Raises ValueError otherwise."""
     if isinstance(seeds, str) and (match := re.fullmatch(r"(\d+)-(\d+)", seeds)) and int(match[1]) <= int(match[2]):
         return range(int(match[1]), int(match[2]) + 1)
-    seeds = [seeds] if isinstance(seeds, int) else seeds
+    seeds = [int(seeds)] if isinstance(seeds, (int, np.integer)) else seeds
     if isinstance(seeds, str) or not len(seeds):
         raise ValueError(f"seeds is {seeds!r}, but must be a-b with a at most b, a number or a list of numbers")
     return list(seeds)

@@ -48,7 +48,7 @@ from tread.preparing.photos import ONE_CLASS
 from tread.preparing.sources import MOST_CLASSES, check_table, label_table
 from tread.runtime.distributed import Processes
 from tread.runtime.schema import Count, CountOrZero
-from tread.runtime.tensor_files import listed, read_state_dict, what_is_wrong
+from tread.runtime.tensor_files import listed, read_kind, what_is_wrong
 
 SCALE, AUTOENCODER = 0.18215, "stabilityai/sd-vae-ft-ema"  # Stable Diffusion's
 STATISTICS = "latents_stats.pt"
@@ -288,7 +288,7 @@ def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[in
 def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
     """Read the unscaled latents' {"mean", "std"} per channel from latents_stats.pt; only tensors are unpickled. Raises
     ValueError for another number of channels, a number that is not finite, or a std that is not positive."""
-    tensors = read_state_dict(path, "any")
+    tensors = read_kind(path, "any")[1]
     statistics = {key: tensors[key].double().flatten().tolist() for key in ("mean", "std") if key in tensors}
     if [*map(len, statistics.values())] != [channels, channels]:
         there = listed(f"{key} {tuple(tensor.shape)}" for key, tensor in tensors.items())

@@ -27,7 +27,7 @@ do not know this network's preconditioning and would draw noise: use the one in 
 FOR_TREAD = """```python
 import tread
 
-pictures = tread.load("hf:{place}").sample({asked}, seeds=[0, 1])
+pictures = tread.load("hf:{place}"{weights}).sample({asked}, seeds=[0, 1])
 ```"""
 
 
@@ -55,6 +55,7 @@ def card(
     asked = 'prompt=["a red apple", "a green one"]' if saved.text else "class_labels=[0, 1]"
     if not for_diffusers:
         asked = asked.replace("prompt=", "prompts=").replace("class_labels=", "labels=")
+    raw = ', weights="model"' * (saved.weights == "model")
     with torch.device("meta"):
         parameters = count_parameters(build_network(cfg))
     model, latents, train = cfg.model, LatentSpec.from_json(info["latents"]), config["train"]
@@ -81,7 +82,7 @@ def card(
     parts = [
         "---\n" + "\n".join(head) + "\n---",
         f"# {config['name']}",
-        (FOR_DIFFUSERS if for_diffusers else FOR_TREAD).format(asked=asked, place=place or "user/name"),
+        (FOR_DIFFUSERS if for_diffusers else FOR_TREAD).format(asked=asked, place=place or "user/name", weights=raw),
         "| | |\n|---|---|\n" + "\n".join(f"| {name} | {said} |" for name, said in rows.items()),
         classes,
         "## Scores\n\n" + _scores(saved),

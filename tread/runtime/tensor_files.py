@@ -35,20 +35,10 @@ MASKDIT = "decoder_layer.linear.weight"  # a parameter that only MaskDiT has
 COUNTERS = {"initted", "step", "n_averaged"}  # scalars of ema_pytorch and torch's AveragedModel, not weights
 
 
-def read_state_dict(path: Path, weights: str = "ema") -> dict[str, Tensor]:
-    """Read one kind of weights from a .safetensors, .pt or .pth file; names are those of the unwrapped network.
-
-    weights  "ema" (averaged), "model" (raw), or "any": averaged ones if there are any. A file of weights alone does not
-             say which kind it holds, and serves as either.
-
-    Raises ValueError if the file can't be read, or holds the other kind only.
-    """
-    return read_kind(path, weights)[1]
-
-
 def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, Tensor]]:
-    """Return (kind, state dict) for the weights "ema", "model", or "any" (averaged ones if there are any); kind is None
-    if the file does not say. Raises ValueError if the file can't be read, or holds the other kind only."""
+    """Read weights from a .safetensors, .pt or .pth file: "ema" (averaged), "model" (raw) or "any" (averaged ones if
+    there are any). Return (kind, state dict); a file of weights alone serves as either kind, and its kind is None.
+    Raises ValueError if the file can't be read, or holds the other kind only."""
     parts = _parts(path)
     kind = next((kind for kind in KEYS if weights in (kind, "any") and kind in parts), None)
     if kind in parts:
@@ -173,7 +163,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     for name in order:
         tensor, begin = tensors[name], end
         end += tensor.nbytes
-        kind = str(tensor.dtype)[6:].replace("float", "f").replace("uint", "u").replace("int", "i").upper()  # F32
+        kind = str(tensor.dtype)[6:].replace("float", "f").replace("uint", "u").replace("int", "i")  # f32
+        kind = kind.replace("complex", "c").upper().removesuffix("FN")  # float8_e4m3fn is F8_E4M3 there
         header[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [begin, end]}
     words = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     words += b" " * (-len(words) % 8)

@@ -95,8 +95,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     memory, uncompiled = prepare_blocks(cfg, network, ema, aligner, micro_batches[0], precision, rest, lasting)
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
-        cfg, config, log, processes, precision, micro_batches, data, heldout, network, ema, [ema, *powers.values()], aligner,
-        optimizer, trained, decoder, online_fid, weights, notes, stop, began, memory.said, earlier, **prompts
+        cfg, config, log, processes, precision, micro_batches, data, heldout, network, ema, [ema, *powers.values()],
+        aligner, optimizer, trained, decoder, online_fid, weights, notes, stop, began, memory.said, earlier, **prompts
     )  # fmt: skip
     run.graphs = open_graphs(run)
     if cfg.train.residual == "bf16" and precision == "fp32":
