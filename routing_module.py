@@ -316,9 +316,11 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
     the rule route.select chooses them. The rule may also score `tokens` (B, N, D); if it keeps whole rows or groups, it
     needs their `grid`. Raises ValueError for ids_keep that do not fit the tokens."""
     if chosen.is_floating_point():
+        if route.select not in RULES:
+            raise ValueError(f"{route.select!r} is no rule known here (of tread/routing/ids.py): give ids_keep")
         with torch.no_grad():
             rule = RULES[route.select]
-            scores = None if rule.scores is None else rule.scores(tokens)
+            scores = None if rule.scores is None else rule.scores(tokens).nan_to_num()
             chosen = rule.choose(route, chosen, grid, None, scores)
             check_count(route, chosen, tokens.shape[1], grid)
     check_ids(chosen, *tokens.shape[:2])
@@ -342,6 +344,7 @@ def run_blocks(
     grid: Grid | None = None,
     record: Record | None = None,
     leading: int = 0,
+    layout: Grid | None = None,
 ) -> Tensor:
     """Run blocks in order under routes and return the tokens (B, N, D).
 
@@ -358,6 +361,7 @@ def run_blocks(
     record  receives each route's ids_keep and the outputs of the blocks in record.blocks.
     leading number of tokens at the front, such as a class token, that every route keeps. The indices in
             `routes` and the contents of `record` leave them out, and count from the token after them.
+    layout  the grid for rules that choose by it where the blocks do not get it.
 
     Raises ValueError for arguments that do not fit each other, RuntimeError if a block changed saved tokens in place.
     """
@@ -382,7 +386,9 @@ def run_blocks(
     for index, block in enumerate(blocks):
         saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.saved_before == index}
         if route := starting.get(index):
-            chosen = record.ids[list(given).index(index)] = settle_ids(route, given[index], tokens[:, leading:], grid)
+            chosen = record.ids[list(given).index(index)] = settle_ids(
+                route, given[index], tokens[:, leading:], grid or layout
+            )
             ids_keep = keep_prefix(chosen, leading) if leading else chosen
             if route.rejoins.removes:
                 shape = None if grid is None else kept_grid(route, chosen, grid)

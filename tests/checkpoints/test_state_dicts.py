@@ -223,6 +223,16 @@ def test_weights_of_the_other_architecture_are_refused_with_its_name():
     for theirs, ours, name in ((dit, rwkv, "dit"), (rwkv, dit, "rwkv")):
         with pytest.raises(ValueError, match=f"settings that fit it: model.architecture={name}$"):
             fit(theirs, ours, "a file")
+    first = {"blocks.0.mixer.conv1d.weight": torch.zeros(32, 1, 4), "blocks.0.mixer.A_log": torch.zeros(32, 16)}
+    with pytest.raises(ValueError, match="a file"):  # Mamba 1, which no architecture here is
+        fit({**dit, **first}, rwkv, "a file")
+
+
+@pytest.mark.parametrize("width, ratio", [(352, 8 / 3), (48, 4.0), (176, 3.1)])
+def test_the_ratio_told_from_a_file_builds_its_mlp_again(width, ratio):
+    state = DiT(hidden_size=width, depth=1, num_heads=4, mlp_ratio=ratio).state_dict()
+    channels = len(state["blocks.0.mlp.fc1.bias"])
+    assert channels == int(width * ratio) == int(width * sizes(state)["model.mlp_ratio"])
 
 
 def test_entries_that_are_missing_or_too_many_are_named():

@@ -2,14 +2,17 @@
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from conftest import randomized
 from test_routing_module import mixing
 
+from dit import DiT
 from rf import RF
-from routing_module import RULES, Record, Route, draw_ids, num_keep, run_blocks, settle_ids
+from routing_module import REJOINS, RULES, Record, Route, draw_ids, num_keep, run_blocks, settle_ids
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec
 from tread.diffusion.edm import EDM
@@ -21,6 +24,7 @@ from tread.routing.hooks import attach_routes
 from tread.routing.ids import (
     LargestNorm,
     RatioSchedule,
+    Row,
     Token,
     check_ratio,
     choose_ids,
@@ -440,13 +444,53 @@ def test_scored_routes_choose_before_their_first_block_and_are_recorded_in_order
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_scored_routes_are_chosen_by_run_blocks_alone():
+def test_numbers_that_are_not_finite_stay_in_their_sample():
+    """So a training step skips that loss. Reference: the other sample's pass without it."""
+    tokens, draws, route = torch.randn(2, 16, 4), uniform(2, 16), Route(1, 2, select="norm")
+    spoiled = torch.stack([tokens[0], torch.full_like(tokens[0], math.nan)])
+    blocks = [torch.nn.Linear(4, 4) for _ in range(4)]
+    both, alone = (run_blocks(blocks, x, routes=[(route, draws[: len(x)])]) for x in (spoiled, tokens[:1]))
+    assert torch.equal(both[:1], alone) and both[1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", [DiT, Sprint, MaskDiT])
+def test_rules_may_score_by_the_grid_in_networks_whose_blocks_get_none(monkeypatch, kind):
+    """The row with the largest sum: against the rows of the tokens that the network embeds."""
+
+    class Loudest(Row):
+        def scores(self, tokens):
+            return tokens.sum(dim=2)
+
+        def choose(self, route, draws, grid, keep, scores):
+            rows = scores.view(len(scores), *grid).sum(dim=2).argsort(descending=True)[:, :2].sort().values
+            return (rows[:, :, None] * grid[1] + torch.arange(grid[1])).flatten(1)
+
+    monkeypatch.setitem(RULES, "loudest", Loudest())
+    sizes = {"input_size": 8, "in_channels": 4, "num_classes": 10, "hidden_size": 32, "num_heads": 2, "patch_size": 2}
+    network, depth = randomized(partial(kind, depth=6, **sizes), 0, 0.05), 6
+    span = (0, depth - 1) if kind is MaskDiT else (2, depth - 3)
+    x, t, y, record = torch.randn(3, 4, 8, 8), torch.rand(3), torch.tensor([0, 1, 2]), Record()
+    network(x, t, y, routes=[(Route(*span, 0.5, fp32="off", select="loudest"), uniform(3, 16))], record=record)
+    if kind is MaskDiT:
+        embedded = network.embed(x, t, y)[0].sum(dim=2).view(3, 4, 4).sum(dim=2)
+        assert torch.equal(record.ids[0].view(3, 2, 4)[..., 0] // 4, embedded.topk(2).indices.sort().values)
+    assert record.ids[0].shape == (3, 8) and (record.ids[0].view(3, 2, 4).diff(dim=2) == 1).all()
+
+
+def test_scored_routes_are_chosen_by_run_blocks_alone(monkeypatch):
     route, draws = Route(1, 2, select="norm"), uniform(2, 16)
     assert pair(route, draws, (4, 4))[1] is draws and pair(Route(1, 2), draws, (4, 4))[1].dtype == torch.int64
     with pytest.raises(ValueError, match='select="norm" scores the tokens before the route.*run_blocks'):
         choose_ids(route, draws, (4, 4))
     with pytest.raises(ValueError, match="select=norm, which only run_blocks"):
         attach_routes(torch.nn.ModuleList(mixing()), route)
+    monkeypatch.setitem(REJOINS, "mine", REJOINS["stale"].__class__(True, lambda saved, kept, ids: saved))
+    with pytest.raises(ValueError, match="rejoin=mine, select=token, which only run_blocks"):
+        attach_routes(torch.nn.ModuleList(mixing()), Route(1, 2, rejoin="mine"))
+    for name in [*RULES]:  # as where routing_module.py alone was copied
+        monkeypatch.delitem(RULES, name)
+    with pytest.raises(ValueError, match="'norm' is no rule known here .*: give ids_keep"):
+        run_blocks([torch.nn.Identity()] * 4, torch.randn(2, 16, 4), routes=[(route, draws)])
 
 
 def test_samples_by_a_scored_route_do_not_depend_on_their_batch(tiny):

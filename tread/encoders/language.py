@@ -101,7 +101,10 @@ class ModelEncoder:
         model, self._tokenizer = _load_encoder(name, str(place))
         self._model, self._device = model.to(device), device
         self._clip = model.config.model_type == "clip_text_model"
-        limits = self._tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None)
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions and model.config.model_type in ("roberta", "xlm-roberta", "camembert"):
+            positions -= model.config.pad_token_id + 1  # theirs begin after padding's
+        limits = self._tokenizer.model_max_length, positions
         limit = min((limit for limit in limits if limit and limit < 1e6), default=None)  # None: any number
         if tokens is not None and limit is not None and tokens > limit:
             raise ValueError(f"tokens is {tokens}, but {name} takes {limit} at most")

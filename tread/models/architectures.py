@@ -170,7 +170,7 @@ class NetworkOptions:
         """Return {option: value} for mlp_ratio and this architecture's own options, if they can be read from `shapes`,
         the shapes of a state dict's tensors by name."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
-        return {"mlp_ratio": width[0] / hidden_size} if width else {}
+        return {"mlp_ratio": _ratio_of(width[0], hidden_size)} if width else {}
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,12 @@ class DiTOptions(NetworkOptions):
         for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
             options |= {"positions": "rope", "num_heads": hidden_size // max(1, rows[1])}
         return options
+
+
+def _ratio_of(width: int, hidden_size: int) -> float:
+    """Return an mlp_ratio with which int(hidden_size · mlp_ratio) is `width`, whatever the rounding."""
+    exact = width / hidden_size
+    return exact if int(hidden_size * exact) == width else (width + 0.5) / hidden_size
 
 
 def _swiglu_ratio(width: int, hidden_size: int) -> float:
@@ -262,7 +268,11 @@ class MambaOptions(NetworkOptions):
 
     network, along_grid, needs_mlp = Mamba, True, False
     undecisive = ("kernel", "allow_token_routes")
-    marks = (f"{BLOCK}mixer.conv1d.weight",)
+    marks = tuple(f"{BLOCK}mixer.{name}" for name in ("in_proj.weight", "out_proj.weight", "conv1d.weight", "A_log"))
+
+    @classmethod
+    def knows(cls, shapes: Shapes) -> bool:
+        return all(name in shapes for name in cls.marks) and len(shapes[cls.marks[-1]]) == 1  # 2: Mamba 1
 
     @property
     def blocks(self) -> str:
@@ -282,8 +292,7 @@ class MambaOptions(NetworkOptions):
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        names = ("in_proj.weight", "out_proj.weight", "conv1d.weight", "A_log")
-        (rows, _), (_, width), (scanned, _, conv), (heads,) = (shapes[f"{BLOCK}mixer.{name}"] for name in names)
+        (rows, _), (_, width), (scanned, _, conv), (heads,) = (shapes[name] for name in cls.marks)
         channels = rows - width - heads  # x, B and C of one direction
         directions = scanned // channels
         attention = [int(match[1]) for name in shapes if (match := re.match(r"blocks\.(\d+)\.attn\.", name))]
@@ -335,7 +344,7 @@ class RWKVOptions(NetworkOptions):
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        return {"mlp_ratio": shapes[f"{BLOCK}channel_mix.key.weight"][0] / hidden_size}
+        return {"mlp_ratio": _ratio_of(shapes[f"{BLOCK}channel_mix.key.weight"][0], hidden_size)}
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,8 @@ class Backbone(nn.Module):
 
     def check_condition(self, y: Tensor, batch: int) -> None:
         """Raise ValueError unless y holds labels (or texts) for `batch` samples; values are checked on a CPU only."""
+        if y.shape != (batch,):
+            raise ValueError(f"y has shape {tuple(y.shape)}, but must be ({batch},), a label for each sample")
         if readable(y) and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
             known = f"0..{self.num_classes - 1} and the null class {self.num_classes}"
             raise ValueError(f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows {known}")
@@ -228,7 +230,7 @@ class Backbone(nn.Module):
         if self.z_embedder is not None:
             x = self.z_embedder.before(x, class_token)  # (B, 1 + N, D)
         grid, along = self.grid if self.needs_grid else None, self.along(len(x))
-        blocks, more = self.called(self.blocks), {"record": record, "leading": self.leading}
+        blocks, more = self.called(self.blocks), {"record": record, "leading": self.leading, "layout": self.grid}
         x = run_blocks(blocks, x, c, *shared, routes=routes, along=along, grid=grid, **more)
         if self.z_embedder is not None and record is not None:
             record.class_token = self.z_embedder.velocity(self.final_layer.modulated(x[:, :1], c))

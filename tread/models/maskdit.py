@@ -77,7 +77,7 @@ class MaskDiT(DiT):
         check_spans([route for route, _ in routes], len(self.blocks))
         if routes:
             [(route, chosen)] = routes
-            ids_keep = settle_ids(route, chosen, x)
+            ids_keep = settle_ids(route, chosen, x, self.grid)
             x = gather_tokens(x, ids_keep)
         x = product = self.decoder_layer(run_blocks(self.called(self.blocks), x, c, record=record), c)
         if record is not None and ids_keep is not None:

@@ -56,7 +56,7 @@ class Sprint(LightningDiT):
         blocks = self.fusing(self.called(self.blocks), self.from_g(x, path_drop), record)
         if path_drop is True:
             blocks, routes, record = blocks[:DENSE] + blocks[-DENSE:], (), None
-        x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)), record=record)
+        x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)), record=record, layout=self.grid)
         return self.unpatchify(self.final_layer(x, c))
 
     def from_g(self, x: Tensor, path_drop: Tensor | bool | None = None) -> Tensor:

@@ -355,7 +355,7 @@ def attach_routes(
     """
     routes = [routes] if isinstance(routes, Route) else routes
     for route in routes:
-        if not route.rejoins.removes or RULES[route.select].scores is not None:
+        if isinstance(route.rejoin, str) or RULES[route.select].scores is not None:
             given = f"rejoin={route.rejoin}, select={route.select}"
             raise ValueError(f"the route {route.start}→{route.end} has {given}, which only run_blocks supports")
         if route.fp32 not in ("auto", "off"):
