@@ -74,7 +74,8 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
             writer.write(number, np.stack(stored), labels[ranges[number]])
 
     writer.share(processes, "latents", make, "sample")
-    writer.assemble(**normalize)
+    if missing or not (writer.data / "index.json").exists():  # which may name text already
+        writer.assemble(**normalize)
     if text is not None:
         write_text(writer.data, text, processes)
     finish(writer, options, samples)

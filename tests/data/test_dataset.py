@@ -6,6 +6,7 @@ import mmap
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -156,6 +157,8 @@ def test_writing_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):
         ([(arrays(5)[0], np.full(5, 3))], "3..3.*3 classes"),
         error=ValueError,
     )
+    with pytest.raises(ValueError, match="shard 0 is float.*, but dtype=uint8 stores pixels of 0 to 255 as they are"):
+        write_dataset(tmp_path / "data", replace(MEANING, dtype="uint8"), [arrays(5)])
     assert list(tmp_path.iterdir()) == []
     write_dataset(tmp_path / "data", MEANING, [arrays(5)])
     with pytest.raises(FileExistsError, match="exists already"):

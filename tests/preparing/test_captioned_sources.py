@@ -263,6 +263,9 @@ def test_class_folders_and_labels_files_stay_classes(tmp_path):
     photos = find_photos(tmp_path / "photos")
     assert photos.classes == ("ant", "bee") and photos.labels.tolist() == [0, 1, 1]
     assert photos.captions == [lines for _, lines in expected(LINES)]
+    (tmp_path / "photos/preview.png").write_bytes(picture(31))  # without a caption, it is no reason for one class
+    assert find_photos(tmp_path / "photos").classes == ("ant", "bee")
+    (tmp_path / "photos/preview.png").unlink()
     flat = tmp_path / "photos/bee"
     (flat / "labels.csv").write_text("file,label\n025.png,3\n030.png,1\n")
     photos = find_photos(flat)
@@ -340,6 +343,10 @@ def test_tars_without_captions_have_no_classes(webdataset, tmp_path):
         tar.write({"__key__": "1", "png": picture(1), "cls": 3})
     with pytest.raises(ValueError, match="a tar's name is no class"):
         find_photos(tmp_path / "wds")
+    shutil.copy(tmp_path / "wds/0.tar", tmp_path / "wds/1.tar")
+    with pytest.raises(ValueError, match="root=val is of one source, but .* holds 2 tars: source=…/val[*].tar"):
+        find_photos(tmp_path / "wds", root="val")
+    (tmp_path / "wds/1.tar").unlink()
     for pattern in ("{0..1}.tar", "x*.tar"):
         with pytest.raises(FileNotFoundError, match="1.tar|x\\*.tar is not there"):
             find_photos(tmp_path / "wds" / pattern)

@@ -91,6 +91,14 @@ def test_what_is_held_out_is_encoded_alike(place, here, kind):
         assert LatentDataset(here / "held", text="words").text_spec == before
     prepare(here, f"encoder={name}", "tokens=16", "again=true")
     assert LatentDataset(here / "held", text=name).text_spec.tokens == 16
+    (here / "elsewhere").mkdir()
+    (here / "train").rename(here / "elsewhere/train")
+    (here / "held").rename(here / "elsewhere/held")
+    (here / "train").symlink_to("elsewhere/train")  # what is held out lies beside the folder, not beside the link
+    assert "is not there" not in prepare(here, f"encoder={name}", "tokens=16", "again=true")
+    (here / "train").unlink()
+    (here / "elsewhere/train").rename(here / "train")
+    (here / "elsewhere/held").rename(here / "held")
     given, before = (f"encoder={name}", "tokens=6", "again=true"), contents(here / "held")
     refused(here, "tokens is 6, but train, which held goes with, has text of 16", *given, dataset="held")
     assert contents(here / "held") == before
@@ -140,6 +148,8 @@ def test_captions_can_be_added_and_replaced(here):
     (here / "new.jsonl").write_text('["blue hat", "hat"]\n' * 11)
     refused(here, "has other captions already: again=true replaces them", "encoder=words", "captions=new.jsonl")
     prepare(here, "encoder=words", "captions=new.jsonl", "again=true")
+    (here / "train/captions.jsonl").write_text("damaged")
+    prepare(here, "encoder=words", "captions=new.jsonl", "again=true")  # mends it
     data = LatentDataset(here / "train", "full", text="words")
     assert data.captions[0] == ["blue hat", "hat"] and "blue" in data.text_spec.vocabulary
 

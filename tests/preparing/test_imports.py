@@ -186,7 +186,9 @@ def test_an_lmdb_may_be_a_file_without_flipped_copies(bring, tmp_path):
 
 def test_classes_have_the_names_given(bring, tmp_path):
     write_repa(tmp_path / "source")
-    (tmp_path / "names.txt").write_text("tench\ngreat white shark\ncock\nhen\n")
+    (tmp_path / "names.txt").write_text("\ufefftench\r\ngreat white shark\r\ncock\r\nhen\r\n\r\n")
+    with pytest.raises(ValueError, match="num_classes is 1000, but names.txt names 4"):
+        bring("repa_npy", "classes=names.txt", "num_classes=1000")
     latents = bring("repa_npy", "classes=names.txt").latents
     assert latents.classes == ("tench", "great white shark", "cock", "hen")
     assert bring("repa_npy", "num_classes=1000", out="thousand").latents.classes == tuple(map(str, range(1000)))
@@ -282,6 +284,12 @@ def test_a_stopped_import_goes_on_and_ends_with_the_same_bytes(bring, tmp_path, 
             interrupt(patch, writer, "write", 2)
             bring(kind)
         gc.collect()  # the stopped one's locks
+    if kind == "uvit_coco":  # and behind it, when all is written but the end
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            interrupt(patch, import_latents, "finish", 1)
+            bring(kind)
+        gc.collect()
+        monkeypatch.setattr(imports.TextWriter, "write", None)
     begun = times(work.rglob("*-00000*.npy"))
     with pytest.raises(ValueError, match="unfinished work of another kind"):
         bring(kind, *(["scale=2"] if kind == "lightningdit" else ["dtype=float32"]))

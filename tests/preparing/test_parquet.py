@@ -66,6 +66,12 @@ def test_numbered_files_are_one_split(tmp_path):
     for name in ("0000.parquet", "0001.parquet"):  # as the Hub names the files that it converts
         write_parquet(tmp_path / name)
     assert len(find_photos(tmp_path)) == 10
+    for number in range(2):  # as older ones of `datasets` were named
+        name = f"train-0000{number}-of-00002-566cc9b19d7203f{number}.parquet"
+        write_parquet(tmp_path / "hashed" / name)
+    assert len(find_photos(tmp_path / "hashed", "train")) == 10
+    with pytest.raises(ValueError, match="labels=a.csv goes with files of pictures"):
+        find_photos(tmp_path, labels="a.csv")
 
 
 @pytest.mark.parametrize("case", ["lists", "a named one", "one each"])

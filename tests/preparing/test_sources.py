@@ -91,6 +91,8 @@ def test_a_flat_source_has_the_classes_of_its_labels_file(tmp_path, table, how):
     (flat / table).write_text(TABLES[table])
     if how == "named" or table == "mine.json":
         labels = table
+    if how == "named" and table == "labels.csv":  # by its path, whatever its name
+        labels = str((flat / table).rename(flat / "train.csv"))
     if how == "beside":
         labels = str(shutil.move(flat / table, tmp_path / f"our {table}"))
     source = pack(flat, tmp_path / "flat.tar", "pictures/") if how == "tar" else flat
@@ -169,6 +171,13 @@ def labelled(text, name="dataset.json"):
     return make
 
 
+def twofold(tree):
+    for part in ("train", "val"):
+        (tree / part / "x").mkdir()
+        (tree / part / "x/1.png").write_bytes(picture(1))
+    return tree
+
+
 def empty_class(tree):
     (tree / "train/dog").mkdir()
     return tree / "train"
@@ -220,6 +229,15 @@ WRONG = {
     "names and numbers": (numbered(_0="a", _1=0, _2=0), "must be whole numbers, or names"),
     "fractions": (numbered(_0=0.5), "must be whole numbers, or names, but that of 0.png is 0.5"),
     "fractions in a table": (labelled("file,label\n0.png,1.0\n", "labels.csv"), "that of 0.png is '1.0'"),
+    "a blank label": (labelled("file,label\n0.png,1\n1.png,\n2.png,10\n", "labels.csv"), "but that of 1.png is ''"),
+    "negative in a table": (
+        labelled("file,label\n0.png,1\n1.png,-1\n2.png,10\n", "labels.csv"),
+        r"labels lie in -1\.\.",
+    ),
+    "a root twice": (
+        lambda tree: find_photos(twofold(tree), root="x"),
+        "several folders x: root=train/x or root=val/x",
+    ),
     "no label in a row": (labelled("file,label\n0.png\n", "labels.csv"), "that of 0.png is None"),
     "too large": (numbered(_0=0, _1=100000000, _2=0), r"labels lie in 0\.\.100000000"),
     "outside": (labelled("file,label\n../0.png,1\n", "labels.csv"), r"not there: \.\./0.png"),

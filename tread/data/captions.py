@@ -29,10 +29,10 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
     for number, of_sample in enumerate(captions):
         check_captions(of_sample, f"sample {number:,} of {folder}")
     text = "".join(json.dumps(of_sample, ensure_ascii=False) + "\n" for of_sample in captions)
-    entry, before = {"file": FILE, "sha256": content_hash(text)}, index.pop("captions", None)
+    entry, before = {"file": FILE, "sha256": content_hash(text)}, index.get("captions")
     if before not in (None, entry) and not again:
         raise ValueError(f"{folder} has other captions already: again=true replaces them")
-    write_json(path, index)  # without captions while their file changes
+    write_json(path, {key: value for key, value in index.items() if key != "captions"})  # while their file changes
     with explain_failure(folder / FILE):
         write_whole(folder / FILE, text)
     write_json(path, {**index, "captions": entry})
@@ -42,6 +42,10 @@ def check_captions(captions: object, whose: str) -> None:
     """Raise ValueError unless `captions` is a list of one or more texts, none blank; `whose` names the sample."""
     if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
+    try:
+        "".join(captions).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, as JSON may hold
+        raise ValueError(f"{whose} has a caption that is no text: {error}") from error
     if not captions or not all(caption.strip() for caption in captions):
         raise ValueError(f"{whose} has {'a blank caption' if captions else 'no caption'}; each sample needs some")
 

@@ -30,15 +30,21 @@ def read_index(folder: Path) -> dict:
     return index
 
 
+def beside(folder: Path, name: object) -> Path:
+    """Return the dataset that the index.json of `folder` calls `name`, a path from there. If `folder` is a link, it is
+    looked for beside the link first."""
+    place = Path(folder) / str(name)
+    plain = Path(os.path.normpath(place))
+    return plain if plain.exists() else place
+
+
 def prepared_heldout(folder: Path) -> Path | None:
     """Return the folder of held-out data that `folder`'s index.json names; None if it names none. Raises
     FileNotFoundError if either folder is not a dataset, ValueError if index.json can't be read."""
     name = read_index(folder).get("heldout")
     if name is None:
         return None
-    place = Path(folder) / str(name)
-    plain = Path(os.path.normpath(place))  # differs if `folder` is a link
-    place = plain if plain.exists() else place
+    place = beside(folder, name)
     if not (place / "index.json").is_file():
         said = f"{folder} was prepared with held-out data, {place}, which is not there: bring it back"
         raise FileNotFoundError(f"{said}, or name it; dataset.heldout=null trains without evaluation loss")

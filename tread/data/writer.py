@@ -100,6 +100,8 @@ class DatasetWriter(ShardStore):
         if stored.shape != expected:
             raise ValueError(f"shard {number} has shape {stored.shape}, but must have {expected}")
         check_labels(labels, len(self.latents.classes), f"shard {number}")
+        if self.latents.dtype == "uint8" and stored.dtype != np.uint8:
+            raise ValueError(f"shard {number} is {stored.dtype}, but dtype=uint8 stores pixels of 0 to 255 as they are")
         with np.errstate(over="ignore"):
             stored = stored.astype(self.latents.dtype)
         if not np.isfinite(stored).all():

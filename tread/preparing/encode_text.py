@@ -5,14 +5,13 @@ Batches never cross a shard, so a shard does not depend on the process that make
 """
 
 import itertools
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tread.data.captions import add_captions, parse_captions, read_captions
 from tread.data.dataset import LatentDataset
-from tread.data.index import read_index
+from tread.data.index import beside, read_index
 from tread.data.section_writer import Encode, TextWriter
 from tread.encoders.language import AT_ONCE, TextEncoder, remarks, text_encoder
 from tread.runtime.distributed import Processes
@@ -48,25 +47,18 @@ def prepare_text(options: TextOptions, processes: Processes) -> None:
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:
-        processes.from_main(lambda: _take_captions(options, folder, index))
-    train, heldout = (index.get(key) and os.path.normpath(folder / index[key]) for key in ("train", "heldout"))
-    _prepare(options, folder, options.like or train, processes)
+        given = list(parse_captions(Path(options.captions)))
+        processes.from_main(lambda: add_captions(folder, given, options.again))
+    train, heldout = (index.get(key) and beside(folder, index[key]) for key in ("train", "heldout"))
+    _prepare(options, folder, options.like or train and str(train), processes)
     if not heldout or options.like is not None:
         return
-    heldout = Path(heldout)
     if not (heldout / "index.json").is_file():
         processes.say(f"  held out  {heldout} is not there")
     elif "captions" not in read_index(heldout):
         processes.say(f"  held out  {heldout} has no captions: dataset={heldout} captions=<file> adds them")
     else:
         _prepare(options, heldout, str(folder), processes)
-
-
-def _take_captions(options: TextOptions, folder: Path, index: dict) -> None:
-    """Read captions from the file options.captions and add them to a dataset, unless it has the same ones already."""
-    captions = list(parse_captions(Path(options.captions)))
-    if "captions" not in index or read_captions(folder, index) != captions:
-        add_captions(folder, captions, options.again)
 
 
 def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Processes) -> None:

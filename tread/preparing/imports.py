@@ -395,7 +395,9 @@ def open_foreign(options: ImportOptions) -> tuple[LatentSpec, ForeignSamples]:
     if not len(samples.labels):
         raise ValueError(f"{options.source} holds no sample")
     if options.classes is not None:
-        classes = tuple(Path(options.classes).read_text().splitlines())
+        classes = tuple(Path(options.classes).read_text(encoding="utf-8-sig").rstrip().splitlines())
+        if options.num_classes not in (None, len(classes)):
+            raise ValueError(f"num_classes is {options.num_classes}, but {options.classes} names {len(classes)}")
     elif samples.text is not None and options.num_classes is None:
         classes = ONE_CLASS
     else:

@@ -55,7 +55,11 @@ def find_photos(
     if captions not in (None, NONE) and not paths:
         raise ValueError(f"captions={captions} would be a column of parquet files, but {source} holds none")
     if paths:
+        if labels is not None:
+            raise ValueError(f"labels={labels} goes with files of pictures, but {source} holds labels of its own")
         return open_parquet(source, paths, root, captions)
+    if len(tars) > 1 and root is not None:
+        raise ValueError(f"root={root} is of one source, but {source} holds {len(tars)} tars: source=…/{root}*.tar")
     if captions is None and labels is None and (photos := open_coco(source, root)):
         return photos
     kind = Folder if source.is_dir() else Zip if source.suffix.lower() == ".zip" else Tar
@@ -70,10 +74,13 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     where = f"{source}:{prefix[:-1]}" if prefix else str(source)
 
+    if labels is not None and labels not in names and (here := Path(labels)).is_relative_to(source / prefix):
+        labels = here.relative_to(source / prefix).as_posix()  # a path of a file among the pictures
     chosen = labels or next((name for name in LABEL_FILES if name in names), None)
     is_inside = chosen in names
     names, texts = split_texts([name for name in names if name != chosen])
     texts = {} if captions == NONE else texts
+    captioned = [name for name in names if is_picture(name) and posixpath.splitext(name)[0] in texts]
     if chosen is not None:
         content = store.read(prefix + chosen) if is_inside else Path(chosen).read_bytes()
         names = [name for name in names if name not in LABEL_FILES]
@@ -81,7 +88,7 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
     elif isinstance(store, Tars) and not texts:
         said = f"{where} holds tars without a text file beside any picture (a.txt, a.jpg), nor a labels file"
         raise ValueError(f"{said}: one of both is needed, for a tar's name is no class")
-    elif texts and (isinstance(store, Tars) or any(name.count("/") != 1 for name in names if is_picture(name))):
+    elif texts and (isinstance(store, Tars) or any(name.count("/") != 1 for name in captioned)):
         numbers, classes = dict.fromkeys(filter(is_picture, names), 0), ONE_CLASS
     else:
         classes = sorted({f.removeprefix(prefix).split("/")[0] for f in folders if f.startswith(prefix)})
@@ -114,6 +121,8 @@ def _prefix(source: Path, names: list[str], folders: set[str], root: str | None,
         matches = [folder for folder in outermost if f"/{folder}".endswith(f"/{root}")]
         if not matches:
             raise ValueError(f"{source} has no folder {root}; its folders are {', '.join(outermost[:8]) or 'none'}, …")
+        if sum(folder.count("/") == matches[0].count("/") for folder in matches) > 1:
+            raise ValueError(f"{source} has several folders {root}: root={matches[0]} or root={matches[1]}")
         return f"{matches[0]}/"
     folder = posixpath.commonpath(map(posixpath.dirname, names)) if names else ""
     inside = {name.removeprefix(f"{folder}/") for name in names}
@@ -179,10 +188,10 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
             rows = json.loads(text)["labels"]
         pictures = [posixpath.normpath(picture) for picture, _ in rows]
         labels = [label.strip() if isinstance(label, str) else label for _, label in rows]
-        if all(isinstance(label, str) and label.isdecimal() for label in labels):
+        if all(isinstance(label, str) and re.fullmatch(r"-?\d+", label) for label in labels):
             labels = list(map(int, labels))
         table, kinds = dict(zip(pictures, labels)), set(map(type, labels))
-        odd = [f"{p} is {label!r}" for p, label in table.items() if label is None or FRACTION.fullmatch(str(label))]
+        odd = [f"{p} is {it!r}" for p, it in table.items() if it in (None, "") or FRACTION.fullmatch(str(it))]
         if odd or len(kinds) > 1 or not kinds <= {int, str}:
             raise ValueError(f"labels must be whole numbers, or names{f', but that of {listed(odd)}' if odd else ''}")
         if twice := [picture for picture, count in Counter(pictures).items() if count > 1]:
