@@ -30,6 +30,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from scipy import stats
 from timing import DEVICE, begin, circumstances, composed, options_of, random_dataset, seconds, take_turns, write
 
 from tread.checkpoints.ema import EMA
@@ -195,8 +196,8 @@ def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
 
 
 def interval(ordered: Sequence[float]) -> list[float]:
-    """Return [low, high], a 95% confidence interval of the median of sorted values, from order statistics."""
-    low = max(0, int(len(ordered) / 2 - 0.98 * len(ordered) ** 0.5))
+    """Return [low, high], a 95% confidence interval of the median of 6 or more sorted values, by the binomial."""
+    low = max(0, int(stats.binom.ppf(0.025, len(ordered), 0.5)) - 1)
     return [ordered[low], ordered[-1 - low]]
 
 

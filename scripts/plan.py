@@ -23,6 +23,7 @@ from routing_module import Route
 from tread.checkpoints.network import build_network
 from tread.models.backbone import count_parameters
 from tread.models.cost_constants import DEVICES, PREDICTED, Constants, measured_constants
+from tread.reports.summary import disk
 from tread.runtime import schema
 from tread.runtime.cli import door, open_door
 from tread.runtime.device import device_name, memory_of, use_precision
@@ -75,14 +76,10 @@ def show(cfg: Settings, options: Options) -> None:
     print("\n" + " " * 34 + "".join(f"{head:>14}" for head in ("all tokens", "routed")[: len(columns)]))
     for name in columns[0]:
         print(f"{name:<34}" + "".join(f"{each[name]:>14}" for each in columns))
-    kept = trained if cfg.lora.rank else parameters
-    checkpoint = size_text(4 * (kept * (2 + len(cfg.ema.power)) + cfg.optim.state_size(network)))
     stored, each = ("uint8", 1) if cfg.dataset.embedded == "cifar10" else ("fp16", 2)  # bytes of a number
     view = size_text(cfg.dataset.channels * cfg.dataset.size**2 * each)
     stored += ", twice that as moments" * (cfg.dataset.channels not in (1, 3))
-    averages = f" and {size_text(2 * len(cfg.ema.power) * parameters)} of averages" if cfg.ema.power else ""
-    every = f"{checkpoint} a checkpoint{averages}, every {cfg.every.save:,} steps"
-    print(f"\ndisk: {every}; latents {view} a view in {stored}")
+    print(f"\ndisk: {disk(cfg, network, costs.blank_aligner(cfg, network))}; latents {view} a view in {stored}")
     if until and routes and until < cfg.train.steps:
         print(f"steps from {until:,} on run all tokens, in FLOPs and hours; their memory is that of all tokens")
     if cfg.train.ratio_schedule and routes:

@@ -22,7 +22,7 @@ install() {
   # pip install into .venv, unless that was done already and the files that say what are as they were.
   local stamp=.venv/installed-"${*//[^a-z]/}"
   if ! cat pyproject.toml requirements*.txt | cmp -s - "$stamp"; then
-    .venv/bin/pip install --quiet "$@"
+    .venv/bin/pip install --quiet "$@" || return 1  # `set -e` is off where the caller has a way out
     # Beside a system-wide accelerate pip would make no launcher, and the system's does not see .venv.
     [ -x .venv/bin/accelerate ] || .venv/bin/pip install --quiet --ignore-installed --no-deps "accelerate>=1.0,<2"
     cat pyproject.toml requirements*.txt > "$stamp"

@@ -34,8 +34,9 @@ class Figure(NamedTuple):
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm: a metric of each run}, at the last number of images for which all of the arm's runs have it."""
-    return {arm: points[-1][1] for arm, runs in results.items() if (points := series(runs, metric))}
+    """Return {arm: a metric of each run that has it}, at the last number of images for which all of these have it."""
+    having = {arm: [run for run in runs if curve(run, metric, "images")] for arm, runs in results.items()}
+    return {arm: points[-1][1] for arm, runs in having.items() if (points := series(runs, metric))}
 
 
 def last_means(results: Results, metric: str) -> dict[str, float]:
@@ -43,8 +44,8 @@ def last_means(results: Results, metric: str) -> dict[str, float]:
 
 
 def measured(names: Sequence[str], results: Results) -> list[str]:
-    """Return the metrics in `names` that all runs of at least one of the study's arms have, each once."""
-    return [name for name in dict.fromkeys(names) if any(series(runs, name) for runs in results.values())]
+    """Return the metrics in `names` that a run of the study has, each once."""
+    return [name for name in dict.fromkeys(names) if last_values(results, name)]
 
 
 def table(study: Study, results: Results) -> str:
@@ -69,7 +70,8 @@ def table(study: Study, results: Results) -> str:
     for metric in metrics:
         marked = taught if metric in feature_metrics() else ()
         last = last_values(results, metric).items()
-        cells[metric] = {METRICS[metric].title: {arm: f"{estimate(e)}" + " †" * (arm in marked) for arm, e in last}}
+        said = {arm: f"{estimate(e)}" + f" ({len(e)})" * (len(e) < len(results[arm])) for arm, e in last}
+        cells[metric] = {METRICS[metric].title: {arm: cell + " †" * (arm in marked) for arm, cell in said.items()}}
     last = {arm: run["scores"][-1] for arm, runs in results.items() for run in runs if run["scores"]}
     counted = {"samples": {arm: f"{score['count']:,}" for arm, score in last.items() if "count" in score}}
     lines = []
@@ -89,6 +91,8 @@ def table(study: Study, results: Results) -> str:
     scores = [score for runs in results.values() for run in runs for score in run["scores"]]
     counts = {score["count"] for score in scores if "count" in score}
     notes = ["± is the standard deviation over the seeds; – is not measured."]
+    if any(re.search(r" \(\d+\)[ †]*\|", line) for line in lines):
+        notes.append("A number of seeds in brackets: as many have that score.")
     if differing:
         notes.append("Differences are paired by seed: mean (standard error) [95% interval, Student's t].")
     if not columns["seconds alone"]:
@@ -370,7 +374,8 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
     metric at equal images and at equal FLOPs, in other metrics at equal images. Dots are seeds, bars are 95% intervals,
     the grey band is two standard deviations over seeds."""
     panels, colour = [], colours(study)
-    metrics = measured(study.metrics, results)
+    if not (metrics := measured(study.metrics, results)):
+        return []  # no run has come to its first evaluation
     for metric, name in [(metrics[0], "images"), (metrics[0], "FLOPs"), *((m, "images") for m in metrics[1:])]:
         by, *axis = EQUAL[name]
         rows = {pair: differences(*(results.get(arm, ()) for arm in pair), by, metric, *axis) for pair in study.pairs}
@@ -466,14 +471,9 @@ def training_gap(run: Made, other: Made) -> float | None:
     return None if None in losses else losses[0] - losses[1]
 
 
-def loss_gaps(results: Results) -> dict[str, list[float]]:
-    """Return {arm with a route: its training losses minus those of the arm without one, one difference per seed}."""
-    gaps = {arm: differences(runs, results["dense"], training_gap) for arm, runs in results.items() if arm != "dense"}
-    return {arm: less for arm, less in gaps.items() if less}
-
-
 def loss_gap_columns(study: Study, results: Results) -> Columns:
-    return {LOSS_GAP: {arm: estimate(less).signed() for arm, less in loss_gaps(results).items()}}
+    gaps = {arm: differences(runs, results["dense"], training_gap) for arm, runs in results.items() if arm != "dense"}
+    return {LOSS_GAP: {arm: estimate(less).signed() for arm, less in gaps.items() if less}}
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:

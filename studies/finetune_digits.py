@@ -70,5 +70,7 @@ if __name__ == "__main__":
         sys.exit(0)
     with explained("stopped"):
         given = {"out": "results/finetune-digits", "steps": "2500", "seeds": "1"}
-        given |= dict(word.partition("=")[::2] for word in sys.argv[1:])
+        given |= (typed := dict(word.partition("=")[::2] for word in sys.argv[1:]))
+        if unknown := typed.keys() - {"out", "steps", "seeds"}:
+            raise ValueError(f"unknown option {', '.join(unknown)}: there are out, steps and seeds")
         main(Path(given["out"]), int(given["steps"]), int(given["seeds"]))

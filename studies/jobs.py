@@ -15,7 +15,7 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from studies.study import ROOT, Planned, Score, Training
+from studies.study import ROOT, Planned, Score, Training, training_flops
 from tread.checkpoints.run_log import RunLog
 from tread.evaluation.metric_table import names_of
 from tread.runtime.device import usable_cores
@@ -134,6 +134,18 @@ def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
         scores = dict.fromkeys(score for run in same for score in run.scores)
         jobs.append(Job(same[0].training, tuple(scores), begun[0] if begun else place / same[0].folder))
     return jobs
+
+
+def costs_of(jobs: Sequence[Job]) -> str:
+    """Return a text on the cost of the jobs: a line per training, and the sum."""
+    lines, whole = [], 0
+    for job in jobs:
+        drawn = sum(int(score.words[-1].partition("=")[2]) for score in job.scores)
+        whole += (each := training_flops(job.training))
+        most = " at most" if job.training.seconds else ""
+        images = f"{job.training.images:>12,} images{most}"
+        lines.append(f"  {job.folder.name:<40}{images}, {each:.4e} FLOPs, {drawn:,} samples")
+    return "\n".join([*lines, f"  in all {sum(job.training.images for job in jobs):,} images, {whole:.4e} FLOPs"])
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None], part: Part = "both") -> list[str]:

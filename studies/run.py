@@ -32,9 +32,8 @@ if __name__ == "__main__":
 from omegaconf import OmegaConf
 
 from studies.cifar10 import RANDOM, random_inception
-from studies.cost import estimate
-from studies.figures import publish, write
-from studies.jobs import Job, Part, jobs_of, make
+from studies.figures import FIGURES, publish, write
+from studies.jobs import Job, Part, costs_of, jobs_of, make
 from studies.results import finished, is_made
 from studies.study import HERE, Planned, ScaleName, names, plan, read_study, rehearsed
 from tread.encoders.inception import find_weights
@@ -79,12 +78,14 @@ def main() -> None:
 def run(options: Options) -> None:
     """Run a study, draw its figure and write its table. Wrong options raise ValueError or OSError before any run."""
     study = read_study(options.study, options.scale)
+    if study.figure not in FIGURES:
+        raise ValueError(
+            f"studies/{study.name}.yaml has figure.kind {study.figure}, but there are {', '.join(FIGURES)}"
+        )
     study = rehearsed(study) if options.rehearse else study
     data, results = Path(options.data), Path(options.results)
-    place, made = (
-        results / study.name / f"{study.scale}{'_rehearsal' * options.rehearse}",
-        finished(results, options.again),
-    )
+    place = results / study.name / f"{study.scale}{'_rehearsal' * options.rehearse}"
+    made = finished(results, options.again)
     if unknown := {*options.arms} - {*study.arms}:
         raise ValueError(f"study {study.name} has no arm {', '.join(unknown)}, but {', '.join(study.arms)}")
     asked = {*options.arms, *(f"{arm}, {way}" for arm in options.arms for way in study.ways)}
@@ -93,7 +94,7 @@ def run(options: Options) -> None:
     def left_to_make(runs: Sequence[Planned]) -> list[Job]:
         return jobs_of([run for run in runs if run.arm in asked and not is_made(run, made)], place, results)
 
-    runs = plan(study, options.seeds, None if options.dry else made)
+    runs = plan(study, options.seeds, made, options.dry)
     jobs = left_to_make(runs)
     print(f"{study.title}: {study.question}")
     done, anew = sum(is_made(run, made) for run in runs), sum(job.only_scores_lack(made) for job in jobs)
@@ -103,7 +104,7 @@ def run(options: Options) -> None:
     if study.trials:
         print("  each arm's trials come first; their best value is trained by further seeds")
     if options.dry:
-        print(estimate(jobs))
+        print(costs_of(jobs))
         return
     trains = options.part == "train"
     words = " ".join(word for job in jobs for word in (job.training.overrides if trains else job.words))

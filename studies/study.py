@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
@@ -205,10 +205,16 @@ def read_study(name: str, scale: ScaleName) -> Study:
     base = _over(base | ({"scoring": []} if "scoring" in own_scale else {}), own_scale)
     only = {way: scored.pop("only", None) for way, scored in ways.items()}
     arms, trials, said_arms = {}, {}, tree.pop("arms")
-    against, besides, figure = tree.pop("against", {}), tree.pop("besides", {}), tree.pop("figure")
+    against, besides, figure = (
+        tree.pop("against", {}),
+        tree.pop("besides", {}),
+        {"kind": None, "metrics": ()} | tree.pop("figure", {}),
+    )
     for arm, said in said_arms.items():
         said = said_arms[arm] = dict(said) if isinstance(said, dict) else {"overrides": said}
         if below := said.pop("over", None):
+            if below not in said_arms:
+                raise ValueError(f"studies/{name}.yaml: arm {arm} is over {below}, which is no arm")
             against.setdefault(arm, below)
             said |= _over({key: said_arms[below].get(key, []) for key in ("overrides", "scoring")}, said)
     chosen = bool(choose) or any("choose" in said for said in said_arms.values())
@@ -230,6 +236,10 @@ def read_study(name: str, scale: ScaleName) -> Study:
             arms[called] = schema.read(_over(whole, scored), Arm, f"arms.{called}.")
     against |= {f"{arm}, {way}": f"{other}, {way}" for arm, other in against.items() for way in ways}
     against, besides = ({a: b for a, b in each.items() if {a, b} <= {*arms}} for each in (against, besides))
+    wanted = ({*tree}, {item.name for item in fields(Study)}), ({*figure["metrics"]}, {*METRICS})
+    for there, known in (*wanted, ({*tree.get("rule", {}).get("rivals", ())}, {*said_arms})):
+        if unknown := sorted(there - known):
+            raise ValueError(f"studies/{name}.yaml: unknown {', '.join(unknown)}")
     drawn = {"figure": figure["kind"], "metrics": figure["metrics"], "seen": figure.get("seen", "")}
     compared = {"against": against, "besides": besides, "trials": trials}
     return Study(name, scale, arms=arms, ways=(*ways,), **compared, **drawn, **tree)
@@ -257,15 +267,18 @@ def _over(base: dict, said: dict) -> dict:
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
-def plan(study: Study, seeds: int | None = None, made: Mapping[str, dict] | None = None) -> list[Planned]:
+def plan(
+    study: Study, seeds: int | None = None, made: Mapping[str, dict] | None = None, guess: bool = False
+) -> list[Planned]:
     """Return a study's runs, seed by seed. Raises ValueError for overrides that train.py does not take.
 
     seeds  number of seeds of each arm; None: its own. A trial, an arm made to try a value of another arm's `choose`,
            always has one seed.
     made   {key of a training: its result.json}. An arm with `choose` takes the value of its best trial, and is left
            out until all its trials are made. None: it takes the first value.
+    guess  whether an arm takes the first value until then, instead.
     """
-    arms = {name: _chosen(study, name, made) for name in study.arms}
+    arms = {name: _chosen(study, name, made) or (_chosen(study, name, None) if guess else None) for name in study.arms}
     counts = {name: 1 if name in _trials(study) else seeds or arm.seeds for name, arm in arms.items() if arm}
     order = [(name, number) for number in range(max(counts.values())) for name in counts if number < counts[name]]
     return [_planned(name, arms[name], arms[name].first_seed + number) for name, number in order]

@@ -158,7 +158,7 @@ def test_writing_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):
         error=ValueError,
     )
     with pytest.raises(ValueError, match="shard 0 is float.*, but dtype=uint8 stores pixels of 0 to 255 as they are"):
-        write_dataset(tmp_path / "data", replace(MEANING, dtype="uint8"), [arrays(5)])
+        write_dataset(tmp_path / "data", replace(MEANING, dtype="uint8", autoencoder="pixels"), [arrays(5)])
     assert list(tmp_path.iterdir()) == []
     write_dataset(tmp_path / "data", MEANING, [arrays(5)])
     with pytest.raises(FileExistsError, match="exists already"):

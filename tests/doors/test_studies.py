@@ -5,6 +5,7 @@ References: FLOPs that training itself counts, arithmetic by hand, and a run tha
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from omegaconf import OmegaConf
 from test_pages import COMMANDS
 
 from scripts import similarity
-from studies import cifar10, cost, figures, jobs, paired, results, run, study
+from studies import cifar10, figures, jobs, paired, results, run, study
 from studies.study import Planned, Training
 from tread.checkpoints.run_log import RunLog
 from tread.diffusion.guidance import Guidance
@@ -116,11 +117,57 @@ def test_a_training_is_known_by_what_is_said_of_it():
 def test_published_results_are_those_that_the_studies_ask_for():
     """Their keys are the reference: what is asked for is still what was made. Each table is the published one."""
     made = results.finished(Path("nowhere"))
-    for name in ("convergence", "similarity", "alignment", "text"):
-        read = study.read_study(name, "small")
-        runs = study.plan(read)
-        assert results.missing(runs, made) == ""
-        assert figures.table(read, results.gather(runs, made)) == (ROOT / "studies" / name / "table.md").read_text()
+    for folder in (path.parent for path in sorted(study.HERE.glob("*/results.json"))):
+        name, _, _ = folder.name.partition("_gpu")
+        read = study.read_study(name, "gpu" if folder.name.endswith("_gpu") else "small")
+        runs = study.plan(read, made=made)
+        assert name not in ("convergence", "similarity", "alignment", "text") or results.missing(runs, made) == ""
+        published = (folder / "table.md").read_text().partition("\nMissing: ")[0]
+        assert figures.table(read, results.gather(runs, made)) == published, folder.name
+
+
+def test_a_score_of_fewer_seeds_than_trained_is_shown_with_their_number():
+    read, runs = study.read_study("convergence", "small"), planned("convergence")
+    found = {runs["dense", seed].training.key: result_of(runs["dense", seed], {4688: 1.0}) for seed in (1, 2)}
+    found[runs["dense", 0].training.key] = result_of(runs["dense", 0], {4688: 1.0}, kid=0.125)
+    text = figures.table(read, results.gather([*runs.values()], found))
+    assert "| dense | 3 | " in text and "| 0.125 (1) |" in text and "A number of seeds in brackets" in text
+
+
+BAD = {  # what is put into depth.yaml → what is said
+    "titel: x": "unknown titel",
+    "rule: {arm: 8 dense, rivals: [9 dense], metrics: [kid]}": "unknown 9 dense",
+    "figure: {kind: ends, metrics: [eval_los]}": "unknown eval_los",
+    "figure: {kind: end, metrics: [kid]}": "figure.kind end, but there are balance, curves",
+    "arms: {a: {over: c, overrides: []}}": "arm a is over c, which is no arm",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_study_with_a_mistake_is_refused_before_it_runs(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(study, "HERE", tmp_path)
+    whole = OmegaConf.load(ROOT / "studies/depth.yaml")
+    (tmp_path / "depth.yaml").write_text(OmegaConf.to_yaml({**whole, "against": {}, **OmegaConf.create(line)}))
+    shutil.copy(ROOT / "studies/scales.yaml", tmp_path)
+    with pytest.raises(ValueError, match=f"studies/depth.yaml.*{BAD[line]}"):
+        run.run(run.Options("depth", results=str(tmp_path / "results"), dry=True))
+
+
+def test_a_study_that_stops_before_its_first_evaluation_draws_nothing(tmp_path):
+    read, runs = study.read_study("depth", "demo"), planned("depth", "demo")
+    begun = runs["8 dense", 0]
+    record = result_of(begun, {}) | {"points": [{"step": 1, "images": 8, "loss": 1.0}], "trained": False}
+    figures.write(read, [*runs.values()], {begun.training.key: record}, tmp_path)
+    assert "8 dense" in (tmp_path / "table.md").read_text()
+
+
+def test_a_dry_run_knows_what_trials_decided():
+    read = study.read_study("fair", "demo")
+    trials = study.plan(read, made={})
+    made = {one.training.key: result_of(one, {5: 1.0 + (".002" not in one.arm)}) for one in trials}
+    told = {one.training.key for one in study.plan(read, made=made, guess=True)}
+    assert told == {one.training.key for one in study.plan(read, made=made)}
+    assert len(study.plan(read, made={}, guess=True)) == len(study.plan(read)) > len(trials)
 
 
 def test_budgets_become_steps():
@@ -137,7 +184,7 @@ def test_flops_are_those_that_training_counts(tmp_path):
     words = [*TINY, "model=tread", "train.routes_until=4", "sampling.decode=false"]
     launch(tmp_path, *words[len(TINY) :], "name=run")
     counted = RunLog(tmp_path / "results" / "run").records()[-1]["flops"]
-    assert cost.training_flops(Training(tuple(words), 0, 6, 16)) == counted
+    assert study.training_flops(Training(tuple(words), 0, 6, 16)) == counted
 
 
 def test_the_table_has_means_errors_and_paired_differences():
@@ -271,7 +318,7 @@ def test_the_arms_of_cifar10_are_rules_of_their_route():
     routes = {arm: training.cfg.model.resolved_routes for arm, training in arms.items()}
     places = {arm: (route.start, route.end, route.rejoin) for arm, each in routes.items() for route in each}
     assert places == {"TREAD": (2, 8, 2), "delayed": (5, 8, 2), "naive": (5, 8, 5)}  # and none in the dense ones
-    spent = {arm: cost.training_flops(replace(training, steps=1)) for arm, training in arms.items()}
+    spent = {arm: study.training_flops(replace(training, steps=1)) for arm, training in arms.items()}
     assert spent["delayed"] == spent["naive"] and abs(spent["TREAD"] / spent["dense 8"] - 1) < 0.06
     assert spent["TREAD"] < spent["delayed"] < spent["dense 12"]
     assert {one.training.cfg.train.batch_size for one in runs.values()} == {256}
@@ -294,7 +341,7 @@ def test_fair_arms_spend_the_same_flops_at_the_best_of_their_rates():
     read = study.read_study("fair", "demo")
     trials, made = study.plan(read, made={}), {}
     assert len(trials) == 10 and not any(one.scores for one in trials)  # stage A alone, until it is made
-    spent = [cost.training_flops(one.training) for one in trials]
+    spent = [study.training_flops(one.training) for one in trials]
     assert 0.98 * read.arms["TREAD"].flops < min(spent) and max(spent) <= read.arms["TREAD"].flops
     for one in trials:
         better = one.arm in ("dense 8, optim.lr=0.001", "TREAD, optim.lr=0.002")
@@ -329,7 +376,7 @@ def test_mechanisms_arms_are_cifar10s_and_one_that_removes_nothing():
         own, its = ({w for w in each[name].overrides if w.startswith("model.routes")} for each in (arms, others))
         assert own == its
     runs = {one.arm: one for one in study.plan(study.read_study("mechanism", "small"))}
-    spent = {arm: cost.training_flops(replace(runs[arm].training, steps=1)) for arm in ("dense", "TREAD", "stale")}
+    spent = {arm: study.training_flops(replace(runs[arm].training, steps=1)) for arm in ("dense", "TREAD", "stale")}
     assert spent["stale"] == spent["dense"] > spent["TREAD"]
     guided = {arm for arm in runs if "autoguidance" in arm}
     assert guided == {f"dense, autoguidance {scale}" for scale in ("1.25", "1.5", "2")}
@@ -637,7 +684,7 @@ def test_a_study_goes_on_after_kill_9_and_ctrl_c(tmp_path):
         losses = [[(p["step"], p.get("eval_loss")) for p in one[key]["points"]] for one in (whole, cut)]
         scored = [{name: score["frechet_pixels"] for name, score in one[key]["scores"].items()} for one in (whole, cut)]
         assert losses[0] == losses[1] and scored[0] == scored[1]
-        assert whole[key]["points"][-1]["flops"] == cost.training_flops(training)
+        assert whole[key]["points"][-1]["flops"] == study.training_flops(training)
 
 
 @pytest.mark.slow

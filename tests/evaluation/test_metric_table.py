@@ -8,6 +8,7 @@ import compare_runs
 import guidance_sweep
 import numpy as np
 import pytest
+import torch
 from conftest import open_reference, write_json
 from test_reference_scorer import features, parts_of, score
 
@@ -71,6 +72,18 @@ def test_a_metric_on_inception_features_is_scored_and_a_column_of_its_own(added,
     assert (float(row["gap"]), row["taste"]) == (values["gap"], "0.75")
     metrics = ["label_agreement", "frechet_pixels", "clip_score", "gap", "taste"]
     assert [name for name in row if name in METRICS][-5:] == metrics
+
+
+def test_a_metrics_failure_and_its_numpy_number_end_nothing(tmp_path, monkeypatch, pictures_of):
+    monkeypatch.setitem(METRICS, "single", Metric("", compute=lambda sets: sets.samples.whole("pool").mean()))
+    monkeypatch.setitem(METRICS, "broken", Metric("", compute=lambda sets: torch.ones(2, 3) @ torch.ones(2, 3)))
+    ours = features(30, 1, 0.5, sizes=(128, 35))
+    np.savez(tmp_path / "batch.npz", pictures_of(20, 8, 0))
+    values, unavailable = score(
+        parts_of(tmp_path / "a", ours), open_reference(tmp_path / "batch.npz"), parts_of(tmp_path / "b", ours)
+    )
+    assert json.loads(json.dumps(values))["single"] == pytest.approx(ours["pool"].mean()) and "fid" in values
+    assert unavailable["broken"].startswith("it failed: RuntimeError: mat1 and mat2")
 
 
 def test_it_is_compared_drawn_and_reported(added, tmp_path, capsys):

@@ -367,6 +367,8 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, pictures_
         ("name one of checkpoint",),
         ("checkpoint=results/a", "needs reference=…"),
         ("samples=reference.npz", "reference=… is needed"),
+        ("samples=reference.npz", "reference=7", "reference is 7, but must be str"),
+        ("checkpoint=results/a", "save_samples=true", "inception=a.pth", "inception=a.pth is read by nothing here"),
         ("samples=large.npz", "reference=a.npz", "num_samples=2", "guidance=cfg", "num_samples, guidance: of samples"),
         ("checkpoint=results/a", "reference=large.npz", "16×16, but large.npz of 32×32"),
         ("samples=large.npz", "reference=reference.npz", "32×32, but reference.npz of 16×16"),

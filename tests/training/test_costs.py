@@ -16,6 +16,7 @@ from tread.checkpoints.network import build_network
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost
 from tread.models.backbone import count_parameters
 from tread.models.cost_constants import DEVICES, PREDICTED, UPDATE_BYTES, Device, blocks_run, measured_constants
+from tread.reports.summary import disk
 from tread.training import costs, settings
 from tread.training.alignment import Alignment
 from tread.training.costs import kinds_to_come, largest_micro_batch, memory, plan_memory, step_seconds
@@ -257,6 +258,20 @@ def test_a_plan_counts_routes_up_to_their_end_and_a_second_forward_pass(tmp_path
 )
 def test_a_plan_counts_the_bytes_that_are_stored(tmp_path, experiment, said):
     assert said in launch_door(plan.main, "plan", tmp_path, f"experiment={experiment}", "model=dit")
+
+
+def test_a_plan_s_disk_is_that_of_the_run_s_own_summary(composed):
+    """With alignment's projector, and averages stored at their own pace."""
+    words = ["experiment=imagenet256_s2", "ema.power=[0.05,0.1]", "ema.snapshot_every=500", "every.save=5000"]
+    texts = []
+    for more in ([], ["alignment=repa", "alignment.encoder=dinov2-s"]):
+        cfg = settings.read(composed(*words, *more))
+        with torch.device("meta"):
+            network = build_network(cfg)
+        texts.append(disk(cfg, network, costs.blank_aligner(cfg, network)))
+    assert all(text.endswith("of averages stored every 500 steps") for text in texts)
+    plain, aligned = (float(text.split()[0]) for text in texts)
+    assert aligned > 1.02 * plain
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import launch, logged, read_json, same, write_json
+from conftest import launch, logged, same
 from test_survival import RUN, spoil, status
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -80,21 +80,6 @@ def test_a_run_that_was_cut_is_judged_as_in_one_go(tmp_path, monkeypatch):
     assert checkpoint.find(tmp_path / RUN).info["tally"]["recent"] == "010110"
     with pytest.raises(SystemExit, match="in 4 of the last 7 steps"):
         launch(tmp_path, "train.steps=7")
-
-
-def test_a_checkpoint_that_kept_no_last_steps_and_no_times_goes_on(tmp_path, monkeypatch):
-    """Unknown steps count as neither good nor bad; FLOPs follow from the settings, seconds are left out."""
-    launch(tmp_path, "train.routes_until=2")
-    expected = logged(tmp_path / RUN, "flops")[-1]
-    path = tmp_path / RUN / "step_0000006/info.json"
-    info = read_json(path)
-    del info["flops"], info["seconds"], info["tally"]["recent"]
-    write_json(path, info)
-    spoil(monkeypatch, {0, 1})
-    launch(tmp_path, "train.routes_until=2", "train.steps=8")
-    last = RunLog(tmp_path / RUN).records()[-1]
-    assert last["flops"] == expected + 2 * 3 * 8 * build_network_of(tmp_path).forward_flops()
-    assert "seconds" not in last and checkpoint.find(tmp_path / RUN).info["tally"]["recent"] == "11"
 
 
 def latents(folder, spoilt):

@@ -80,9 +80,6 @@ class EDM(Process):
     def _norm(self, sigma: Tensor) -> Tensor:
         return (sigma.view(-1, 1, 1, 1) ** 2 + self.sigma_data**2).sqrt()
 
-    def denoise(self, network: Network, x: Tensor, sigma: Tensor, y: Condition, routes: Routes = ()) -> Tensor:
-        return self.combine(network(*self.precondition(x, sigma), y, routes=routes), x, sigma)
-
     def noised(self, x: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
         return x + sigma.float().view(-1, 1, 1, 1) * noise
 

@@ -185,8 +185,6 @@ class TrainedModel:
         """Return the seeds and labels of all pictures. Raises ValueError for unknown classes or conflicting options."""
         if labels is None:
             listed = [classes] if isinstance(classes, (str, int, np.integer)) else classes
-            if listed is not None and not len(listed):
-                raise ValueError("classes is empty: name some, or leave it out for ten")
             numbers = None if listed is None else [class_number(label, self.classes) for label in listed]
             rows = row_labels(self.saved, numbers, prompts)
             pairs = [(seed, label) for label, seed in itertools.product(rows, seeds)]

@@ -5,7 +5,6 @@ of two kinds of features), Inception Score, precision and recall; and KID, which
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -54,16 +53,6 @@ class Moments:
         count, offset = self.count + other.count, other.mean - self.mean
         scatter = self.scatter + other.scatter + np.outer(offset, offset) * (self.count * other.count / count)
         return Moments(count, self.mean + offset * (other.count / count), scatter)
-
-    def pack(self) -> Tensor:
-        """Return the moments as one row (1 + D + D·D,) float64, to send to another process."""
-        return torch.from_numpy(np.concatenate([[self.count], self.mean, self.scatter.ravel()]))
-
-    @classmethod
-    def unpack(cls, row: Tensor) -> "Moments":
-        numbers = row.cpu().numpy()
-        size = (math.isqrt(4 * len(numbers) - 3) - 1) // 2  # D of 1 + D + D·D
-        return cls(int(numbers[0]), numbers[1 : 1 + size], numbers[1 + size :].reshape(size, size))
 
     @property
     def gaussian(self) -> tuple[np.ndarray, np.ndarray]:

@@ -46,6 +46,8 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
+    if saved.text is None and classes is not None and not len(classes):
+        raise ValueError("classes is empty: name some, or leave it out for ten")
     if saved.text is None:
         return class_labels(spread_classes(count, 10) if classes is None else classes, count, saved.label_drop)
     if classes is not None or not prompts:

@@ -111,10 +111,12 @@ class ReferenceScorer:
         values, unavailable = {}, {}
         for name in feature_metrics():
             try:
-                values[name] = METRICS[name].compute(sets)
+                values[name] = float(METRICS[name].compute(sets))
             except Unavailable as error:
                 unavailable[name] = str(error)
-            except (ValueError, TypeError, LookupError, AttributeError) as error:  # the other metrics still get values
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # the other metrics still get values
                 unavailable[name] = f"it failed: {type(error).__name__}: {error}"
         return values, unavailable, {}
 

@@ -123,7 +123,7 @@ def read_options(config: dict) -> ScoringOptions:
     paths = ("checkpoint", "samples", "reference", "save_reference", "prompts", "clip")
     paths += ("inception", "autoencoder", "out", "cache")
     for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
-        section |= {key: str(Path(section[key]).expanduser()) for key in keys if section[key]}
+        section |= {key: str(Path(section[key]).expanduser()) for key in keys if isinstance(section[key], str)}
     return schema.read(config, ScoringOptions)
 
 
@@ -147,6 +147,8 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     skip = options.on_error == "skip"
     samples = options.samples and open_pictures(Path(options.samples), crop, processes, skip)
     against = options.reference and open_scorer(Path(options.reference), options.inception, crop, processes, skip)
+    if options.inception and not against and not any(plan.judge.hashes.get("inception") for plan in plans):
+        raise ValueError(f"inception={options.inception} is read by nothing here: name a reference=…, or leave it out")
     if options.reference in SHIPPED and not Path(options.reference).exists():
         add_shipped_pictures(against, options, plans, processes)
     if crop and samples and against.reference.pictures is None:
@@ -310,7 +312,7 @@ def plan_scoring(
         weak,
         sampler,
         count,
-        compiled=compiled and not options.guidance.scheduled,
+        compiled=compiled and (options.compile is True or not options.guidance.scheduled),
         decoder=autoencoder.decoder_hash(saved.latents, options.autoencoder),
         judge=judge,
         prompts=prompts,

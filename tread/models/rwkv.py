@@ -35,11 +35,6 @@ def quad_shift(x: Tensor, grid: Grid) -> Tensor:
     return torch.cat(moved, dim=3).flatten(1, 2)
 
 
-def blend(a: Tensor, b: Tensor, share: Tensor) -> Tensor:
-    """Return tokens share·b + (1 − share)·a; `share` (D,) may be of a lower precision."""
-    return torch.lerp(a, b, share.to(b.dtype))
-
-
 class SpatialMix(nn.Module):
     """Token mixing σ(r) ⊙ WKV(k, v); r, k and v are projections of tokens blended with neighbours: (B, N, D)."""
 
@@ -52,9 +47,9 @@ class SpatialMix(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         shifted = quad_shift(x, grid)
-        r = self.receptance(blend(shifted, x, self.mix_r))
-        k = self.key(blend(shifted, x, self.mix_k))
-        v = self.value(blend(shifted, x, self.mix_v))
+        r = self.receptance(torch.lerp(shifted, x, self.mix_r.to(x)))
+        k = self.key(torch.lerp(shifted, x, self.mix_k.to(x)))
+        v = self.value(torch.lerp(shifted, x, self.mix_v.to(x)))
         return self.output(r.sigmoid() * wkv(k, v, self.decay, self.bonus).to(r.dtype))
 
 
@@ -70,8 +65,8 @@ class ChannelMix(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         shifted = quad_shift(x, grid)
-        r = self.receptance(blend(shifted, x, self.mix_r))
-        k = self.key(blend(shifted, x, self.mix_k))
+        r = self.receptance(torch.lerp(shifted, x, self.mix_r.to(x)))
+        k = self.key(torch.lerp(shifted, x, self.mix_k.to(x)))
         return r.sigmoid() * self.value(k.relu().square())
 
 

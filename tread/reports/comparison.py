@@ -155,15 +155,8 @@ def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def cautions(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return warnings for readers: settings that differ, and losses that older code computed differently."""
+    """Return warnings for readers: settings that differ, seeds and code."""
     warnings = []
-    for run in (run for group in groups for run in group.runs):
-        if run.config.get("objective") == "rf" and (old := [r["step"] for r in run.records if "eval_loss" in r]):
-            warnings.append(
-                f"{run.folder} has an evaluation loss up to step {old[-1]:,}, of older code: weighted as its training "
-                "was, it is neither a velocity error nor the loss of edm"
-            )
-
     for group in groups:
         seeds = {run.config.get("seed") for run in group.runs}
         if len(seeds) < len(group.runs):

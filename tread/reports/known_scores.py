@@ -42,7 +42,8 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
 
 
 def _below(folder: Path, pattern: str) -> list[Path]:
-    return [path for depth in DEPTH for path in sorted(folder.glob(depth + pattern)) if "/latest/" not in f"{path}"]
+    found = [path for depth in DEPTH for path in sorted(folder.glob(depth + pattern))]
+    return [path for path in found if "latest" not in path.relative_to(folder).parts]
 
 
 def _read(path: Path, problems: list[str]) -> list[dict]:

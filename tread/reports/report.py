@@ -268,10 +268,9 @@ def add_settings(page: Page, subject: Subject) -> None:
     page.section("What ran")
     names, facts = subject.names.values(), [facts_of(run) for run in subject.runs]
     page.table(["", *names], [[name, *(fact[name] for fact in facts)] for name in facts[0]])
-    if len(subject.runs) > 1:
+    apart = unlike([run.config for run in subject.runs])
+    if rows := [[key, *map(written, values)] for key, values in apart.items() if key not in LAUNCH]:
         page.heading("Settings that differ")
-        apart = unlike([run.config for run in subject.runs])
-        rows = [[key, *map(written, values)] for key, values in apart.items() if key not in LAUNCH]
         page.table(["key", *names], rows)
     for run in subject.runs:
         if run.config:

@@ -3,12 +3,15 @@
 from routing_module import RULES, check_routes
 from tread.checkpoints.network import process_of
 from tread.evaluation.metric_table import METRICS, with_real
-from tread.models.backbone import count_parameters
+from tread.models.backbone import Backbone, count_parameters
 from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.runtime.schema import written
+from tread.training.alignment import Aligner
+from tread.training.costs import checkpoint_bytes
 from tread.training.draws import active_routes
 from tread.training.run import Run
+from tread.training.settings import Settings
 
 
 def describe(run: Run) -> str:
@@ -38,7 +41,7 @@ def describe(run: Run) -> str:
         f"{f' {written(optim.options)}' if optim.options else ''}{optim.split(run.optimizer)}",
         "device": f"{run.device}, {run.precision}",
         "memory": run.memory,
-        "disk": f"{size_text(run.checkpoint_bytes())} a checkpoint, every {cfg.every.save:,} steps",
+        "disk": disk(cfg, network, run.aligner),
     }
     if run.aligner:
         lines["FLOPs"] += f"; alignment adds {run.aligner.flops(active):.3e} a training image"
@@ -54,9 +57,6 @@ def describe(run: Run) -> str:
         lines["objective"] += f", {train.path_drop:g} of the samples without the sparse part"
     if train.routes_until is not None:
         lines["routes"] += f"; none from step {train.routes_until:,} on"
-    if cfg.ema.power:
-        every, size = cfg.ema.snapshot_every or cfg.every.save, 2 * len(cfg.ema.power) * parameters
-        lines["disk"] += f"; {size_text(size)} of averages stored every {every:,} steps"
     warnings = [f"warning: {text}" for text in run.warnings]
     if schedule:
         routed = min(routed, network.forward_flops(active_routes(cfg, schedule.last)))
@@ -87,6 +87,15 @@ def describe_alignment(run: Run) -> str:
     aligned += f", falling to 0 over {settings.fade:,} steps" * bool(settings.fade)
     aligned += f" up to step {settings.until:,}" if settings.until else ""
     return f"{aligned}; the projector has {count_parameters(run.aligner.module.projector):,} parameters"
+
+
+def disk(cfg: Settings, network: Backbone, aligner: Aligner | None) -> str:
+    """Return a text on the size of a checkpoint, and of the averages that are stored for ema.power."""
+    text = f"{size_text(checkpoint_bytes(cfg, network, aligner))} a checkpoint, every {cfg.every.save:,} steps"
+    if not cfg.ema.power:
+        return text
+    every, size = cfg.ema.snapshot_every or cfg.every.save, 2 * len(cfg.ema.power) * count_parameters(network)
+    return f"{text}; {size_text(size)} of averages stored every {every:,} steps"
 
 
 def describe_outcome(run: Run) -> str:

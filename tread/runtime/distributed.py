@@ -105,6 +105,10 @@ class Processes:
         """Return the tensors of all processes, concatenated along the first dimension, on each of them."""
         return gather(tensor)
 
+    def gather_objects(self, one: T) -> list[T]:
+        """Return the objects of all processes, on each of them."""
+        return gather_object([one])
+
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """Context whose body runs in the main process first, then in the others."""
@@ -133,7 +137,7 @@ class Processes:
             if not isinstance(error, (ValueError, OSError)):
                 told = RuntimeError(f"process {self.rank} failed: {type(error).__name__}: {error}")
         try:
-            failed = [one for one in gather_object([told]) if one is not None]
+            failed = [one for one in self.gather_objects(told) if one is not None]
         except RuntimeError as lost:  # from torch.distributed
             raise error or OSError("another process stopped; see its message") from lost
         if failed:

@@ -215,6 +215,13 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
     return list(dict.fromkeys((active_routes(cfg, place), bool(cfg.alignment.weight_at(place))) for place in there))
 
 
+def checkpoint_bytes(cfg: Settings, network: Backbone, aligner: Aligner | None) -> int:
+    """Return the bytes of a checkpoint: weights, averages and the optimizer's state; LoRA's frozen weights left out."""
+    kept = count_parameters(network, trained=cfg.lora.rank is not None)
+    beside = (1 + cfg.optim.copies) * count_parameters(aligner.module.projector) if aligner else 0
+    return round(4 * ((2 + len(cfg.ema.power)) * kept + cfg.optim.state_size(network) + beside))
+
+
 def picture_side(cfg: Settings) -> int:
     """Return a picture's side in pixels: 8 times the latents' side, or equal to it for 1 or 3 channels (pixels)."""
     return cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8)

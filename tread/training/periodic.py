@@ -33,7 +33,7 @@ from tread.runtime.plugins import plugin_hashes
 from tread.training.costs import sample_flops, training_flops
 from tread.training.draws import active_routes, step_draws
 from tread.training.optimizer import learning_rate
-from tread.training.run import Failure, Run, StepStatistics
+from tread.training.run import Failure, Run
 
 
 class Clock:
@@ -122,12 +122,11 @@ def read_statistics(run: Run) -> dict:
     for name in ("loss", "alignment") if run.aligner else ("loss",):
         sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.device)).tolist()
     recent = len(sums["recent"])
-    known = run.step if recent == min(run.step, StepStatistics.LAST) else recent  # older checkpoints have no flags
     if sums["longest"] > most:
         end = run.step - int(sums["ago"])
         steps = range(end - int(sums["longest"]), end)
         what = f"{len(steps)} steps in a row, {steps[0] + 1} to {end} (train.max_bad_steps {most})"
-    elif mostly_bad(sums) and (known >= most or known == run.step == run.cfg.train.steps):
+    elif mostly_bad(sums) and (run.step >= most or run.step == run.cfg.train.steps):
         steps = recent_bad_steps(run, sums, recent)
         what = f"{len(steps)} of the last {recent} steps, up to {run.step} (more than half of them)"
     if steps:
@@ -306,9 +305,7 @@ def log_fid(run: Run) -> bool:
     total = processes.together(lambda: run.online_fid.moments(run.model, seeds, drawn_by, stopped=stopped))
     if run.stop.agreed():
         return False
-    if processes.count > 1:
-        rows = processes.gather(total.pack().to(run.device)[None])
-        total = functools.reduce(Moments.merge, map(Moments.unpack, rows))
+    total = functools.reduce(Moments.merge, processes.gather_objects(total))
     value = processes.from_main(lambda: run.online_fid.fid(total, run.cfg.train.cpu_threads))
     seconds = time.perf_counter() - began
     run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))

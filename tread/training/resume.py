@@ -129,8 +129,7 @@ def find_run(run: str) -> Path:
 
 
 def leaves(key: str, value: object) -> list[str]:
-    """Return the dotted keys that key=value on the command line sets: the key, or for a dict value all keys in it (but
-    optim.options as a whole)."""
+    """Return the dotted keys that key=value sets on the command line: those in a dict, but not in optim.options."""
     if isinstance(value, str) and re.fullmatch(r"\{.+:.+\}", value):
         spaced = re.sub(r"([{,]\s*[^:{},]+):", r"\1: ", value)  # Hydra reads {a:1} as a dict, YAML only {a: 1}
         value = OmegaConf.to_container(OmegaConf.create(spaced))

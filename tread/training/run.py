@@ -19,7 +19,7 @@ from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
 from tread.encoders.autoencoder import Decoder
 from tread.evaluation.scorers import EMBEDDED, OnlineFID
-from tread.models.backbone import Backbone, count_parameters
+from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.device import beside
 from tread.runtime.distributed import Processes
@@ -163,14 +163,6 @@ class Run:
         cfg = self.cfg
         judged = (cfg.dataset.embedded, cfg.model.takes_text) in EMBEDDED
         return min(cfg.eval.demo_samples, max(40, cfg.train.steps)) if judged else 0
-
-    def checkpoint_bytes(self) -> int:
-        """Return the bytes of a checkpoint: weights, averages and the optimizer's state."""
-        kept = sum(p.numel() for name, p in self.network.named_parameters() if name not in self.trained.base)
-        size = (1 + len(self.averages)) * kept + self.cfg.optim.state_size(self.network)
-        if self.aligner:
-            size += (1 + self.cfg.optim.copies) * count_parameters(self.aligner.module.projector)
-        return round(4 * size)
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:

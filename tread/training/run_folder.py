@@ -20,7 +20,7 @@ FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_cla
 FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))
 LAUNCH = ("name", "results", "resume", "run")  # settings of a launch, not of a run
 NOTHING = "nothing"  # stands for a missing value
-FREE = ("optim.options", "train.ratio_schedule")  # dicts in which a missing key differs from its default
+FREE = ("optim.options.", "train.ratio_schedule.")  # dicts in which a missing key differs from its default
 
 
 def decisive(keys: Iterable[str], config: dict) -> list[str]:
@@ -65,8 +65,8 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
         raise ValueError(f"{folder} holds a run with other settings; {other}{''.join(listed)}")
     if checkpoint is None and resume is True:
         raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
-    younger = {key for key, (before, _) in changed.items() if before is NOTHING and not key[-1].isdecimal()}
-    younger = {key for key in younger if not key.startswith(tuple(f"{free}." for free in FREE))}
+    added = [key for key, (before, _) in changed.items() if before is NOTHING and not key.startswith(FREE)]
+    younger = {key for key in added if not key[-1].isdecimal()}
     said = {key: both for key, both in changed.items() if key not in {*LAUNCH, *younger}}
     return Claim(checkpoint, said, damaged)  # keys added since the run was recorded are left out, items of lists not
 

@@ -41,7 +41,7 @@ from tread.runtime.signals import Stop
 from tread.runtime.tensor_files import LABELS, save_tensors
 from tread.runtime.tracking import check_tracker, open_tracker
 from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
-from tread.training.costs import MemoryPlan, blank_loss, kinds_to_come, live_bytes, plan_memory, training_flops
+from tread.training.costs import MemoryPlan, blank_loss, checkpoint_bytes, kinds_to_come, live_bytes, plan_memory
 from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
 from tread.training.optimizers import OPTIMIZERS
@@ -102,8 +102,6 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     if cfg.train.residual == "bf16" and precision == "fp32":
         run.warnings.append("train.residual=bf16 has no effect: the run computes in fp32 (train.precision=bf16)")
     run.warnings += [*settings_warnings(cfg), *data_warnings(run), *filter(None, [faulty, memory.warning])]
-    if earlier and "flops" not in earlier.info:
-        run.flops = training_flops(cfg, network, range(run.step), aligner)  # not recorded by older code
     processes.from_main(lambda: take_folder(run, claimed))
     for warning in warnings:
         processes.say(warning)
@@ -190,9 +188,8 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
     """Raise ValueError if training the blocks alone exceeds the device's memory; needs no network."""
-    model, copies = cfg.model, 3 + cfg.optim.matrix_copies + len(cfg.ema.power)
-    if cfg.lora.rank or not all(group.lr for group in cfg.optim.groups):  # frozen, at most weights and averages
-        copies = 1 if cfg.lora.rank else 2 + len(cfg.ema.power)
+    model, frozen = cfg.model, not all(group.lr for group in cfg.optim.groups)  # frozen: no gradients, no moments
+    copies = 1 if cfg.lora.rank else 2 + (not frozen) * (1 + cfg.optim.matrix_copies) + len(cfg.ema.power)
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of all architectures; most have more
     needed, room = int(4 * copies * least), memory_of(device)
     if needed > room:
@@ -217,7 +214,9 @@ def take_folder(run: Run, claimed: Claim) -> None:
     """Record the start in the run's folder, and remove results after the step at which the run continues; in the main
     process only. Raises OSError, also for a disk too full for a checkpoint, or ValueError if no tracker opens."""
     say, optim = run.processes.say, run.cfg.optim
-    check_place(run.folder, run.checkpoint_bytes() if run.step < run.cfg.train.steps else 0)
+    check_place(
+        run.folder, checkpoint_bytes(run.cfg, run.network, run.aligner) if run.step < run.cfg.train.steps else 0
+    )
     facts = {"processes": run.processes.count, "device": device_name(run.processes.device), "precision": run.precision}
     parts = {"files": run.data} | ({} if run.heldout is None else {"heldout_files": run.heldout})
     for key, data in parts.items():
@@ -386,8 +385,8 @@ def data_warnings(run: Run) -> list[str]:
             warnings.append(f"{photos}: where that shows, the evaluation loss is of other pictures")
     made_of = read_index(run.data.folder).get("archive", "an archive that is not recorded")
     if dataset.embedded == "cifar10" and dataset.archive not in (None, made_of):
-        said = f"{dataset.path} was there already, made of {made_of}: dataset.archive={dataset.archive} was not read"
-        warnings.append(said)
+        unread = f"dataset.archive={dataset.archive} was not read"
+        warnings.append(f"{dataset.path} was there already, made of {made_of}: {unread}")
     before = run.earlier and run.earlier.info.get("encoder")
     if before and aligner and aligner.fingerprint not in (None, before):
         name = aligner.settings.encoder
