@@ -1,38 +1,59 @@
 """Diffusion transformer (DiT; Peebles & Xie, ICCV 2023, arXiv 2212.09748) with adaLN-Zero.
 
 Parameter names and shapes are those of public DiT checkpoints, so such a state dict loads with strict=True. This file
-holds the blocks; last layer and forward pass are in tread/models/backbone.py, embedders in embedders.py beside it.
+holds the blocks, with the options of LightningDiT (tread/models/lightning.py); last layer and forward pass are in
+tread/models/backbone.py, embedders in embedders.py beside it.
 
-Shapes: B samples, N tokens, D hidden size.
+Shapes: B samples, N tokens, D hidden size, H heads of d = D/H channels.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tread.models.backbone import Backbone, linear_products, modulate
+from tread.models.rotary import rotate
 from tread.models.value_residual import add_value_residual, mixed
+
+Norm = Literal["layer", "rms"]
+MlpKind = Literal["gelu", "swiglu"]
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with H heads of width d: (B, N, D) → (B, N, D), and its value vectors (B, N, H, d)."""
+    """Multi-head self-attention; qk_norm=True: with an RMSNorm of each head's queries and keys."""
 
-    def __init__(self, dim: int, num_heads: int) -> None:
+    def __init__(self, dim: int, num_heads: int, qk_norm: bool = False) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"hidden_size {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim)
+        self.q_norm, self.k_norm = (nn.RMSNorm(dim // num_heads, eps=1e-6) if qk_norm else None for _ in range(2))
         self.proj = nn.Linear(dim, dim)
         self.v1_lambda = None  # see value_residual.py
 
     def forward(self, x: Tensor, *along: Tensor) -> tuple[Tensor, Tensor]:
-        B, N, D = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.num_heads, D // self.num_heads).unbind(2)
-        v, _ = mixed(self, v, along)
-        x = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)))  # (B, heads, N, D/heads)
-        return self.proj(x.transpose(1, 2).reshape(B, N, D)), v
+        """Map x (B, N, D) to tokens (B, N, D) and values (B, N, H, d). `along` are the rotary table (B, N, d), if
+        positions rotate, and the first block's values (B, N, H, d), if the network mixes them in."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
+        v, table = mixed(self, v, along)
+        return attend(self, q, k, v, *table), v
+
+
+def attend(
+    layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Let queries (B, N, H, d) attend to keys and values (B, T, H, d) and apply the layer's projection: (B, N, D).
+    `layer` has q_norm, k_norm (or None) and proj. `table` (B, N, d) holds the cosines, then the sines, of the rotary
+    positions of queries and keys. `mask` (B, T) bool is False for padding."""
+    if layer.q_norm is not None:
+        q, k = layer.q_norm(q.float()), layer.k_norm(k.float())
+    if table is not None:
+        q, k = rotate(q, table), rotate(k, table)  # in fp32, as the table is
+    q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))
+    x = F.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask[:, None, None])
+    return layer.proj(x.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -47,23 +68,46 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
+class SwiGLU(nn.Module):
+    """Token-wise MLP w3(silu(gate) ⊙ value) with (gate, value) = w12(x) (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w12 = nn.Linear(dim, 2 * hidden_dim)
+        self.w3 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.w12(x).chunk(2, dim=2)
+        return self.w3(F.silu(gate) * value)
+
+
+def make_norm(norm: Norm, dim: int) -> nn.Module:
+    """Return a norm over the last axis: "rms" is RMSNorm with a weight per channel, "layer" LayerNorm without any."""
+    return nn.RMSNorm(dim, eps=1e-6) if norm == "rms" else nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+
+
 class DiTBlock(nn.Module):
-    """DiT's transformer block with adaLN-Zero. `conditioning` is the conditioning vector's width; None: hidden size."""
+    """DiT's transformer block with adaLN-Zero. `conditioning` is the conditioning vector's width; None: hidden size.
+    norm, mlp and qk_norm are options of LightningDiT."""
 
     returns_values = False  # see value_residual.py
 
-    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, conditioning: int | None = None) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm = "layer", mlp: MlpKind = "gelu",
+        qk_norm: bool = False, conditioning: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.attn = Attention(dim, num_heads)
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        hidden = int(dim * mlp_ratio)
+        self.norm1 = make_norm(norm, dim)
+        self.attn = Attention(dim, num_heads, qk_norm)
+        self.norm2 = make_norm(norm, dim)
+        self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # as many weights in both
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning or dim, 6 * dim))
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return new tokens (B, N, D) for tokens x (B, N, D) and, if self.returns_values is set, also the attention's
-        value vectors (B, N, H, d). `given` is the conditioning vector c (B, conditioning); if this block mixes the
-        value vectors of the first block into its own, those come before c."""
+        value vectors (B, N, H, d). `given` is what Attention.forward takes besides x, if anything, and then the
+        conditioning vector c (B, conditioning)."""
         *along, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)

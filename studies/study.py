@@ -7,7 +7,7 @@ studies share equal runs, and a published result counts as done even without the
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cache, partial
@@ -218,7 +218,8 @@ def read_study(name: str, scale: ScaleName) -> Study:
             against.setdefault(arm, below)
             said |= _over({key: said_arms[below].get(key, []) for key in ("overrides", "scoring")}, said)
     chosen = bool(choose) or any("choose" in said for said in said_arms.values())
-    if unknown := {*against, *against.values(), *besides, *besides.values(), *changed} - _named(said_arms, ways):
+    named = {*against, *against.values(), *besides, *besides.values(), *changed}
+    if unknown := named - {*said_arms, *(f"{arm}, {way}" for arm in said_arms for way in ways)}:
         raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are not among its arms")
     for arm, said in said_arms.items():
         if arm in changed and changed[arm] is None:
@@ -243,10 +244,6 @@ def read_study(name: str, scale: ScaleName) -> Study:
     drawn = {"figure": figure["kind"], "metrics": figure["metrics"], "seen": figure.get("seen", "")}
     compared = {"against": against, "besides": besides, "trials": trials}
     return Study(name, scale, arms=arms, ways=(*ways,), **compared, **drawn, **tree)
-
-
-def _named(arms: Iterable[str], ways: Iterable[str]) -> set[str]:
-    return {*arms, *(f"{arm}, {way}" for arm in arms for way in ways)}
 
 
 def rehearsed(study: Study) -> Study:

@@ -40,7 +40,7 @@ def save_text_checkpoint(run: Path, config: dict, folder: Path, encoder: TextEnc
     spec = {key: getattr(encoder.spec, key) for key in encoder.spec.__dataclass_fields__}
     config = {**config, "text": {**spec, "vocabulary": spec["vocabulary"] and list(spec["vocabulary"])}}
     network = randomized(partial(build_network, read_network(config)), step, 0.1)
-    network.take_null(data.null_text())
+    network.take_null(data.encoded.null)
     parts = {part: network.state_dict() for part in ("model", "ema")}
     info = {"config": config, "latents": PIXELS.__dict__, "samples": len(data), "versions": {}}
     checkpoint.save(run, step, parts, info)

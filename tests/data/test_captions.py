@@ -89,14 +89,14 @@ def test_every_placement_reads_the_text_that_was_written(made, spec, placement):
     data, text = LatentDataset(folder, "full", placement, text=spec.encoder), texts[spec.encoder]
     expected = stored(text)
     assert data.text_spec == spec
-    assert same(data.text_of(np.arange(TOTAL)), expected)
-    assert same(data.null_text(), part(expected, slice(1)))
+    assert same(data.encoded.read(np.arange(TOTAL)), expected)
+    assert same(data.encoded.null, part(expected, slice(1)))
     read = data.read(np.array([22, 0, 7]))  # of each picture the first caption
     assert same(read.text, part(expected, FIRSTS[[22, 0, 7]]))
     assert same(read.rows(slice(1, 2)).text, part(expected, FIRSTS[[0]]))
     assert data.captions == CAPTIONS
     with pytest.raises(IndexError, match=f"captions 0..{TOTAL}, but there are {TOTAL}"):
-        data.text_of(np.array([0, TOTAL]))
+        data.encoded.read(np.array([0, TOTAL]))
     assert same(pickle.loads(pickle.dumps(data)).batch(0, 1, 8).text, data.batch(0, 1, 8).text)
 
 
@@ -256,7 +256,7 @@ def test_text_that_is_not_what_was_said_is_not_written(made, folder):
         writer.publish()
     with pytest.raises(ValueError, match="each needing a count of captions above 0"):
         TextWriter(folder, FROZEN, [0] * COUNT)
-    kept = LatentDataset(folder, text=FROZEN.encoder).text_of(np.arange(TOTAL))
+    kept = LatentDataset(folder, text=FROZEN.encoder).encoded.read(np.arange(TOTAL))
     assert torch.equal(kept.mask, made[1][FROZEN.encoder].mask)
 
 
@@ -270,7 +270,7 @@ def test_work_that_was_stopped_goes_on_and_other_work_is_not_lost(folder):
         other.begin()
     assert writer.missing() == [0, *range(2, len(writer.ranges))]
     write_text(folder, spec, text)
-    assert same(LatentDataset(folder, "full", text="later").text_of(np.arange(TOTAL)), stored(text))
+    assert same(LatentDataset(folder, "full", text="later").encoded.read(np.arange(TOTAL)), stored(text))
     assert writer.is_finished() and not (folder / ".text-later.unfinished").exists()
     with pytest.raises(ValueError, match="holds other text of later: again=true(?s:.*)fingerprint: hash there, other"):
         other.is_finished()

@@ -6,7 +6,6 @@ import mmap
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -157,8 +156,9 @@ def test_writing_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):
         ([(arrays(5)[0], np.full(5, 3))], "3..3.*3 classes"),
         error=ValueError,
     )
-    with pytest.raises(ValueError, match="shard 0 is float.*, but dtype=uint8 stores pixels of 0 to 255 as they are"):
-        write_dataset(tmp_path / "data", replace(MEANING, dtype="uint8", autoencoder="pixels"), [arrays(5)])
+    with pytest.raises(ValueError, match="shard 0 is float64, but dtype=uint8 stores pixels of 0 to 255 as they are"):
+        grey = LatentSpec((1, 4, 4), ("a",), "pixels", dtype="uint8")
+        write_dataset(tmp_path / "data", grey, [(np.zeros((5, 1, 1, 4, 4)), np.zeros(5, dtype=int))])
     assert list(tmp_path.iterdir()) == []
     write_dataset(tmp_path / "data", MEANING, [arrays(5)])
     with pytest.raises(FileExistsError, match="exists already"):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import write_json
+from conftest import read_json, write_json
 from safetensors.torch import load_file, save_file
 from tiny_text import WIDTH, save_encoder
 
@@ -92,6 +92,16 @@ def test_weights_that_a_file_lacks_and_nothing_uses_do_not_change_the_hash(folde
     spec = text_encoder(str(folder), CAPTIONS).spec
     torch.manual_seed(torch.initial_seed() + 1)
     assert len(lacking) < len(weights) and encoder_for(spec).spec == spec
+
+
+def test_a_roberta_takes_as_many_tokens_as_it_has_positions_after_padding_s(folders, tmp_path):
+    folder = shutil.copytree(folders["bert"], tmp_path / "roberta")
+    for name, more in (("config.json", {"model_type": "roberta", "pad_token_id": 0}), ("tokenizer_config.json", {})):
+        told = {**read_json(folder / name), **more}
+        write_json(folder / name, {key: value for key, value in told.items() if key != "model_max_length"})
+    with pytest.raises(ValueError, match="tokens is 12, but .* takes 11 at most"):
+        text_encoder(str(folder), tokens=12)
+    assert text_encoder(str(folder), tokens=11).encode(["apple " * 50]).mask.all()
 
 
 def test_encoders_that_can_not_be_had_are_named(folders, tmp_path, monkeypatch):

@@ -235,7 +235,7 @@ def test_held_out_captions_are_scored_against_their_pictures(folder, clip, incep
     found = read_json(folder / "scored/fid.json")
     numbers = seeded_labels(range(9), 4, "random")
     data = LatentDataset(folder / "data/heldout", text="words")
-    latents = expected(folder, "words", data.text_of(numbers.numpy()), range(9), torch.arange(9), 4)
+    latents = expected(folder, "words", data.encoded.read(numbers.numpy()), range(9), torch.arange(9), 4)
     drawn = to_pictures(latents, load_decoder(PIXELS))
     with np.load(folder / "scored/samples.npz") as samples:
         assert np.array_equal(samples["arr_0"], drawn.permute(0, 2, 3, 1))

@@ -65,12 +65,12 @@ def test_text_is_what_the_encoder_makes_of_each_caption(place, here, kind):
     assert data.text_spec == encoder.spec
     assert f"11 samples, {len(flat)} captions" in printed and encoder.spec.describe() in printed
     assert "stores" in printed and printed.index("stores") < printed.index("work")
-    found, expected = data.text_of(np.arange(len(flat))), encoder.encode(flat)
+    found, expected = data.encoded.read(np.arange(len(flat))), encoder.encode(flat)
     assert torch.equal(found.mask, expected.mask)
     assert torch.allclose(found.tokens.float(), expected.tokens.float(), atol=1e-3)
     assert kind == "words" or torch.allclose(found.pooled.float(), expected.pooled.float(), atol=1e-3)
     empty = encoder.encode([""])
-    assert torch.equal(data.null_text().tokens, empty.tokens) and torch.equal(data.null_text().mask, empty.mask)
+    assert torch.equal(data.encoded.null.tokens, empty.tokens) and torch.equal(data.encoded.null.mask, empty.mask)
     assert "train holds the same text of " in prepare(here, f"encoder={name}")
 
 

@@ -252,9 +252,9 @@ def test_u_vits_text_is_the_sources(bring, tmp_path, known):
         (tmp_path / "source/empty_context.npy").rename(tmp_path / "empty_context.npy")
     data = bring("uvit_coco", *([] if known else ["captions=null"]))
     flat = np.concatenate(TEXTS).astype(np.float16)
-    text = data.text_of(np.arange(len(flat)))
+    text = data.encoded.read(np.arange(len(flat)))
     assert np.array_equal(text.tokens, flat) and text.mask.all() and text.pooled is None
-    assert np.array_equal(data.null_text().tokens[0], EMPTY.astype(np.float16))
+    assert np.array_equal(data.encoded.null.tokens[0], EMPTY.astype(np.float16))
     spec = data.text_spec
     assert (spec.encoder, spec.fingerprint, spec.tokens, spec.width, spec.padding) == ("clip-l", None, 77, 768, True)
     assert ("captions" in read_index(data.folder)) == known

@@ -85,7 +85,7 @@ def test_a_run_knows_its_encoder_and_keeps_the_empty_caption(folder, spec):
     actual = trained(folder, spec.encoder)
     assert asdict(actual.cfg.text) == asdict(spec)
     network = actual.load(CPU).network
-    null = LatentDataset(folder / "data/digits/train", text=spec.encoder).null_text()
+    null = LatentDataset(folder / "data/digits/train", text=spec.encoder).encoded.null
     for held, given in zip(network.null(2), null):
         assert held is given is None or torch.equal(held, given.to(held.dtype).expand_as(held))
     assert "embedding_table" not in "".join(network.state_dict())
@@ -127,7 +127,7 @@ def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
     data = LatentDataset(cfg.dataset.path, text="frozen")
     torch.manual_seed(0)
     network, seen = build_network(cfg), []
-    network.take_null(data.null_text())
+    network.take_null(data.encoded.null)
     batch, draws = data.batch(0, 3, 16), step_draws(cfg, data.latents, 3, "cpu")
     monkeypatch.setattr(TextDiT, "check_condition", lambda _, y, size: seen.append(y))
     module = Aligned(network, build_projector(Alignment(kind="self"), network.hidden_size, network.hidden_size), (1,))
@@ -137,7 +137,7 @@ def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
     gone = draws.drop < 0.4
     assert 0 < gone.sum() < 16 and len(seen) == 2
     for y in seen:
-        for actual, kept, null in zip(y, batch.text, data.null_text()):
+        for actual, kept, null in zip(y, batch.text, data.encoded.null):
             assert all(torch.equal(actual[row], null[0] if gone[row] else kept[row]) for row in range(16))
 
 

@@ -75,7 +75,7 @@ class LatentDataset:
                and pictures are always memory-mapped.
     features   the name of an encoder whose stored features are read too; `feature_spec` describes them.
     pictures   read pictures too: stored ones, or the latents if they are pixels; `picture_size` is their side.
-    text       the name of a text encoder whose encoded captions are read too; `text_spec` describes them.
+    text       the name of a text encoder whose encoded captions (`encoded`) are read too; `text_spec` describes them.
     flip       `batch` mirrors each sample with probability ½; for datasets of pixels with a single stored view only.
     class_token  also read the stored features of whole pictures, a vector per picture, which must have this number of
                  channels; None: do not.
@@ -120,15 +120,15 @@ class LatentDataset:
                 f"{self.latents.autoencoder}, {self.latents.views} views, features {self.features}: dataset.flip=false "
                 "(prepare_latents.py flip=true stores a mirrored view of latents)"
             )
-        place([self._latents, *(self._text.rows if self._text else ())], self.placement, self.device, self.folder)
+        place([self._latents, *(self.encoded.rows if self.encoded else ())], self.placement, self.device, self.folder)
 
     def _open(self, index: dict, full: bool) -> None:
         shards, self.labels = open_latents(self.folder, index, self.latents, full)
-        self._latents, self._features, self._pictures, self._text = ShardRows(shards), None, None, None
+        self._latents, self._features, self._pictures, self.encoded = ShardRows(shards), None, None, None
         self._class_tokens = None
         if self.text is not None:
-            self._text = open_text(self.folder, index, self.text, full)
-            self.text_spec = self._text.spec
+            self.encoded = open_text(self.folder, index, self.text, full)
+            self.text_spec = self.encoded.spec
         if self.features is not None:
             self.feature_spec, self._features = open_features(self.folder, index, self.features, full)
         if self.class_token is not None:
@@ -198,9 +198,9 @@ class LatentDataset:
         if self.views > 1:
             drawn = torch.randint(self.views, (batch_size,), generator=generator(seed, step, "view"))
             views = drawn.numpy()[rows]
-        if self._text is not None:
+        if self.encoded is not None:
             drawn = torch.rand(batch_size, dtype=torch.float64, generator=generator(seed, step, "caption"))
-            captions = self._text.numbers(indices, drawn.numpy()[rows])
+            captions = self.encoded.numbers(indices, drawn.numpy()[rows])
         return indices, views, captions
 
     def expect(self, seed: int, step: int, batch_size: int, rows: Rows = slice(None)) -> None:
@@ -210,7 +210,7 @@ class LatentDataset:
             if part is not None:
                 part.expect(indices, views)
         if captions is not None:
-            self._text.expect(captions)
+            self.encoded.expect(captions)
 
     def read(
         self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False, captions: np.ndarray | None = None
@@ -236,18 +236,10 @@ class LatentDataset:
         if self.pictures and pictures is None:
             pictures = stored_pictures(stored, self.latents)
         text = None
-        if self._text is not None:
-            text = self._text.read(self._text.numbers(indices) if captions is None else captions, pin)
+        if self.encoded is not None:
+            text = self.encoded.read(self.encoded.numbers(indices) if captions is None else captions, pin)
         tokens = self._class_tokens and self._class_tokens.read(indices, views, pin)
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text, tokens)
-
-    def text_of(self, captions: np.ndarray) -> Text:
-        """Return encoded captions by their numbers (B,), which count from 0 through those of all samples."""
-        return self._text.read(captions)
-
-    def null_text(self) -> Text:
-        """Return the text of the empty caption, B = 1."""
-        return self._text.null
 
     @functools.cached_property
     def captions(self) -> list[list[str]]:

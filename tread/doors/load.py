@@ -62,7 +62,8 @@ def load(
     saved = open_network(checkpoint.find(source), weights)
     if text_encoder is not None and not saved.text:
         raise ValueError(f"text_encoder is given, but {source} was trained with classes, and reads no prompt")
-    _warn(*plugin_changes(saved.found.info), avoid_faults(device))
+    for note in (*plugin_changes(saved.found.info), *filter(None, [avoid_faults(device)])):
+        warnings.warn(note, stacklevel=2)
     return TrainedModel(saved, device, precision, (autoencoder, decode_precision), text_encoder)
 
 
@@ -103,7 +104,8 @@ class TrainedModel:
         """Move the network to a device, in place; returns the model."""
         self.network.to(device)
         self._decoder = None
-        _warn(avoid_faults(self.device))
+        if faulty := avoid_faults(self.device):
+            warnings.warn(faulty, stacklevel=2)
         return self
 
     def sample(
@@ -169,7 +171,8 @@ class TrainedModel:
         sampler = Sampler.of(saved.process, *how, churn)
         check_ratios(sampler, *(network and network.without_weights(guide) for network in (saved, other)))
         text, notes = encode_prompts(saved, prompts, self.device, self._text_encoder) if prompts else (None, ())
-        _warn(*notes)
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
         model = replace(saved.with_weights(self.network, guide), prompts=text)
         weaker = other and other.load(self.device, guide)
         latents = self.saved.latents
@@ -200,11 +203,6 @@ class TrainedModel:
         if self._decoder is None:
             self._decoder = load_decoder(self.saved.latents, self.device, *self._decoding)
         return self._decoder
-
-
-def _warn(*notes: str | None) -> None:
-    for note in filter(None, notes):
-        warnings.warn(note, stacklevel=3)
 
 
 def _plain(value: object) -> object:

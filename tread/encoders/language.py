@@ -32,6 +32,7 @@ from tread.runtime.files import content_hash
 from tread.runtime.tensor_files import listed
 
 LONGEST = 128  # most tokens if neither the encoder nor the user sets a limit
+AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")  # models whose positions begin after the number of padding
 AT_ONCE = 256  # most captions in a batch
 BEGIN, UNKNOWN = "<begin>", "<unknown>"  # word numbers 0 and 1; padding is also 0, but masked
 MOST = 8192  # most words in a vocabulary
@@ -101,11 +102,10 @@ class ModelEncoder:
         model, self._tokenizer = _load_encoder(name, str(place))
         self._model, self._device = model.to(device), device
         self._clip = model.config.model_type == "clip_text_model"
-        positions = getattr(model.config, "max_position_embeddings", None)
-        if positions and model.config.model_type in ("roberta", "xlm-roberta", "camembert"):
-            positions -= model.config.pad_token_id + 1  # theirs begin after padding's
-        limits = self._tokenizer.model_max_length, positions
-        limit = min((limit for limit in limits if limit and limit < 1e6), default=None)  # None: any number
+        positions = getattr(model.config, "max_position_embeddings", 0)
+        positions -= model.config.pad_token_id + 1 if model.config.model_type in AFTER_PADDING else 0
+        limits = self._tokenizer.model_max_length, positions  # None, or above 1e6: any number
+        limit = min((limit for limit in limits if limit and limit < 1e6), default=None)
         if tokens is not None and limit is not None and tokens > limit:
             raise ValueError(f"tokens is {tokens}, but {name} takes {limit} at most")
         if tokens is None:

@@ -118,4 +118,4 @@ def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPro
     parts = {"latents": latents_hash(index), "captions": index.get("captions"), "text": asdict(wanted)}
     digest = content_hash(json.dumps(parts, sort_keys=True))
     words = itertools.chain.from_iterable(read_captions(folder, index)) if with_words else ()
-    return ScoredPrompts(data, count, digest, data.text_of, tuple(words))
+    return ScoredPrompts(data, count, digest, data.encoded.read, tuple(words))

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, ClassVar
 
-from dit import DiT
+from dit import DiT, MlpKind, Norm
 from routing_module import Route, Table, check_routes
 from tread.models.backbone import Backbone, Init
-from tread.models.lightning import LightningDiT, MlpKind, Norm, Positions
+from tread.models.lightning import LightningDiT, Positions
 from tread.models.mamba import Directions, Kernel, Mamba
 from tread.models.maskdit import MaskDiT, check_spans
 from tread.models.rotary import TABLES
@@ -193,7 +193,7 @@ class DiTOptions(NetworkOptions):
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
         options, swiglu = super().told(shapes, hidden_size), shapes.get(f"{BLOCK}mlp.w12.weight")
         if swiglu:
-            options["mlp_ratio"] = _swiglu_ratio(swiglu[0] // 2, hidden_size)
+            options["mlp_ratio"] = _ratio_of(swiglu[0] // 2, hidden_size, share=2 / 3)
         options["norm"] = "rms" if f"{BLOCK}norm1.weight" in shapes else "layer"
         options["mlp"] = "swiglu" if swiglu else "gelu"
         options["qk_norm"] = f"{BLOCK}attn.q_norm.weight" in shapes
@@ -205,17 +205,11 @@ class DiTOptions(NetworkOptions):
         return options
 
 
-def _ratio_of(width: int, hidden_size: int) -> float:
-    """Return an mlp_ratio with which int(hidden_size · mlp_ratio) is `width`, whatever the rounding."""
-    exact = width / hidden_size
-    return exact if int(hidden_size * exact) == width else (width + 0.5) / hidden_size
-
-
-def _swiglu_ratio(width: int, hidden_size: int) -> float:
-    """Return an mlp_ratio with which a SwiGLU has `width` hidden channels; a multiple of ¼ if possible."""
-    exact = 1.5 * width / hidden_size
-    likely = (round(4 * exact) / 4, exact, exact + 1 / hidden_size)
-    return next((ratio for ratio in likely if int(2 / 3 * int(hidden_size * ratio)) == width), exact)
+def _ratio_of(width: int, hidden_size: int, share: float = 1.0) -> float:
+    """Return an mlp_ratio with which int(share · int(hidden_size · ratio)) is `width`; a multiple of ¼ if possible."""
+    exact = width / hidden_size / share
+    likely = (round(4 * exact) / 4, exact, (width + 0.5) / hidden_size, exact + 1 / hidden_size)
+    return next((ratio for ratio in likely if int(share * int(hidden_size * ratio)) == width), exact)
 
 
 @dataclass(frozen=True)

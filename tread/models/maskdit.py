@@ -41,7 +41,7 @@ class MaskDiT(DiT):
         self.register_buffer("decoder_pos_embed", sincos_positions(width, self.grid[0])[None])
         self.decoder_layer = FinalLayer(hidden_size, width, hidden_size)
         self.decoder_blocks = nn.ModuleList(
-            DiTBlock(width, decoder_heads, mlp_ratio, hidden_size) for _ in range(decoder_depth)
+            DiTBlock(width, decoder_heads, mlp_ratio, conditioning=hidden_size) for _ in range(decoder_depth)
         )
         self.final_layer = FinalLayer(width, self.patch_size**2 * self.out_channels, hidden_size)
         self.initialize(init)

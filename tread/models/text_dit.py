@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dit import DiTBlock, MlpKind, Norm, attend, make_norm
 from routing_module import readable
 from tread.models.backbone import modulate
 from tread.models.conditions import Text
-from tread.models.lightning import DIT_PARTS, LightningBlock, LightningDiT, MlpKind, Norm, attend, make_norm
+from tread.models.lightning import DIT_PARTS, LightningDiT
 
 
 class CrossAttention(nn.Module):
@@ -38,8 +39,8 @@ class CrossAttention(nn.Module):
         return attend(self, q, k, v, mask=mask)
 
 
-class TextBlock(LightningBlock):
-    """LightningBlock with cross-attention to a text of `text_tokens` tokens between attention and MLP."""
+class TextBlock(DiTBlock):
+    """DiT's block with cross-attention to a text of `text_tokens` tokens between attention and MLP."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool, text_tokens: int
@@ -51,7 +52,7 @@ class TextBlock(LightningBlock):
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Map tokens x (B, N, D) to tokens; if self.returns_values is set, also return the self-attention's values
-        (B, N, H, d). `given`: what RotaryAttention.forward takes besides x (rotary table, first block's values), if
+        (B, N, H, d). `given`: what Attention.forward takes besides x (rotary table, first block's values), if
         anything, then conditioning c (B, D), text (B, T, D) and its mask (B, T) bool."""
         *along, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)

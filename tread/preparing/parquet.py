@@ -114,8 +114,7 @@ def _features(schema) -> dict:
 
 
 def _split(path: Path) -> str:
-    """Return a file's split: "train" for train-00000-of-00002, also with a hash behind that; "" for a name that is a
-    mere number, as on the Hub."""
+    """Return a file's split: "train" for train-00000-of-00002[-hash]; "" for a mere number, as on the Hub."""
     return re.sub(r"^\d+$|-\d+-of-\d+(-[0-9a-f]+)?$", "", path.stem)
 
 

@@ -283,7 +283,7 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
         stored = load_weights(network, cfg.init_from, cfg.init_weights, cfg.model, cfg.text, adapt)
         weights, notes = stored.describe(), [*notes, *stored.warnings(cfg, data.latents)]
     if cfg.model.takes_text:
-        network.take_null(data.null_text())
+        network.take_null(data.encoded.null)
     return weights, notes
 
 
