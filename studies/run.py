@@ -60,8 +60,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.publish and self.scale not in ("small", "gpu"):
-            said = f"publish=true is for scale=small and gpu, whose numbers stand in docs; scale is {self.scale}"
-            raise ValueError(said)
+            raise ValueError(f"publish=true is for scale=small and gpu, whose numbers docs show, not {self.scale}")
         if self.publish and self.rehearse:
             raise ValueError("publish=true is for numbers, and rehearse=true gives none")
 

@@ -42,10 +42,8 @@ def check_captions(captions: object, whose: str) -> None:
     """Raise ValueError unless `captions` is a list of one or more texts, none blank; `whose` names the sample."""
     if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
-    try:
-        "".join(captions).encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, as JSON may hold
-        raise ValueError(f"{whose} has a caption that is no text: {error}") from error
+    if any("\ud800" <= sign <= "\udfff" for sign in "".join(captions)):  # half of a surrogate pair, as JSON may hold
+        raise ValueError(f"{whose} has a caption that is no text: {str(captions)[:80]!a}")
     if not captions or not all(caption.strip() for caption in captions):
         raise ValueError(f"{whose} has {'a blank caption' if captions else 'no caption'}; each sample needs some")
 

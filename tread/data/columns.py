@@ -78,7 +78,7 @@ class FeatureSpec:
     grid         tokens along a side; there are grid² of them.
     width        number of channels z of each token.
     of           latents_hash of the dataset from which the features were computed.
-    pooled       number of channels P of the feature of the picture as a whole; None: there is none.
+    pooled       number of channels P of the feature of the picture as a whole; None: older code stored none.
     """
 
     encoder: str
@@ -86,7 +86,7 @@ class FeatureSpec:
     grid: Count
     width: Count
     of: str
-    pooled: Count | None
+    pooled: Count | None = None
 
 
 def latents_hash(index: dict) -> str:
@@ -121,7 +121,8 @@ def open_features(
     if section is None:
         raise ValueError(f"{folder} has no features: {make} makes them")
     entries, shards = section["shards"], index["shards"]
-    spec = read({key: section[key] for key in FeatureSpec.__dataclass_fields__}, FeatureSpec, "features.")
+    stated = {"pooled": None} | section
+    spec = read({key: stated[key] for key in FeatureSpec.__dataclass_fields__}, FeatureSpec, "features.")
     if pooled and spec.pooled is None:
         raise ValueError(f"the features in {folder} lack those of pictures as a whole: {make} again=true makes both")
     if pooled not in (None, spec.pooled):

@@ -20,6 +20,8 @@ from tread.data.latents import LatentSpec, mean_and_std
 from tread.data.store import ShardStore, differences
 from tread.runtime.files import Lock, sync, write_json
 
+EARLIER = {"orientation": "stored", "alpha": "drop"}  # how photos were read if an old plan does not say
+
 
 class DatasetWriter(ShardStore):
     """Writes a dataset in shards; the work may be interrupted and continued.
@@ -56,7 +58,7 @@ class DatasetWriter(ShardStore):
     def is_finished(self) -> bool:
         """Return whether the dataset exists, made with this plan and `besides`; if so, remove unfinished work."""
         made = self._made()
-        finished = bool(made) and made.get("plan") == self._report_plan
+        finished = bool(made) and EARLIER | made.get("plan", {}) == self._report_plan
         if finished:  # a process may have been killed in `publish`
             self.remove()
         return finished
@@ -81,7 +83,7 @@ class DatasetWriter(ShardStore):
             made = self._made()
             left_out = len(made.get("left_out", ()))
             skipped = f", made with on_error=skip, which left out {left_out:,} files" if left_out else ""
-            differ = "\n" + differences(made.get("plan", {}), self._report_plan) if made else ""
+            differ = "\n" + differences(EARLIER | made.get("plan", {}), self._report_plan) if made else ""
             raise FileExistsError(f"{self.folder} exists already{skipped}; remove it or choose another folder{differ}")
 
     def _made(self) -> dict:
