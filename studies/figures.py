@@ -304,20 +304,22 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
 
 def balance_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the final FID against precision, and of precision against recall. A line joins a network's
-    scores that differ only in guidance scale, unless they are of more or fewer samples than the unguided score."""
+    scores at several guidance scales, by the same seeds; scales of fewer seeds or other samples are not drawn."""
     networks, panels = networks_of(study, results), []
     for across, up in (("precision", "fid"), ("recall", "precision")):
-        lines, ends = defaultdict(list), [last_means(results, metric) for metric in (across, up)]
-        for arm in (arm for arm in results if all(arm in values for values in ends)):
+        lines, drawn = defaultdict(dict), []
+        for arm, runs in results.items():
             network = arm if arm in networks else arm.rpartition(", ")[0]
-            if study.arms[arm].samples == study.arms[network].samples:
-                lines[re.sub(r"(, )(?:cfg|(autoguidance)) [\d.]+ ?", r"\1\2", arm).removesuffix(", ")].append(
-                    [values[arm] for values in ends]
-                )
-        drawn = []
-        for name, points in lines.items():
-            colour = colours(study)[name if name in networks else name.rpartition(", ")[0]]
-            drawn.append(Line(name, *zip(*points), dashed=name not in networks, colour=colour))
+            ends = {run["seed"]: end for run in runs if {across, up} <= {*(end := run["points"][-1])}}
+            if ends and study.arms[arm].samples == study.arms[network].samples:
+                name = re.sub(r"(, )(?:cfg|(autoguidance)) [\d.]+ ?", r"\1\2", arm).removesuffix(", ")
+                lines[network, name][arm] = ends
+        for (network, name), scales in lines.items():
+            most = max((len(ends) for arm, ends in scales.items() if arm not in networks), default=0)
+            joined = [ends for ends in scales.values() if len(ends) >= most]
+            seeds = set.intersection(*map(set, joined))
+            values = ([statistics.mean(ends[seed][key] for seed in seeds) for ends in joined] for key in (across, up))
+            drawn.append(Line(name, *values, dashed=name not in networks, colour=colours(study)[network]))
         panels += [Panel("", METRICS[across].label, METRICS[up].label, drawn)] if drawn else []
     return panels
 

@@ -264,9 +264,7 @@ def _over(base: dict, said: dict) -> dict:
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
-def plan(
-    study: Study, seeds: int | None = None, made: Mapping[str, dict] | None = None, guess: bool = False
-) -> list[Planned]:
+def plan(study: Study, seeds: int | None = None, made: Mapping | None = None, guess: bool = False) -> list[Planned]:
     """Return a study's runs, seed by seed. Raises ValueError for overrides that train.py does not take.
 
     seeds  number of seeds of each arm; None: its own. A trial, an arm made to try a value of another arm's `choose`,

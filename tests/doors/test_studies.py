@@ -531,9 +531,9 @@ def test_the_balance_joins_the_scales_of_a_network(tmp_path, monkeypatch):
     assert [panel.x_label.partition(",")[0] for panel in drawn[:2]] == ["images", "training FLOPs"]
     assert drawn[2].x_label.startswith("seconds of training") and len(drawn) == 5
     lines = {line.name: (line.x, line.y) for line in drawn[3].lines}
-    assert lines["naive"] == ((0.25, 0.3125, 0.375, 0.5), (10.0, 8.0, pytest.approx(20 / 3), 5.0))
-    assert lines["naive, in an interval"] == ((0.5,), (5.0,)) and len(lines) == 10
-    assert drawn[4].lines[0].y == (0.25, 0.3125, 0.375, 0.5) and drawn[4].lines[0].x[0] == 0.5
+    assert lines["naive"] == ([0.25, 0.3125, 0.375, 0.5], [10.0, 8.0, pytest.approx(20 / 3), 5.0])
+    assert lines["naive, in an interval"] == ([0.5], [5.0]) and len(lines) == 10
+    assert drawn[4].lines[0].y == [0.25, 0.3125, 0.375, 0.5] and drawn[4].lines[0].x[0] == 0.5
     losses, *others, _ = (tmp_path / "table.md").read_text().split("\n\n")  # a table for each metric
     assert losses.count("\n| ") == 5 and "evaluation loss against its pair, at equal FLOPs" in losses
     assert [part.count("\n| ") for part in others] == [
@@ -541,6 +541,22 @@ def test_the_balance_joins_the_scales_of_a_network(tmp_path, monkeypatch):
     ] * 3 and "| naive, cfg 2 | 1 | 2 | 8e+09 | – | 300 | 5 |" in others[0]
     assert "| FID | FID against its pair, at equal images |" in others[0] and "recall against its pair" in others[2]
     assert "evaluation loss" not in "".join(others) and max(part.count("---") for part in (losses, *others)) == 10
+
+
+def test_scales_of_guidance_are_joined_over_the_same_seeds():
+    """The unguided network has three seeds, two of its scales one: its point on the line is that of this seed."""
+    read = study.read_study("cifar10", "small")
+
+    def end(seed, precision):
+        return {"seed": seed, "points": [{"images": 1, "precision": precision, "fid": 100 * precision, "recall": 0.5}]}
+
+    unguided = [end(0, 0.1), end(1, 0.5), end(2, 0.9)]
+    guided = {"dense 12, cfg 1.25": [end(0, 0.2)], "dense 12, cfg 2": [end(0, 0.3)]}
+    line = figures.balance_panels(read, {"dense 12": unguided, **guided, "TREAD": unguided})[0].lines
+    assert [each.x for each in line] == [[0.1, 0.2, 0.3], [0.5]] and line[0].y == [10.0, 20.0, 30.0]
+    guided["dense 12, cfg 2"] = unguided  # a scale of fewer seeds than another one is left out
+    (line, *_) = figures.balance_panels(read, {"dense 12": unguided, **guided})[0].lines
+    assert line.x == [0.5, 0.5]
 
 
 def test_packed_pictures_come_out_as_they_were(tmp_path):

@@ -91,11 +91,11 @@ def describe_alignment(run: Run) -> str:
 
 def disk(cfg: Settings, network: Backbone, aligner: Aligner | None) -> str:
     """Return a text on the size of a checkpoint, and of the averages that are stored for ema.power."""
-    text = f"{size_text(checkpoint_bytes(cfg, network, aligner))} a checkpoint, every {cfg.every.save:,} steps"
-    if not cfg.ema.power:
-        return text
     every, size = cfg.ema.snapshot_every or cfg.every.save, 2 * len(cfg.ema.power) * count_parameters(network)
-    return f"{text}; {size_text(size)} of averages stored every {every:,} steps"
+    averages = f"; {size_text(size)} of averages stored every {every:,} steps" * bool(size)
+    return (
+        f"{size_text(checkpoint_bytes(cfg, network, aligner))} a checkpoint, every {cfg.every.save:,} steps{averages}"
+    )
 
 
 def describe_outcome(run: Run) -> str:
