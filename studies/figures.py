@@ -91,8 +91,8 @@ def table(study: Study, results: Results) -> str:
     scores = [score for runs in results.values() for run in runs for score in run["scores"]]
     counts = {score["count"] for score in scores if "count" in score}
     notes = ["± is the standard deviation over the seeds; – is not measured."]
-    if any(re.search(r" \(\d+\)[ †]*\|", line) for line in lines):
-        notes.append("A number of seeds in brackets: as many have that score.")
+    fewer = re.search(r" \(\d+\)[ †]*\|", "".join(lines)) is not None
+    notes += ["A number of seeds in brackets: as many have that score."] * fewer
     if differing:
         notes.append("Differences are paired by seed: mean (standard error) [95% interval, Student's t].")
     if not columns["seconds alone"]:

@@ -142,8 +142,7 @@ def costs_of(jobs: Sequence[Job]) -> str:
     for job in jobs:
         drawn = sum(int(score.words[-1].partition("=")[2]) for score in job.scores)
         whole += (each := training_flops(job.training))
-        most = " at most" if job.training.seconds else ""
-        images = f"{job.training.images:>12,} images{most}"
+        images = f"{job.training.images:>12,} images{' at most' * bool(job.training.seconds)}"
         lines.append(f"  {job.folder.name:<40}{images}, {each:.4e} FLOPs, {drawn:,} samples")
     return "\n".join([*lines, f"  in all {sum(job.training.images for job in jobs):,} images, {whole:.4e} FLOPs"])
 

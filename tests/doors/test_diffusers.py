@@ -89,7 +89,11 @@ refused("output_type is 'jpg', but must be one of pil", output_type="jpg")
 refused("solver is 'dpm', but must be one of heun, euler", solver="dpm")
 refused("batch_size is 0, but must be positive", batch_size=0)
 refused("trained by EDM", shift=2)
-refused("0 seeds for", seeds=[])
+refused("seeds is []", seeds=[])
+few = {"num_inference_steps": 2, "output_type": "latent"}
+seeds = (3, np.int64(3), np.array([3]), torch.tensor([3]), "3-3")
+(first, *others) = (pipe(1, seeds=seed, **few).images for seed in seeds)
+assert all(torch.equal(first, other) for other in (*others, pipe(np.int64(1), seeds=3, **few).images))
 try:
     pipe([0, 1, 2], generator=[one(1), one(2)], num_inference_steps=2)
 except ValueError as error:
@@ -190,6 +194,8 @@ def test_what_the_folder_holds(exports):
     assert "heun, 18 steps, guidance cfg 1.5" in told and re.search("label_agreement +0.9 +500 samples", told)
     assert told.endswith("## Licence\n\nNot stated.\n\nPhotos by Ann\n")
     assert "tread.load(" not in told
+    write_json(found.folder / "fid-1.json", score | {"settings": {"weights": "model", "steps": 77}})
+    assert "77 steps" not in card(opened(exports / "dit"), found.info, "fp32", True)
     for weights, asked in (("ema", '"hf:a/b")'), ("model", '"hf:a/b", weights="model")')):
         saved = replace(opened(exports / "dit"), weights=weights)
         assert f"tread.load({asked}.sample(labels=[0, 1]" in card(saved, found.info, "fp32", False, None, "a/b")

@@ -22,6 +22,7 @@ from tread.diffusion.sampling import Model, Sampler, draw
 from tread.diffusion.solvers import Churn
 from tread.encoders.autoencoder import decoded
 from tread.encoders.language import encoder_for
+from tread.evaluation.sample_files import parse_seeds
 from tread.runtime.device import avoid_faults, exact
 from tread.runtime.schema import Count, check
 
@@ -130,7 +131,7 @@ class TreadPipeline(DiffusionPipeline):
         labels, text = self._conditions(class_labels, prompt, text_encoder)
         noise, seeds = self._noise(generator, seeds, len(labels))
         labels = labels * len(seeds) if len(labels) == 1 else labels
-        if not seeds or len(seeds) != len(labels):
+        if len(seeds) != len(labels):
             raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels or prompts: one each")
         precision, in_fp32 = ("fp32", {}) if self.transformer.dtype == torch.float32 else ("bf16", {"fp32": "off"})
         routes = tuple(Route(**{**route, **in_fp32}) for route in self.config.routes or ())
@@ -170,7 +171,7 @@ class TreadPipeline(DiffusionPipeline):
         if self.config.text is None:
             if prompt is not None or classes is None:
                 raise ValueError("this network was trained with classes: class_labels=[0, 1] names them")
-            classes = [classes] if isinstance(classes, (str, int)) else classes
+            classes = classes if hasattr(classes, "__len__") and not isinstance(classes, str) else [classes]
             numbers = [class_number(label, self.latents.classes) for label in classes]
             return class_labels(numbers, self.transformer.num_classes, self.config.label_drop), None
         if prompt is None or classes is not None:
@@ -184,7 +185,7 @@ class TreadPipeline(DiffusionPipeline):
         generators; without any it is None, as it follows from `seeds`: an int, several, or None for random ones."""
         if generator is None:
             seeds = torch.randint(2**31, (count,)).tolist() if seeds is None else seeds
-            return None, [seeds] if isinstance(seeds, int) else list(seeds)
+            return None, [seed.__index__() for seed in parse_seeds(seeds)]
         if seeds is not None:
             raise ValueError("seeds and generator are both given: noise is drawn from one of them")
         network, several = self.transformer, not isinstance(generator, torch.Generator)

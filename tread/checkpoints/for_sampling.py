@@ -150,5 +150,6 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:
     """Return the properties, by name, that two networks must share for their predictions to be combined."""
-    own = {"objective": saved.cfg.objective, "text": saved.text, "class_token": saved.cfg.model.class_token}
+    token = saved.cfg.model.class_token, saved.found.info.get("class_token")  # its width, and its encoder's hash
+    own = {"objective": saved.cfg.objective, "text": saved.text, "class_token": token}
     return {**own, **saved.latents.to_network_scale}

@@ -37,8 +37,7 @@ INSTEAD = (
 Content = Literal["auto", "moments", "latents"]
 Decoding = Literal["fp32", "tf32", "bf16"]
 PIXELS_UP_TO = 1024  # longest side in pixels of pictures stored without an autoencoder
-# names of attention in diffusers' older files, which its from_pretrained alone converts, and today's
-OLDER_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+OLDER_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # of attention → today's
 # Stable Diffusion 1's autoencoder, for weight files in diffusers' names that come without a config
 SD_CONFIG = {
     "_class_name": "AutoencoderKL",

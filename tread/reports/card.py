@@ -104,11 +104,11 @@ def _classes(names: tuple[str, ...]) -> str:
 
 
 def _scores(saved: SavedNetwork) -> str:
-    """Return all scores recorded beside the checkpoint (fid.json, fid-1.json, …) as Markdown."""
+    """Return all scores of these weights that are recorded beside them (fid.json, fid-1.json, …) as Markdown."""
     tables = []
     for path in sorted(saved.found.folder.glob("fid*.json")):
         scores = json.loads(path.read_text(encoding="utf-8"))
         told = scores["settings"] | scores
         how = f"{sampler_told(told)}, {told.get('steps')} steps, guidance {told.get('guidance')}"
-        tables.append(f"{path.stem}: {how}\n{table(scores)}")
+        tables += [f"{path.stem}: {how}\n{table(scores)}"] * (told.get("weights", saved.weights) == saved.weights)
     return "\n\n".join(f"```\n{part}\n```" for part in tables) or "None recorded beside the checkpoint."
