@@ -1,6 +1,7 @@
 """Sampling by diffusers' conventions. `export_checkpoint.py format=diffusers` writes TreadPipeline, with everything of
 this project that it needs (see bundle.py), as the pipeline.py of an exported network."""
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,7 +23,6 @@ from tread.diffusion.sampling import Model, Sampler, draw
 from tread.diffusion.solvers import Churn
 from tread.encoders.autoencoder import decoded
 from tread.encoders.language import encoder_for
-from tread.evaluation.sample_files import parse_seeds
 from tread.runtime.device import avoid_faults, exact
 from tread.runtime.schema import Count, check
 
@@ -131,7 +131,7 @@ class TreadPipeline(DiffusionPipeline):
         labels, text = self._conditions(class_labels, prompt, text_encoder)
         noise, seeds = self._noise(generator, seeds, len(labels))
         labels = labels * len(seeds) if len(labels) == 1 else labels
-        if len(seeds) != len(labels):
+        if not seeds or len(seeds) != len(labels):
             raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels or prompts: one each")
         precision, in_fp32 = ("fp32", {}) if self.transformer.dtype == torch.float32 else ("bf16", {"fp32": "off"})
         routes = tuple(Route(**{**route, **in_fp32}) for route in self.config.routes or ())
@@ -185,7 +185,7 @@ class TreadPipeline(DiffusionPipeline):
         generators; without any it is None, as it follows from `seeds`: an int, several, or None for random ones."""
         if generator is None:
             seeds = torch.randint(2**31, (count,)).tolist() if seeds is None else seeds
-            return None, [seed.__index__() for seed in parse_seeds(seeds)]
+            return None, [operator.index(seed) for seed in (seeds if hasattr(seeds, "__len__") else [seeds])]
         if seeds is not None:
             raise ValueError("seeds and generator are both given: noise is drawn from one of them")
         network, several = self.transformer, not isinstance(generator, torch.Generator)
