@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 from functools import partial
+from pathlib import Path
 
 import export_checkpoint
 import pytest
@@ -23,7 +24,7 @@ from tread.reports.comparison import cautions, open_groups
 from tread.routing.ids import Token
 from tread.runtime import plugins
 from tread.runtime.files import sha256
-from tread.runtime.plugins import import_plugins
+from tread.runtime.plugins import check_plugin, import_plugins
 from tread.training.alignment import Alignment
 from tread.training.optimizers import OPTIMIZERS
 
@@ -182,6 +183,17 @@ def test_a_plugin_that_came_with_a_checkpoint_is_imported_only_if_named(folder, 
             draw(f"out={number}.png", f"plugins=[{place / 'mine.py'}]")
             (place / "mine.py").unlink()
         (other / "kept").rename(folder / "mine.py")
+
+
+def test_a_plugin_in_a_checkpoints_own_folder_is_never_imported_by_its_record(tmp_path, monkeypatch):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given/own.py").write_text("raise RuntimeError('this ran')")
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert check_plugin("mine.py", Path("given")) == "mine.py"
+    for name in ("given/own.py", str(tmp_path / "given/own.py")):
+        with pytest.raises(ValueError, match="imports this one, if you trust it"):
+            check_plugin(name, Path("given"))
 
 
 def test_a_plugin_that_has_moved_is_the_one_that_is_imported_already(tmp_path):

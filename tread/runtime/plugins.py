@@ -53,10 +53,10 @@ def plugin_changes(info: Mapping) -> list[str]:
 
 def check_plugin(name: str, folder: Path) -> str:
     """Return `name`, a plugin that the checkpoint in `folder` needs. Raises ValueError for a .py file that does not
-    exist, unless a file of the same name is already imported. A copy elsewhere, such as in `folder`, is imported only
-    if the setting `plugins` names it."""
+    exist or lies in `folder`, which is imported only if the setting `plugins` names it, as other copies are."""
     file = Path(name).name
-    if not name.endswith(".py") or file in _imported or Path(name).is_file():
+    elsewhere = Path(name).is_file() and folder.resolve() not in Path(name).resolve().parents
+    if not name.endswith(".py") or file in _imported or elsewhere:
         return name
     near = next((place for place in (folder / file, Path(file)) if place.is_file()), None)
     if near is None:
