@@ -199,6 +199,8 @@ def test_what_the_folder_holds(exports):
     for weights, asked in (("ema", '"hf:a/b")'), ("model", '"hf:a/b", weights="model")')):
         saved = replace(opened(exports / "dit"), weights=weights)
         assert f"tread.load({asked}.sample(labels=[0, 1]" in card(saved, found.info, "fp32", False, None, "a/b")
+    alone = replace(saved, cfg=replace(saved.cfg, dataset=replace(saved.cfg.dataset, num_classes=1)))
+    assert "pipe(class_labels=[0, 0], seeds=[0, 1])" in card(alone, found.info, "fp32", True)
     config = found.info["config"]
     for train, route in (
         ({"routes_until": 0}, "none: all tokens in all blocks"),
