@@ -1,8 +1,8 @@
 """Measures where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py part=steps [options]
 
 Seven parts measure why a step is slower than its FLOPs would allow. A part begins no further measurement after its
-time limit. Each number is printed beside its prediction, and written at once to a file that all parts share.
-If a measurement fails, or lacks memory or a package, the reason is recorded and the next measurement follows.
+time limit. Each number is printed, and written at once to a file that all parts share. If a measurement fails, or
+lacks memory or a package, the reason is recorded and the next measurement follows.
 
     part=…     null: all in this order: machine (limits of the device), host (time to launch kernels), steps (with and
                without token routes), variants (other torch settings), peers (diffusers' DiT), kinds (other networks),
@@ -49,26 +49,14 @@ from tread.models.backbone import count_parameters
 from tread.models.cost_constants import SIZES
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, device_name, set_tf32, wait_for
-from tread.runtime.files import check_file
+from tread.runtime.files import check_file, write_json
 from tread.runtime.schema import Count
 from tread.training.costs import memory
 from tread.training.draws import active_routes
 from tread.training.run import Run
 from tread.training.settings import Settings
 
-PREDICTED_STEPS = {  # size → images/s of dense and routed steps (Route.fp32 "off"), and their ratio, at batch 256
-    "H200": {"S": (5800, 8000, 1.37), "B": (2400, 3350, 1.40), "L": (815, 1345, 1.65), "XL": (570, 980, 1.71)},
-    "H100": {"S": (5100, 7000, 1.37), "B": (2100, 2950, 1.40), "L": (730, 1180, 1.65), "XL": (515, 875, 1.71)},
-}
-OTHERS = {  # other networks at B's size → predicted time of their step divided by DiT's
-    "lightning": 1.1,
-    "dit_text": 1.3,
-    "maskdit": 0.95,
-    "sprint": 0.55,
-    "rwkv": 1.8,
-    "mamba": 4.0,
-    "mamba model.kernel=mamba_ssm": 2.0,
-}
+OTHERS = ("lightning", "dit_text", "maskdit", "sprint", "rwkv", "mamba", "mamba model.kernel=mamba_ssm")  # networks
 KERNELS = (  # kind of a GPU's kernel, and what its name contains; the first match counts
     ("memory-bound", "triton_poi"),
     ("reduction", "triton_red|triton_per"),
@@ -106,16 +94,12 @@ class Check:
     result: dict
     began: float = field(default_factory=time.perf_counter)
 
-    def add(self, name: str, measured: float, unit: str, predicted: float | None = None, **more: object) -> None:
-        """Record a number, with further facts `more` for the JSON, and print it beside its prediction, if any."""
-        predicted = None if CPU else predicted
-        expected = "" if predicted is None else f"  (predicted {predicted:,.4g})"
-        print(f"  {name:<52} {measured:>12,.4g} {unit}{expected}", flush=True)
-        self._write(name, {"measured": measured, "unit": unit, "predicted": predicted, **more})
+    def add(self, name: str, measured: float, unit: str, **more: object) -> None:
+        """Print and record a number, with further facts `more` for the JSON."""
+        self._write(name, f"{measured:>12,.4g} {unit}", {"measured": measured, "unit": unit, **more})
 
     def fail(self, name: str, reason: str) -> None:
-        print(f"  {name:<52} not measured: {reason}", flush=True)
-        self._write(name, {"failed": reason})
+        self._write(name, f"not measured: {reason}", {"failed": reason})
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
         """Run the measurements in `work`, or record under `name` why they failed or that the part's time is over."""
@@ -131,8 +115,7 @@ class Check:
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
         """Time the functions in `calls` {name: function} in turns, `rounds` times each. Returns {name: times and
         memory} of those that worked, and records why others failed."""
-        failed: dict[str, str] = {}
-        turns = take_turns(calls, rounds, failed)
+        turns = take_turns(calls, rounds, failed := {})
         for name, reason in failed.items():
             self.fail(name, reason)
         return turns
@@ -141,10 +124,11 @@ class Check:
     def rows(self) -> dict[str, dict]:
         return self.result[self.part]["rows"]
 
-    def _write(self, name: str, row: dict) -> None:
+    def _write(self, name: str, said: str, row: dict) -> None:
+        print(f"  {name:<52} {said}", flush=True)
         self.rows[name] = row
         if self.path:
-            self.path.write_text(json.dumps(self.result, indent=1) + "\n")
+            write_json(self.path, self.result)
 
 
 def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
@@ -157,9 +141,8 @@ def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
     return call
 
 
-def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    dtype = dtype or (torch.float32 if CPU else torch.bfloat16)
-    return torch.randn(shape, device=DEVICE, dtype=dtype)
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.float32 if CPU else torch.bfloat16)
 
 
 def machine(check: Check, options: Options) -> None:
@@ -245,7 +228,6 @@ def calls_of(arms: Kinds) -> dict[str, Callable[[], None]]:
 def host(check: Check, options: Options) -> None:
     """Time steps of networks as deep as DiT-S and DiT-XL, but so narrow that kernel launches and Python take most of
     the time. The times show how much a step can gain from a CUDA graph."""
-    predicted = {("S", "compiled"): 13, ("S", "eager"): 28}  # ms
 
     def steps_of(size: str, how: str) -> None:
         small = ["model.hidden_size=24", "model.num_heads=2", f"train.compile={how != 'eager'}"]
@@ -254,7 +236,7 @@ def host(check: Check, options: Options) -> None:
             for name, turn in check.turns(calls_of(arms), options.pairs).items():
                 milliseconds = 1e3 * turn.median / BLOCK
                 facts = {"stages": stages(*arms[name]), "ms_a_block": milliseconds / len(run.network.blocks)}
-                check.add(f"{size}'s depth, {name}, {how}", milliseconds, "ms", predicted.get((size, how)), **facts)
+                check.add(f"{size}'s depth, {name}, {how}", milliseconds, "ms", **facts)
 
     for size in ("S",) if CPU else ("S", "XL"):
         for how in ("eager", "compiled") if CPU else ("eager", "compiled", "graphed"):
@@ -263,10 +245,8 @@ def host(check: Check, options: Options) -> None:
 
 def steps(check: Check, options: Options) -> None:
     """Measure training steps of each DiT size, with and without token routes: speed, memory, time by kind of kernel."""
-    predictions = PREDICTED_STEPS["H100" if "H100" in device_name(DEVICE) else "H200"]
 
     def steps_of(size: str, micro: int | None) -> None:
-        dense, routed, ratio = predictions[size]
         with opened(*words_of(size, f"train.micro_batch_size={micro or 'null'}")) as run:
             arms = kinds_of(run)
             result = measure(arms, options.pairs)
@@ -274,24 +254,26 @@ def steps(check: Check, options: Options) -> None:
                 check.fail(f"{size}, {name}", reason)
             for name, row in result["kinds"].items():
                 facts = {key: row[key] for key in ("ms", "mfu", "peak_gb", "first_turn_s", "stages")}
-                predicted = {"dense": dense, "routed": routed}.get(name)
                 planned = planned_bytes(*arms[name], result["compiled"]) / 1e9
-                check.add(f"{size}, {name}: peak memory", row["peak_gb"], "GB", planned, planned=planned)
-                check.add(f"{size}, {name}", row["images_per_s"], "images/s", predicted, micro_batch=micro, **facts)
+                check.add(f"{size}, {name}: peak memory", row["peak_gb"], "GB", planned=planned)
+                check.add(f"{size}, {name}", row["images_per_s"], "images/s", micro_batch=micro, **facts)
                 if "ratio" in row:
                     facts = {key: row[key] for key in ("ratio_95", "ideal", "of_ideal")}
-                    check.add(f"{size}, dense over {name}", row["ratio"], "times", ratio, **facts)
+                    check.add(f"{size}, dense over {name}", row["ratio"], "times", **facts)
                 for kind, seconds in time_by_kind(partial(take_steps, *arms[name], 2)).items():
                     check.add(f"{size}, {name}: {kind}", 1e3 * seconds / 2, "ms a step")
 
     for size in options.sizes or ("XL", "S", "B", "L"):
         for micro in (None, 128, 64):  # takes the largest micro-batch that fits into memory
-            for name in [name for name in check.rows if name.split(",")[0] == size]:
+            for name in rows_of(size, check.rows):
                 del check.rows[name]
             check.attempt(size, partial(steps_of, size, micro))
-            own = [row for name, row in check.rows.items() if name.split(",")[0] == size]
-            if not any(row.get("failed") == "out of memory" for row in own):
+            if not any(row.get("failed") == "out of memory" for row in rows_of(size, check.rows).values()):
                 break
+
+
+def rows_of(size: str, rows: dict[str, dict]) -> dict[str, dict]:
+    return {name: row for name, row in rows.items() if re.split("[,:]", name)[0] == size}
 
 
 def planned_bytes(run: Run, cfg: Settings, compiled: bool) -> int:
@@ -355,7 +337,7 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
     """Time gathering tokens in two ways: by elements, and by rows as gather_tokens does. Also time the EMA update of
     the weights, and its lower bound: one lerp over a flat tensor of as many numbers."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
-    x = random(batch, tokens, SIZES[size], dtype=torch.float32).requires_grad_()
+    x = torch.randn(batch, tokens, SIZES[size], device=DEVICE, requires_grad=True)
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
     with opened(*words_of(size, "train.compile=false")) as run:
         zero = torch.zeros((), device=DEVICE)
@@ -411,7 +393,7 @@ def peers(check: Check, options: Options) -> None:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 of_diffusers(latents[:1], first, first.long())
             flops = counter.get_total_flops() / forward_flops(run, cfg)
-            check.add(f"{size}: FLOPs of diffusers' DiT", flops, "of ours", 1.0)
+            check.add(f"{size}: FLOPs of diffusers' DiT", flops, "of ours")
             if compiled:
                 theirs.compile(dynamic=False)
                 compile_blocks(plain.compiled())  # which a copy is not
@@ -434,17 +416,16 @@ def kinds(check: Check, options: Options) -> None:
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
 
-    def beside(name: str, predicted: float) -> None:
+    def beside(name: str) -> None:
         model, *more = name.split()
         with opened(*shape, "model=dit") as run, opened(*shape, f"model={model}", *more) as other:
             turns = check.turns(calls_of({"dit": (run, run.cfg), name: (other, other.cfg)}), options.pairs)
         if len(turns) == 2:
             facts = {"ms": 1e3 * turns[name].median / BLOCK, "held_gb": turns[name].held / 1e9}
-            times = turns[name].over(turns["dit"])
-            check.add(f"{name} over dit", statistics.median(times), "times", predicted, **facts)
+            check.add(f"{name} over dit", statistics.median(turns[name].over(turns["dit"])), "times", **facts)
 
-    for name, predicted in OTHERS.items():
-        check.attempt(name, partial(beside, name, predicted))
+    for name in OTHERS:
+        check.attempt(name, partial(beside, name))
 
 
 def sampling(check: Check, options: Options) -> None:
@@ -518,13 +499,14 @@ def main() -> None:
         if options.part in (None, part.__name__):
             began = time.perf_counter()
             print(f"{part.__name__}: {part.__doc__.splitlines()[0]}", flush=True)
-            earlier = result.get(part.__name__, {}) if options.sizes and part in (steps, variants, peers) else {}
-            facts = {key: earlier[key] for key in ("commit", "torch", "time", "note") if key in earlier}
-            kept = [name for name in earlier.get("rows", {}) if re.split("[,:]", name)[0] not in options.sizes]
-            rows = {name: facts | earlier["rows"][name] for name in kept}
+            rows = {}
+            if options.sizes and part in (steps, variants, peers):  # the other sizes' numbers stay
+                earlier = result.get(part.__name__, {"rows": {}})
+                facts = {key: earlier[key] for key in ("commit", "torch", "time", "note") if key in earlier}
+                others = {*SIZES} - {*options.sizes}
+                rows = {name: facts | row for size in others for name, row in rows_of(size, earlier["rows"]).items()}
             result[part.__name__] = {**circumstances(), "rows": rows}
-            check = Check(part.__name__, minutes, path, result)
-            part(check, options)
+            part(Check(part.__name__, minutes, path, result), options)
             print(f"  {time.perf_counter() - began:.0f} s\n")
 
 
