@@ -105,7 +105,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
     records = {}
     with tqdm(total=len(chosen), desc="guidance sweep", unit="setting", disable=not processes.main) as progress:
         for point, scored in chosen.items():
-            (records[point],) = scoring.run(scored, processes)
+            (records[point],) = scoring.run(scored, processes, metric)
             if processes.main and metric not in records[point]:
                 raise ValueError(f"sweep.metric is {metric}, but: {records[point]['unavailable'].get(metric)}")
             progress.update()
@@ -115,17 +115,15 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
 
 def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
     """Raise ValueError for options that can't make a sweep, such as several checkpoint `paths`, or guidance=none."""
-    guidance, others = options.guidance, options.save_reference or options.samples
-    refused = {
-        "out=… is needed: the folder for the table, the figures and each setting's score": options.out is None,
-        f"a sweep is over one checkpoint, but checkpoint={options.checkpoint} names {len(paths)}": len(paths) != 1,
-        "a sweep scores a checkpoint; save_reference and samples are fid.py's": others,
-        "guidance=none has nothing to sweep; choose a kind: guidance=cfg, sparse, …": guidance.kind == "none",
-        f"guidance={guidance.kind} has no ratios to sweep": not guidance.row.routed and (sweep.strong or sweep.weak),
-    }
-    for message, holds in refused.items():
-        if holds:
-            raise ValueError(message)
+    guidance = options.guidance
+    if options.out is None:
+        raise ValueError("out=… is needed: the folder for the table, the figures and each setting's score")
+    if len(paths) != 1 or options.save_reference or options.samples:
+        raise ValueError("a sweep scores one checkpoint=…; save_reference and samples are fid.py's")
+    if guidance.kind == "none":
+        raise ValueError("guidance=none has nothing to sweep; choose a kind: guidance=cfg, sparse, …")
+    if not guidance.row.routed and (sweep.strong or sweep.weak):
+        raise ValueError(f"guidance={guidance.kind} has no ratios to sweep")
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
@@ -179,21 +177,22 @@ def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
     """Return a panel per metric against ω: a line for each noise interval and pair of fractions of skipped tokens (in
     the strong and the weak branch), and a flat line for `baseline`, the scores without guidance."""
     settings: dict[str, list[Point]] = {}
+    count = next(iter(records.values()))["count"]
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""
-        settings.setdefault(ratios + within(point.interval, "within "), []).append(point)
+        interval = f"{within(point.interval, 'within ')}, " if point.interval else ""
+        settings.setdefault(ratios + interval, []).append(point)
     panels = []
     for name, metric in METRICS.items():
         lines = []
         for setting, points in settings.items():
             scored = [point for point in points if records[point].get(name) is not None]
             cost = f"{max(records[point]['flops_relative'] for point in points):.2f} times the FLOPs"
-            called = ", ".join(filter(None, (setting.removesuffix(", "), cost)))
-            line = Line(called, [point.scale for point in scored], [records[point][name] for point in scored])
-            lines += [line] if scored else []
+            if scored:
+                scores = [records[point][name] for point in scored]
+                lines.append(Line(f"{setting}{cost}", [point.scale for point in scored], scores))
         if lines:
             levels = {"no guidance": baseline[name]} if baseline.get(name) is not None else {}
-            count = next(iter(records.values()))["count"]
             panels.append(Panel(f"{metric.label}, {count:,} samples", "ω", metric.title, lines, levels=levels))
     return panels
 

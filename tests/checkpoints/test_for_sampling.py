@@ -225,7 +225,7 @@ def test_a_sweep_of_a_kind_without_routes_draws_curves(runs, tmp_path, monkeypat
     """Scores that tell their setting: a line an interval, its points in the order of ω, the level that of none."""
     drawn = []
 
-    def score(options, processes):
+    def score(options, processes, metric):
         g = options.guidance
         value = 100 * g.scale + (g.interval or (0, 0))[1]
         return [{"frechet_pixels": value, "label_agreement": 0.5, "flops_relative": g.scale, "count": 20}]
@@ -252,7 +252,7 @@ def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
     """Scores that tell their setting: weak ratios are rows, strong ones columns, the best is the smallest distance."""
     drawn = {}
 
-    def score(options, processes):
+    def score(options, processes, metric):
         g = options.guidance
         value = 100 * g.scale + 10 * g.weak + g.strong
         return [{"frechet_pixels": value, "flops_relative": 2 - g.weak, "count": 20, "label_agreement": 0.5}]

@@ -33,7 +33,7 @@ from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, ope
 from tread.evaluation.reference import SHIPPED, Reference, check_size, save_statistics
 from tread.evaluation.sample_files import describe_drawing
 from tread.evaluation.score_files import ScoreFiles, add_line, table
-from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, Unscored, open_scorer
+from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, open_scorer
 from tread.preparing import cifar10
 from tread.preparing.images import Crop
 from tread.runtime import schema
@@ -127,10 +127,10 @@ def read_options(config: dict) -> ScoringOptions:
     return schema.read(config, ScoringOptions)
 
 
-def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
+def run(options: ScoringOptions, processes: Processes, metric: str | None = None) -> list[dict | None]:
     """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict; for
     a score made by this call, processes other than the main one get None instead. Without checkpoints, returns [].
-    Raises ValueError or OSError if a check fails."""
+    Raises ValueError or OSError if a check fails, such as that the reference can give the metric named `metric`."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -151,6 +151,8 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
         raise ValueError(f"inception={options.inception} is read by nothing here: name a reference=…, or leave it out")
     if options.reference in SHIPPED and not Path(options.reference).exists():
         add_shipped_pictures(against, options, plans, processes)
+    if against and metric:
+        against.check(metric)
     if crop and samples and against.reference.pictures is None:
         processes.say(f"crop={crop.size} is of the samples: the statistics of {options.reference} stay as they are")
     with processes.main_first():  # one process fetches the weights
@@ -206,7 +208,7 @@ class ScoringPlan:
     count           number of samples to draw.
     compiled        whether the networks' blocks are compiled for sampling.
     decoder         a text that identifies the decoder of the network's latents; "pixels": there is none.
-    judge           scorer to use without a reference: DigitsJudge, EmojiJudge, or Unscored, which computes nothing.
+    judge           scorer to use without a reference: DigitsJudge, EmojiJudge, or Scorer, which computes nothing.
     prompts         the captions to draw, for a network that takes texts; else None.
     flops           FLOPs of the networks for one sample, over all steps.
     flops_relative  these FLOPs divided by those of the same steps without guidance, on all tokens.
@@ -294,7 +296,7 @@ def plan_scoring(
     kind = (dataset.embedded, saved.cfg.model.takes_text)
     judged = kind in EMBEDDED and not (options.reference or options.prompts or options.clip)
     count = options.num_samples or (EMBEDDED_COUNT if judged else TEXT_COUNT if saved.text else COUNT)
-    judge = EMBEDDED[kind](saved, count, options.inception) if judged else Unscored()
+    judge = EMBEDDED[kind](saved, count, options.inception) if judged else Scorer()
     prompts = judge.prompts or _settle_prompts(options, saved)
     if judge.prompts:
         options = replace(options, labels="balanced")
