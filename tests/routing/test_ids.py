@@ -487,6 +487,9 @@ def test_scored_routes_are_chosen_by_run_blocks_alone(monkeypatch):
     monkeypatch.setitem(REJOINS, "mine", REJOINS["stale"].__class__(True, lambda saved, kept, ids: saved))
     with pytest.raises(ValueError, match="rejoin=mine, select=token, which only run_blocks"):
         attach_routes(torch.nn.ModuleList(mixing()), Route(1, 2, rejoin="mine"))
+    monkeypatch.setitem(REJOINS, "mine", REJOINS["stale"].__class__(True, lambda saved, kept, ids: kept))
+    with pytest.raises(ValueError, match=r"rejoin=mine returned \(2, 4, 8\), but must return \(2, 8, 8\)"):
+        run_blocks([torch.nn.Identity()], torch.zeros(2, 8, 8), routes=[(Route(0, 0, rejoin="mine"), torch.rand(2, 8))])
     monkeypatch.setattr("routing_module.RULES", {})  # as where that file alone was copied
     with pytest.raises(ValueError, match="'norm' is no rule known here .*: give ids_keep"):
         run_blocks([torch.nn.Identity()] * 4, torch.randn(2, 16, 4), routes=[(route, draws)])

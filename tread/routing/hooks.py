@@ -23,8 +23,8 @@ raises ValueError; the caller can pass two functions instead:
 With attach_routes(tokens=…), both functions find the tokens first in args, however the model called the block. With
 attach_routes(output=…), join gets and returns the tokens alone.
 
-One or two blocks of each class on a route are checked at their first call: two more forwards show whether the order of
-the tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
+Each block on a route is checked at its first call: two more forwards show whether the order of the tokens matters
+(positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids, with_ratio
-from .positions import blocks_to_check, order_matters, refusal, tensors_in
+from .positions import order_matters, refusal, tensors_in
 
 _ON: list["Routing"] = []  # routings whose context `on` or `on_ids` is entered
 Inputs = tuple[tuple, dict]
@@ -109,9 +109,9 @@ class Routing:
         verify: bool,
     ) -> None:
         self.routes = routes
-        on_routes = {index: blocks[index] for route in routes for index in range(route.start, route.end + 1)}
-        self._blocks = set(on_routes.values())
-        self._unverified = set(blocks_to_check(on_routes)) if verify else set()
+        on_routes = {index for route in routes for index in range(route.start, route.end + 1)}
+        self._blocks = {blocks[index] for index in on_routes}
+        self._unverified = on_routes if verify else set()
         self._select, self._join, self._keyword, self._place = select, join, keyword, place
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: tuple[int | None, ...] = ()
@@ -272,7 +272,8 @@ class Routing:
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
         counts = tuple(tokens) if isinstance(tokens, Sequence) else (tokens,) * len(self.routes)
         for ids, count in zip(ids_keep, counts, strict=True):
-            check_ids(ids, len(ids) if ids.ndim else 0, count)
+            if count is not None:  # else the blocks' tokens, once they are there, are the measure
+                check_ids(ids, len(ids), count)
         if any(self._blocks & other._blocks for other in _ON):
             raise RuntimeError("routes of these blocks are on already: one attach_routes takes all that run together")
         if not self._handles:
@@ -345,10 +346,9 @@ def attach_routes(
                   select=select_first allows further inputs with an axis of length N.
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
-    verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of routed blocks,
-                  two are checked: the last one, and the one whose settings differ most from it. A check runs the block
-                  twice more, at its first call on a route outside compiled graphs. False: no check, for blocks that use
-                  the order on purpose, such as scans.
+    verify        True: blocks raise ValueError if the order of their tokens matters. A check runs the block twice more,
+                  at its first call on a route outside compiled graphs. False: no check, for blocks that use the order
+                  on purpose, such as scans.
 
     Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
     default `select`, for blocks that contain a module with batch_first=False.

@@ -208,7 +208,8 @@ class LargestNorm(Token):
         return super().choose(route, draws, grid, keep, scores + self.temperature * gumbel)
 
 
-RULES |= {"token": Token(), "row": Row(), "shared": Shared(), "group": Group(), "norm": LargestNorm()}
+BUILT_IN = {"token": Token(), "row": Row(), "shared": Shared(), "group": Group(), "norm": LargestNorm()}
+RULES |= BUILT_IN
 
 
 def choose_ids(
@@ -229,7 +230,7 @@ def choose_ids(
         raise ValueError(f'select="{route.select}" scores the tokens before the route: run_blocks takes (route, draws)')
     ids = rule.choose(route, noise, grid, force_keep, None)
     check_count(route, ids, noise.shape[1], grid)
-    return keep_prefix(ids, prefix) if prefix else ids
+    return keep_prefix(ids, prefix)
 
 
 def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
