@@ -201,7 +201,7 @@ def test_the_table_has_means_errors_and_paired_differences():
     pair = by_arm["routed"], by_arm["dense"]
     scored = next(point for point in by_arm["routed"][0]["points"] if point["step"] == 1564)  # between two evaluations
     assert scored == {"step": 1564, "images": 1564 * 64, "flops": 1564 * 0.5e9, "kid": 0.2}
-    assert paired.differences(*pair, paired.at_equal_images, "eval_loss") == pytest.approx([0.01, 0.02, 0.03])
+    assert paired.differences(*pair, paired.at_equal, "eval_loss", "images") == pytest.approx([0.01, 0.02, 0.03])
     between = [(1.2 + 1.0 + seed / 10) / 2 for seed in range(3)]
     ends = [1.01, 1.12, 1.23]
     equal = paired.differences(*pair, paired.at_equal, "eval_loss", "flops")
