@@ -212,26 +212,27 @@ def test_bad_values_are_refused_by_name(composed, path, value, shown):
 @pytest.mark.parametrize(
     ("overrides", "warned"),
     [
-        (["objective=rf", "edm.P_mean=-0.4", "rf.shift=0.3"], ["edm.P_mean is -0.4, but has no effect"]),
-        (["rf.shift=0.3", "rf.time=uniform", "edm.rho=5"], ["rf.shift is 0.3, but has", "rf.time is uniform, but has"]),
+        (["objective=rf", "edm.P_mean=-0.4", "rf.shift=0.3"], ["edm.P_mean has no effect with objective=rf"]),
+        (["rf.shift=0.3", "rf.time=uniform", "edm.rho=5"], ["rf.time has no effect with obj", "rf.shift has no effect"]),
         (["objective=rf"], []),
         (["optim.warmup_steps=10", "train.steps=10"], ["optim.warmup_steps is not below train.steps"]),
-        (["alignment.weight=0.7", "alignment.gap=0.5"], ["alignment.gap has no effect", "alignment.weight has no"]),
+        (["alignment.weight=0.7", "alignment.gap=0.5"], ["alignment.weight has no effect", "alignment.gap has no"]),
         (["alignment=self", "alignment.width=64"], ["alignment.width has no effect with alignment=self"]),
         (["alignment=self", "alignment.weight=0.7"], []),
         (["optim.name=sgd", "optim.betas=[0.8,0.9]"], ["optim.betas has no effect with optim.name=sgd"]),
         (["optim.name=sgd", "optim.eps=1e-3", "optim.weight_decay=0.1"], ["optim.eps has no effect with optim.name="]),
         (["optim.name=muon", "optim.muon_lr=1", "optim.eps=1e-3"], []),
-        (["text.encoder=clip-l"], ["section text has no effect with model=tread"]),
-        (["objective=rf", "rf.time=uniform", "rf.time_std=2.0"], ["rf.time_mean and rf.time_std have no effect"]),
+        (["text.encoder=clip-l"], ["text.encoder has no effect with model=tread, which"]),
+        (["objective=rf", "rf.time=uniform", "rf.time_std=2.0"], ["rf.time_std has no effect with rf.time=uniform"]),
         (["objective=rf", "rf.loss_of=x", "rf.clamp=0.1"], ["rf.clamp has no effect with rf.predicts=velocity"]),
         (["objective=rf", "rf.predicts=x", "rf.clamp=0.1"], []),
-        (["rf.clamp=0.1"], ["rf.clamp is 0.1, but has no effect"]),
+        (["rf.clamp=0.1"], ["rf.clamp has no effect with objective=edm"]),
         (["ema.snapshot_every=5"], ["ema.snapshot_every has no effect without ema.power"]),
         (["dataset.archive=standin"], ["dataset.archive has no effect but with dataset=cifar10"]),
+        (["checkpoints.keep_every=5"], ["checkpoints.keep_every has no effect without checkpoints.keep_last"]),
         (["optim.final_lr=1e-5"], ["optim.final_lr has no effect with optim.schedule=constant"]),
         (["model=dit", "train.routes_until=3"], ["train.routes_until has no effect without routes"]),
-        (["init_weights=model"], ["init_weights=model has no effect without init_from"]),
+        (["init_weights=model"], ["init_weights has no effect without init_from"]),
         (["eval.fid_reference=x.npz"], ["eval.fid_reference has no effect without eval.fid_every"]),
         (["eval.fid_samples=9", "wandb.project=x"], ["eval.fid_samples has no", "wandb.project has no effect but"]),
         (["eval.inception=x.pth"], ["eval.inception has no effect"]),
@@ -246,14 +247,15 @@ def test_bad_values_are_refused_by_name(composed, path, value, shown):
     ],
 )
 def test_settings_that_have_no_effect_are_warned_of(read_config, overrides, warned):
-    warnings = settings_warnings(read_config(*overrides))
+    said = settings_warnings(read_config(*overrides))
+    warnings = [re.sub(r"=\S+ has no effect", " has no effect", line) for line in said]  # without the value
     assert len(warnings) == len(warned) and all(map(str.startswith, warnings, warned))
 
 
 @pytest.mark.parametrize("given", ["rf.predicts=x", "rf.loss_of=noise", "rf.contrastive=0.05", "rf.train_shift=2.0"])
 def test_what_rectified_flow_alone_has_is_refused_for_edm(read_config, given):
     told = f"{given.replace('=', ' is ')}, but belongs to objective=rf, not to edm"
-    with pytest.raises(ValueError, match=f"^{told}{'; for edm add ln s to edm.P_mean' * ('shift' in given)}$"):
+    with pytest.raises(ValueError, match=f"^{told}$"):
         read_config(given)
     read_config("objective=rf", given)
 

@@ -106,7 +106,7 @@ def log(run: Run, clock: Clock) -> str:
     if sums["bad"] and run.main:
         with clock.paused():
             text = f"warning: {sums['bad']:.0f} steps up to step {run.step} were skipped: loss or gradient not finite"
-            steps = recent_bad_steps(run, sums, int(sums["good"] + sums["bad"]))
+            steps = [step for step in recent_bad_steps(run, sums) if step >= run.step - sums["good"] - sums["bad"]]
             run.say(f"{text}; {look_at_samples(run, steps)[1]}" if steps else text)
     run.statistics.restart()
     finish_saving(run, wait=False)
@@ -118,19 +118,18 @@ def read_statistics(run: Run) -> dict:
     """Return {name: sum over the steps since the last log} as StepStatistics.read does; "loss" (and "alignment", if
     the run has it) is a list of each process's sum. Raises Failure if the loss or gradient was not finite in more than
     train.max_bad_steps steps in a row, or in more than half of the last 100."""
-    sums, most, steps = run.statistics.read(), run.cfg.train.max_bad_steps, ()
+    sums, most = run.statistics.read(), run.cfg.train.max_bad_steps
     for name in ("loss", "alignment") if run.aligner else ("loss",):
         sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.device)).tolist()
-    recent = len(sums["recent"])
     if sums["longest"] > most:
         end = run.step - int(sums["ago"])
         steps = range(end - int(sums["longest"]), end)
-        what = f"{len(steps)} steps in a row, {steps[0] + 1} to {end} (train.max_bad_steps {most})"
-    elif mostly_bad(sums) and (run.step >= most or run.step == run.cfg.train.steps):
-        steps = recent_bad_steps(run, sums, recent)
-        what = f"{len(steps)} of the last {recent} steps, up to {run.step} (more than half of them)"
-    if steps:
-        raise Failure(explain_bad_steps(run, steps, what))
+        where = f"{len(steps)} steps in a row, {steps[0] + 1} to {end} (train.max_bad_steps {most})"
+        raise Failure(explain_bad_steps(run, steps, where))
+    if mostly_bad(sums) and (run.step >= most or run.step == run.cfg.train.steps):
+        steps, recent = recent_bad_steps(run, sums), len(sums["recent"])
+        where = f"{len(steps)} of the last {recent} steps, up to {run.step} (more than half of them)"
+        raise Failure(explain_bad_steps(run, steps, where))
     return sums
 
 
@@ -139,25 +138,25 @@ def mostly_bad(sums: dict) -> bool:
     return 2 * sums["recent"].count("1") > len(sums["recent"])
 
 
-def recent_bad_steps(run: Run, sums: dict, steps: int) -> list[int]:
-    """Look at the run's last `steps` steps, but no more than 100. Return the numbers (from 0) of those in which loss or
-    gradient was not finite. `sums` come from read_statistics."""
-    flags = sums["recent"][-steps:]
-    return [run.step - len(flags) + number for number, flag in enumerate(flags) if flag == "1"]
+def recent_bad_steps(run: Run, sums: dict) -> list[int]:
+    """Return the numbers (from 0) of the last 100 steps in which loss or gradient was not finite. `sums` come from
+    read_statistics."""
+    first = run.step - len(sums["recent"])
+    return [first + number for number, flag in enumerate(sums["recent"]) if flag == "1"]
 
 
-def explain_bad_steps(run: Run, steps: Sequence[int], what: str) -> str:
+def explain_bad_steps(run: Run, steps: Sequence[int], where: str) -> str:
     """Return a message on steps whose loss or gradient was not finite: their noise levels, samples with bad numbers,
-    and advice. `what` names the steps in the message. Waits for a checkpoint in progress."""
-    process, device = process_of(run.cfg), run.device
-    draws = [step_draws(run.cfg, run.data.latents, step, device) for step in steps[:100]]  # the numbers used before
+    and advice. `where` names the steps in the message. Waits for a checkpoint in progress."""
+    process = process_of(run.cfg)
+    draws = [step_draws(run.cfg, run.data.latents, step, run.device) for step in steps[:100]]  # the numbers used before
     levels = torch.cat([process.noise_level(draw.level) for draw in draws])
     spoilt, seen = look_at_samples(run, steps)
     finish_saving(run)
     advice = "Try a smaller optim.lr, optim.clip_norm=1 or train.precision=fp32, or look at the data"
     kept = f"the last good checkpoint is that of step {run.saved}" if run.saved else "nothing was saved yet"
     return (
-        f"loss or gradient was not finite in {what}, which were skipped. Their {process.level_name} lay "
+        f"loss or gradient was not finite in {where}, which were skipped. Their {process.level_name} lay "
         f"between {levels.min():.3g} and {levels.max():.3g}. {'Look at the data first' if spoilt else advice}: "
         f"{seen}; {kept}"
     )
@@ -168,9 +167,9 @@ def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
     whether any sample holds a number that is not finite, and a text that names such samples or says there are none."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
-    spoilt = name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked))
-    nothing = f"no sample of the {len(looked)} steps looked at holds such numbers"
-    return bool(spoilt), f"these samples hold such numbers: {spoilt}" if spoilt else nothing
+    if spoilt := name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked)):
+        return True, f"these samples hold such numbers: {spoilt}"
+    return False, f"no sample of the {len(looked)} steps looked at holds such numbers"
 
 
 def name_spoilt(data: LatentDataset, batches: Iterable[Batch]) -> str:
@@ -215,14 +214,11 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
             run.graphs.leave("evaluation and samples need their memory")
             torch.cuda.empty_cache()
             on = evaluate_and_draw(run, done_before(run))
-    except Failure:
-        with contextlib.suppress(OSError, RuntimeError):  # before another process's end stops this one
-            finish_saving(run)
-        raise
-    except Exception:
+    except Exception as error:
         with contextlib.suppress(OSError, RuntimeError, Failure):  # the first error is raised
-            save_due(run, True)
-            finish_saving(run)
+            if not isinstance(error, Failure):
+                save_due(run, True)
+            finish_saving(run)  # before another process's end stops this one
         raise
     return on, save_due(run, postponed)
 
@@ -251,9 +247,13 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
                 advice = "prepare them again, or set dataset.heldout=null, and the run goes on"
                 raise ValueError(f"{found} {spoilt} hold numbers that are not finite: {advice}")
             raise Failure(doubt)
-        run.record(**{metric: loss})
-        if loss > ABSURD:
-            run.say(f"warning: {doubt}")
+
+        def note() -> None:
+            run.record(**{metric: loss})
+            if loss > ABSURD:
+                run.say(f"warning: {doubt}")
+
+        run.processes.from_main(note)
     if run.due(cfg.eval.fid_every) and "fid" not in done and not log_fid(run):
         return False
     if run.due(cfg.every.sample) and "grid" not in done:
@@ -265,8 +265,8 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 def done_before(run: Run) -> set[str]:
     """Return the work that `evaluate_and_draw` did at this step before an interruption: names in metrics.jsonl for
     this step, such as "fid", and "grid" if the grid's file exists."""
-    recorded = {name for record in run.log.records() if record["step"] == run.step for name in record}
-    return recorded | ({"grid"} if grid_path(run).exists() else set())
+    done = {name for record in run.log.records() if record["step"] == run.step for name in record}
+    return done | {"grid"} if grid_path(run).exists() else done
 
 
 def evaluate(run: Run) -> float:
@@ -306,10 +306,14 @@ def log_fid(run: Run) -> bool:
     if run.stop.agreed():
         return False
     total = functools.reduce(Moments.merge, processes.gather_objects(total))
-    value = processes.from_main(lambda: run.online_fid.fid(total, run.cfg.train.cpu_threads))
-    seconds = time.perf_counter() - began
-    run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
-    run.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
+
+    def note() -> None:
+        value = run.online_fid.fid(total, run.cfg.train.cpu_threads)
+        seconds = time.perf_counter() - began
+        run.record(fid=value, fid_samples=total.count, fid_seconds=round(seconds, 1))
+        run.say(f"  FID      {value:.2f} of {total.count:,} samples at step {run.step}, took {seconds:.0f} s")
+
+    processes.from_main(note)
     return True
 
 
@@ -376,8 +380,9 @@ def save(run: Run) -> bool:
         "init_revision": revision_in([start.get("weights") for start in run.log.starts()[:1]]),
         "plugins": plugin_hashes(run.cfg.plugins) | (run.earlier.info.get("plugins", {}) if run.earlier else {}),
         "versions": run.log.versions if run.main else None,
-        **({"adapter": run.adapter} if run.adapter else {}),
     }
+    if run.adapter:
+        info["adapter"] = run.adapter
 
     def write(step: int, parts: dict[str, dict[str, Tensor]]) -> None:
         with explain_failure(run.folder / f"step_{step:07d}"):
@@ -414,8 +419,7 @@ def judge_demo(run: Run) -> None:
     """Draw run.demo_samples EMA samples of digits or emoji, and record their scores, unless that is done. Raises
     ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
-    judged = any(record["step"] == run.step and "demo_samples" in record for record in run.log.records())
-    if run.main and count and not judged:
+    if run.main and count and "demo_samples" not in done_before(run):
         with run.timed("judge"):
             values = judged_samples(run, count)
         run.record(**values, demo_samples=count)
@@ -423,13 +427,12 @@ def judge_demo(run: Run) -> None:
 
 def judged_samples(run: Run, count: int) -> dict[str, float]:
     """Draw `count` EMA samples of digits, or of emoji by captions, and return their judge's metrics {name: value}."""
-    cfg = run.cfg
-    if cfg.dataset.embedded == "digits":
-        labels = torch.arange(count) % cfg.dataset.num_classes
+    if run.cfg.dataset.embedded == "digits":
+        labels = torch.arange(count) % run.cfg.dataset.num_classes
         return judge_digits(draw_samples(run, range(count), labels).numpy(), labels.numpy())
     asked = ask(run.data, run.heldout, count)
     pictures = draw_samples(run, range(count), torch.arange(count), asked.texts)
-    weights = find_at_hand(cfg.eval.inception)
+    weights = find_at_hand(run.cfg.eval.inception)
     inception = weights and load_inception(weights, run.device)
     return judge_emoji(pictures, asked, real_emoji(run.data, run.heldout), inception)
 

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import mean
 
 import torch
@@ -18,7 +18,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.loader import Loader
 from tread.diffusion.sampling import Model
 from tread.encoders.autoencoder import Decoder
-from tread.evaluation.scorers import EMBEDDED, OnlineFID
+from tread.evaluation.scorers import OnlineFID
 from tread.models.backbone import Backbone
 from tread.models.conditions import Text
 from tread.runtime.device import beside
@@ -52,10 +52,10 @@ class StepStatistics:
     def add(self, loss: Tensor, norm: Tensor, skip: Tensor, alignment: Tensor | None = None) -> None:
         """Add a step's mean loss, gradient norm, alignment loss if any, and `skip` (1: no update, else 0), all 0-d."""
         good = 1 - skip
-        step = torch.stack([loss.float().where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
+        step = torch.stack([loss.where(good > 0, 0.0), norm.where(good > 0, 0.0), good, skip])
         in_a_row, longest, ago, aligned = self.sums[4:].unbind()
         if alignment is not None:
-            aligned = aligned + alignment.float().where(good > 0, 0.0)
+            aligned = aligned + alignment.where(good > 0, 0.0)
         in_a_row = (in_a_row + 1) * skip
         longer = in_a_row > longest
         longest, ago = torch.where(longer, in_a_row, longest), torch.where(longer, 0.0, ago + 1)
@@ -71,8 +71,8 @@ class StepStatistics:
 
     def restart(self) -> None:
         """Begin the sums of losses and gradient norms anew, but keep counting the bad steps in a row."""
-        zeros, in_a_row = torch.zeros_like(self.sums), self.sums[4:5]
-        self.sums.copy_(torch.cat([zeros[:4], in_a_row, in_a_row, zeros[6:]]))
+        self.sums[:4] = self.sums[6:] = 0.0
+        self.sums[5] = self.sums[4]
 
 
 class Failure(Exception):
@@ -107,22 +107,22 @@ class Run:
     earlier: Checkpoint | None = None  # the checkpoint that it continues
     prompts: Text | None = None  # the grids' texts, for a network that takes texts
     captions: Sequence[str] = ()  # the grids' captions
-    tracker: Tracker | None = None
-    adapter: dict | None = None  # LoRA's, for info.json: how often it counts, and the hash of the base
-    spent: dict[str, float] = field(default_factory=dict)  # seconds of other work since the last record
 
     def __post_init__(self) -> None:
         """Create the loader and statistics, with the counts of the checkpoint that the run continues."""
         cfg, info = self.cfg, self.earlier.info if self.earlier else {}
         self.folder = self.log.folder
         self.device, self.main, self.say = self.processes.device, self.processes.main, self.processes.say
-        device, batch_size = self.device, cfg.train.batch_size
-        more = {"steps": cfg.train.steps, "beyond": process_of(cfg).beyond, "bare_from": cfg.alignment.until}
-        self.loader = Loader(self.data, cfg.seed, batch_size, self.micro_batches, device, **more)
+        self.loader = Loader(
+            self.data, cfg.seed, cfg.train.batch_size, self.micro_batches, self.device,
+            steps=cfg.train.steps, beyond=process_of(cfg).beyond, bare_from=cfg.alignment.until,
+        )  # fmt: skip
         self.graphs = None  # start() may set it to a Graphs, which runs the steps
-        self.adapter = info.get("adapter")
+        self.tracker: Tracker | None = None
+        self.adapter: dict | None = info.get("adapter")  # LoRA's: how often it counts, and the hash of the base
+        self.spent: dict[str, float] = {}  # seconds of other work since the last record
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
-        self.statistics = StepStatistics(device, tally)
+        self.statistics = StepStatistics(self.device, tally)
         self.saved: int | None = self.earlier and self.earlier.step  # the step of the newest checkpoint
         self.saving: int | None = None  # the step whose checkpoint a thread is writing, in all processes
         self.writer = ThreadPoolExecutor(1, "checkpoint")
@@ -160,9 +160,7 @@ class Run:
     def demo_samples(self) -> int:
         """The number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)) for class-conditional
         digits and text-conditional emoji, 0 for all other runs."""
-        cfg = self.cfg
-        judged = (cfg.dataset.embedded, cfg.model.takes_text) in EMBEDDED
-        return min(cfg.eval.demo_samples, max(40, cfg.train.steps)) if judged else 0
+        return min(self.cfg.eval.demo_samples, max(40, self.cfg.train.steps)) if self.cfg.judges_demo else 0
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -199,15 +197,14 @@ def statistics_of(info: dict, process: int, processes: int) -> dict[str, float |
 
 def leave(run: Run, finished: bool) -> None:
     """Write to status.json that the run is finished or interrupted (then also print that), and unlock its folder."""
+    run.stop.ending = None  # what follows, such as the report, changes no status
     if run.main:
-        state, reason = "finished", None
-        if not finished:
-            state, reason = "interrupted", run.stop.reason or "another process was asked to stop"
-            saved = f"step {run.saved} is saved" if run.saved else "nothing is saved yet"
-            stopped = f"{run.folder}: stopped by {reason} after step {run.step}"
-            run.say(f"{stopped}; {saved}; start it again to go on")
-        run.log.status(state, run.step, reason, spent=run.take_spent())
+        reason = None if finished else run.stop.reason or "another process was asked to stop"
+        run.log.status("finished" if finished else "interrupted", run.step, reason, spent=run.take_spent())
         run.log.close()
+        if not finished:
+            saved = f"step {run.saved} is saved" if run.saved else "nothing is saved yet"
+            run.say(f"{run.folder}: stopped by {reason} after step {run.step}; {saved}; start it again to go on")
     if run.tracker is not None:
         run.tracker.close(0 if finished else INTERRUPTED)
 

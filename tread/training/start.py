@@ -3,18 +3,17 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from rf import RF
 from tread.checkpoints import checkpoint, posthoc_ema
 from tread.checkpoints.adapting import new_classes, new_positions, position_scale
 from tread.checkpoints.ema import EMA, exponential, power
-from tread.checkpoints.lora import BASE, Lora, base_of
+from tread.checkpoints.lora import BASE, base_of
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.run_log import RunLog, differences
 from tread.checkpoints.weights import StoredWeights, load_weights
@@ -27,7 +26,6 @@ from tread.encoders import autoencoder
 from tread.encoders.autoencoder import Decoder
 from tread.encoders.vision import encoder_name, open_encoder
 from tread.evaluation.scorers import OnlineFID, open_online_fid
-from tread.models.architectures import TextSettings
 from tread.models.backbone import Backbone, count_parameters
 from tread.models.conditions import Text
 from tread.runtime.compiling import compile_blocks, settle_compile, why_failing
@@ -40,7 +38,7 @@ from tread.runtime.schema import written
 from tread.runtime.signals import Stop
 from tread.runtime.tensor_files import LABELS, save_tensors
 from tread.runtime.tracking import check_tracker, open_tracker
-from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
+from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.costs import MemoryPlan, blank_loss, checkpoint_bytes, kinds_to_come, live_bytes, plan_memory
 from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
@@ -309,63 +307,71 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
 
 
+USUAL = {"optim.betas": (0.9, 0.999), "optim.eps": 1e-8, "eval.fid_samples": 5000, "wandb.project": "tread"}  # defaults
+
+
 def settings_warnings(cfg: Settings) -> list[str]:
     """Return warnings about settings that have no effect in this run, or are likely mistakes."""
-    warnings, (blocks, teacher) = [], cfg.alignment.resolve(cfg.model.depth)
-    if cfg.alignment.kind == "self" and blocks[-1] >= teacher:
-        said = f"the teacher's block {teacher} is not deeper than the aligned one, {blocks[-1]}"
-        warnings.append(f"{said}: see alignment.teacher and .block")
-    if cfg.alignment.precision == "bf16" and (cfg.alignment.kind, cfg.alignment.source) != ("repa", "live"):
-        warnings.append("alignment.precision is bf16, but only a live encoder of alignment=repa computes in it")
-    other = "edm" if cfg.objective == "rf" else "rf"
-    unread = asdict(getattr(cfg, other)).items() - asdict(type(getattr(cfg, other))()).items()
-    for key, value in sorted(unread):
-        warnings.append(f"{other}.{key} is {value}, but has no effect with objective={cfg.objective}")
-    optim, alignment = cfg.optim, cfg.alignment
-    readers = {"weight": ("repa", "self"), "width": ("repa",), "source": ("repa",), "gap": ("self",)}
-    unused = {key for key, kinds in readers.items() if alignment.kind not in kinds}
-    aligning = [key for key in unused if getattr(alignment, key) != getattr(Alignment, key)]
-    neutral = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # as in configs/defaults.yaml
-    unused = neutral.keys() - {*OPTIMIZERS[optim.name].shared}
-    optimizing = [key for key in unused if getattr(optim, key) != neutral[key]]
-    rf = RF() if cfg.objective == "edm" else cfg.rf  # for edm it is told above
-    no_normal = rf.time == "uniform" and (rf.time_mean, rf.time_std) != (RF.time_mean, RF.time_std)
-    no_text = not cfg.model.takes_text and cfg.text != TextSettings()
-    snapshots, archive, scored = cfg.ema.snapshot_every, cfg.dataset.archive, cfg.eval
-    live = alignment.kind == "repa" and alignment.source == "live" and alignment.encoder == "inception"
-    judged, odd_weight = cfg.dataset.embedded in ("digits", "emoji"), cfg.train.class_token_weight != 0.03
-    until = (cfg.train.routes_until or 0) if cfg.model.routes else 0
-    ratios = {route.selection_ratio for route in cfg.model.routes if cfg.train.ratio_schedule}
-    seen = scored.fid_every or live or (cfg.dataset.embedded == "emoji" and scored.demo_samples)
-    idle = [  # whether a warning is due, and the warning
-        (optim.warmup_steps >= cfg.train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
-        *((True, f"alignment.{key} has no effect with alignment={alignment.kind}") for key in sorted(aligning)),
-        *((True, f"optim.{key} has no effect with optim.name={optim.name}") for key in sorted(optimizing)),
-        (no_text, f"section text has no effect with model={cfg.model.name}, which takes no texts"),
-        (no_normal, "rf.time_mean and rf.time_std have no effect with rf.time=uniform"),
-        (rf.clamp != RF.clamp and rf.predicts == "velocity", "rf.clamp has no effect with rf.predicts=velocity"),
-        (snapshots and not cfg.ema.power, "ema.snapshot_every has no effect without ema.power"),
-        (archive and cfg.dataset.embedded != "cifar10", "dataset.archive has no effect but with dataset=cifar10"),
-        (optim.schedule == "constant" and optim.final_lr, "optim.final_lr has no effect with optim.schedule=constant"),
-        (cfg.train.routes_until and not cfg.model.routes, "train.routes_until has no effect without routes"),
-        (until >= cfg.train.steps, "train.routes_until is not below train.steps: the routes stay to the end"),
-        ((alignment.until or 0) >= cfg.train.steps, "alignment.until is not below train.steps: it lasts to the end"),
+    alignment, optim, train, scored, built_in = cfg.alignment, cfg.optim, cfg.train, cfg.eval, cfg.dataset.embedded
+    kind, other = alignment.kind, "edm" if cfg.objective == "rf" else "rf"
+    live = kind == "repa" and alignment.source == "live"
+    inception = scored.fid_every or (live and alignment.encoder == "inception")
+    read = {  # setting → whether anything reads it, and where nothing does
+        "alignment.weight": (kind != "none", f"with alignment={kind}"),
+        "alignment.gap": (kind == "self", f"with alignment={kind}"),
+        "alignment.width": (kind == "repa", f"with alignment={kind}"),
+        "alignment.source": (kind == "repa", f"with alignment={kind}"),
+        "alignment.precision": (live, "without a live encoder of alignment=repa"),
+        "checkpoints.keep_every": (cfg.checkpoints.keep_last, "without checkpoints.keep_last, as all are kept"),
+        "dataset.archive": (built_in == "cifar10", "but with dataset=cifar10"),
+        "ema.snapshot_every": (cfg.ema.power, "without ema.power"),
+        "eval.demo_samples": (built_in in ("digits", "emoji"), "but with dataset=digits or emoji"),
+        "eval.fid_reference": (scored.fid_every, "without eval.fid_every"),
+        "eval.fid_samples": (scored.fid_every, "without eval.fid_every"),
+        "eval.inception": (
+            inception or (built_in == "emoji" and scored.demo_samples),
+            "without an FID, emoji's judge or an alignment that reads it",
+        ),
+        "optim.final_lr": (optim.schedule != "constant", "with optim.schedule=constant"),
+        "rf.clamp": (cfg.rf.predicts != "velocity", "with rf.predicts=velocity"),
+        "rf.time_mean": (cfg.rf.time != "uniform", "with rf.time=uniform"),
+        "rf.time_std": (cfg.rf.time != "uniform", "with rf.time=uniform"),
+        "train.class_token_weight": (cfg.model.class_token, "without model.class_token"),
+        "train.routes_until": (cfg.model.routes, "without routes"),
+        "wandb.project": (cfg.tracker == "wandb", "but with tracker=wandb"),
+    }
+    for key in ("betas", "eps", "weight_decay"):
+        read[f"optim.{key}"] = key in OPTIMIZERS[optim.name].shared, f"with optim.name={optim.name}"
+    sections = {"lora": (cfg.lora.rank, "without lora.rank"), other: (False, f"with objective={cfg.objective}")}
+    sections["text"] = cfg.model.takes_text, f"with model={cfg.model.name}, which takes no texts"
+    read |= {f"{name}.{key}": said for name, said in sections.items() for key in vars(getattr(cfg, name))}
+    warnings = []
+    for key, (reads, where) in read.items():
+        section, name = key.split(".")
+        value = getattr(getattr(cfg, section), name)
+        usual = USUAL.get(key, getattr(type(getattr(cfg, section)), name, None))
+        if not reads and value != usual and (value or usual):
+            warnings.append(f"{key}={written(value)} has no effect {where}")
+    blocks, teacher = alignment.resolve(cfg.model.depth)
+    until = (train.routes_until or 0) if cfg.model.routes else 0
+    ratios = {route.selection_ratio for route in cfg.model.routes if train.ratio_schedule}
+    mistakes = [  # whether it is one, and the warning
+        (
+            kind == "self" and blocks[-1] >= teacher,
+            f"the teacher's block {teacher} is not deeper than the aligned one, {blocks[-1]}: see alignment.teacher",
+        ),
+        (optim.warmup_steps >= train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
+        (until >= train.steps, "train.routes_until is not below train.steps: the routes stay to the end"),
+        ((alignment.until or 0) >= train.steps, "alignment.until is not below train.steps: it lasts to the end"),
         (ratios - {0.5}, "selection_ratio of routes has no effect in training with train.ratio_schedule"),
-        (cfg.train.label_drop == 1, "train.label_drop is 1: no class or text is learned"),
-        (odd_weight and not cfg.model.class_token, "train.class_token_weight has no effect without model.class_token"),
-        (scored.demo_samples and not judged, "eval.demo_samples has no effect but with dataset=digits or emoji"),
-        (cfg.lora.rank is None and cfg.lora != Lora(), "section lora has no effect without lora.rank"),
+        (train.label_drop == 1, "train.label_drop is 1: no class or text is learned"),
         (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
-        (scored.fid_reference and not scored.fid_every, "eval.fid_reference has no effect without eval.fid_every"),
-        (scored.fid_samples != 5000 and not scored.fid_every, "eval.fid_samples has no effect without eval.fid_every"),
-        (scored.inception and not seen, "eval.inception has no effect: no FID, emoji's judge or alignment reads it"),
-        (cfg.tracker != "wandb" and cfg.wandb.project != "tread", "wandb.project has no effect but with tracker=wandb"),
+        (
+            cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1,
+            "rf.direction teaches nothing here: of the direction of one channel only the sign is left",
+        ),
     ]
-    warnings += [said for due, said in idle if due]
-    if cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1:
-        said = f"rf.direction is {cfg.rf.direction:g}, but the latents have one channel"
-        warnings.append(f"{said}, of whose direction only the sign is left: the term teaches nothing")
-    return warnings
+    return warnings + [said for due, said in mistakes if due]
 
 
 def data_warnings(run: Run) -> list[str]:
