@@ -14,12 +14,14 @@ import socket
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import conftest
 import diffusers
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from conftest import ROOT, TINY_KL, contents, launch, logged, names_in, raising, read_json, score, times, write_json
 from forked import FORKS, run_python
 from PIL import Image
@@ -556,6 +558,24 @@ def test_what_can_not_be_is_refused_before_the_work(place, prepare, tmp_path, mo
     assert names_in(tmp_path) == {"unet", "labels.txt", "data-heldout"}
 
 
+def test_each_process_of_a_launch_has_the_gpu_of_its_number(monkeypatch):
+    """Also where cuda is asked for. The number is one that no machine has."""
+    share_work("cpu")
+    monkeypatch.setitem(PartialState._shared_state, "local_process_index", 99)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for device in (None, "cuda"):
+        with pytest.raises(ValueError, match="device 'cuda:99' can't be used"):
+            share_work(device)
+
+
+def test_the_main_process_alone_lists_the_photos(tree, monkeypatch):
+    """The others take its list, in which a picture that arrives meanwhile shifts no rows."""
+    monkeypatch.setattr(encode_photos, "find_photos", raising(AssertionError))
+    with pytest.raises(StopIteration):
+        options = schema.read(tree, encode_photos.PhotoOptions)
+        encode_photos.prepare_latents(options, SimpleNamespace(from_main=raising(StopIteration)))
+
+
 # ------------------------------------------------------------------------------------- autoencoders
 
 
@@ -628,7 +648,7 @@ def test_another_autoencoder_than_the_latents_own_is_refused(place, prepare, tmp
 
 
 def test_pixels_of_large_pictures_are_refused_and_many_tokens_named(prepare):
-    with pytest.raises(ValueError, match="resolution is 1025.*at most 1024.*autoencoder"):
+    with pytest.raises(ValueError, match="resolution is 1025.*takes at most 1024"):
         prepare("autoencoder=none", "resolution=1025", "enlarge=true")
     with pytest.raises(ValueError, match="store=moments needs an AutoencoderKL"):
         prepare("autoencoder=none", "store=moments")

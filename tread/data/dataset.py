@@ -10,6 +10,7 @@ whether the stored numbers are on that scale already. A second view, if stored, 
 writer.py writes the format. Pictures and features beside the shards, which columns.py reads, are opened on request.
 """
 
+import copy
 import functools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -140,17 +141,13 @@ class LatentDataset:
             self.picture_size = self.latents.shape[1]
         elif self.pictures:
             again = "prepare it again by scripts/prepare_latents.py keep_pictures=true"
+            again += "; for prepare_features.py, you may instead name its photos by source=…"
             raise ValueError(f"{self.folder} keeps no pictures beside its latents: {again}")
-
-    def __reduce__(self) -> tuple:
-        # pickling sends the arguments, by which another process opens the files anew
-        how = (self.folder, "open", self.placement, self.device, self.features, self.pictures, self.text, self.flip)
-        return LatentDataset, (*how, self.class_token), {"latents": self.latents}
 
     def bare(self) -> "LatentDataset":
         """Return a copy that reads the same open files, but no pictures and no features except class tokens."""
-        bare = object.__new__(LatentDataset)
-        vars(bare).update(vars(self), features=None, pictures=False, _features=None, _pictures=None)
+        bare = copy.copy(self)
+        bare.features, bare.pictures, bare._features, bare._pictures = None, False, None, None
         return bare
 
     def __len__(self) -> int:
@@ -226,18 +223,16 @@ class LatentDataset:
         they are the latents themselves (pixels).
         """
         indices, views = np.asarray(indices), np.asarray(views)
-        if len(indices) and not (0 <= indices.min() <= indices.max() < len(self) and 0 <= views.min()):
-            raise IndexError(f"indices {indices.min()}..{indices.max()}, but {self.folder} holds {len(self)} samples")
-        if views.size and views.max() >= self.views:
-            raise IndexError(f"view {views.max()}, but {self.folder} has {self.views} views")
+        for numbers, count in ((indices, len(self)), (views, self.views)):
+            if numbers.size and not 0 <= numbers.min() <= numbers.max() < count:
+                raise IndexError(f"{self.folder} holds {len(self)} samples in {self.views} views, but not {numbers}")
         stored = self._latents.read(indices, views, pin)
         features = self._features and self._features.read(indices, views, pin)
         pictures = self._pictures and self._pictures.read(indices, views, pin)
         if self.pictures and pictures is None:
             pictures = stored_pictures(stored, self.latents)
-        text = None
-        if self.encoded is not None:
-            text = self.encoded.read(self.encoded.numbers(indices) if captions is None else captions, pin)
+        captions = self.encoded.numbers(indices) if self.encoded and captions is None else captions
+        text = self.encoded and self.encoded.read(captions, pin)
         tokens = self._class_tokens and self._class_tokens.read(indices, views, pin)
         return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text, tokens)
 

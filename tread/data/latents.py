@@ -58,8 +58,7 @@ class LatentSpec:
 
     def __post_init__(self) -> None:
         if (self.content, self.spread) not in (("latents", None), ("moments", "logvar"), ("moments", "std")):
-            given = f"content {self.content!r} with spread {self.spread!r}"
-            raise ValueError(f"{given}, but must be latents with spread null, or moments with spread logvar or std")
+            raise ValueError(f"{self.content!r} with spread {self.spread!r}: moments have logvar or std, latents null")
         for name, kind in (("dtype", Stored), ("orientation", Orientation), ("alpha", Alpha)):
             check(name, getattr(self, name), kind)
         if self.dtype == "uint8" and not holds_pixels(self):

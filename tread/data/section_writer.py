@@ -194,8 +194,7 @@ class TextWriter(SectionWriter):
         if (shapes := {kind: array.shape for kind, array in arrays.items()}) != expected:
             raise ValueError(f"{where} has arrays of {shapes}, but must have {expected}")
         if not all(np.isfinite(array).all() for array in arrays.values()):
-            broken = f"they are too large for it, or the weights of {spec.encoder} are broken"
-            raise ValueError(f"{where} holds numbers that are not finite in float16: {broken}")
+            raise ValueError(f"{where} holds numbers that are not finite in float16: too large, or of broken weights")
         self.keep(number, arrays)
 
 

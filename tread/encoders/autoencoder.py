@@ -178,9 +178,10 @@ def _scaling(model: nn.Module) -> dict[str, object]:
 
 
 def encoded(
-    model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Content, **kept
+    model: nn.Module | None, name: str, resolution: int, classes: tuple[str, ...], store: Content, **kept
 ) -> LatentSpec:
-    """Return the spec (shape, content, scale) of the latents that the autoencoder `model` makes of square pictures.
+    """Return the spec (shape, content, scale) of the latents that the autoencoder `model` makes of square pictures; if
+    that is None, of the pictures themselves, (3, R, R) in −1..1.
 
     name     the autoencoder's name, for the spec and for error messages.
     classes  the dataset's class names.
@@ -188,11 +189,16 @@ def encoded(
              autoencoder's latents; "auto": moments if there is a posterior.
     kept     further fields of LatentSpec: dtype, views, orientation and alpha.
 
-    Raises ValueError if store="moments" but there is no posterior, or if decoded pictures have another resolution.
+    Raises ValueError if store="moments" but there is no posterior, if decoded pictures have another resolution, or for
+    pictures of more than PIXELS_UP_TO (1024) a side without an autoencoder.
     """
     posterior = type(model).__name__ == "AutoencoderKL"
     if store == "moments" and not posterior:
-        raise ValueError(f"store=moments needs an AutoencoderKL, but {name} is an {type(model).__name__}")
+        raise ValueError(f"store=moments needs an AutoencoderKL, which autoencoder={name} is not")
+    if model is None:
+        if resolution > PIXELS_UP_TO:
+            raise ValueError(f"resolution is {resolution}, but autoencoder=none takes at most {PIXELS_UP_TO}")
+        return LatentSpec((3, resolution, resolution), classes, "pixels", scale_applied=True, **kept)
     probe = torch.zeros(1, 3, resolution, resolution, device=next(model.parameters()).device)
     try:
         with torch.no_grad():
@@ -214,17 +220,6 @@ def encoded(
         **_scaling(model),
         **kept,
     )
-
-
-def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept) -> LatentSpec:
-    """Return the spec of latents that are the pictures themselves, (3, R, R) in −1..1. `classes` are the class names,
-    `kept` more fields of LatentSpec. Raises ValueError if store is "moments", or for R > PIXELS_UP_TO (1024)."""
-    if store == "moments":
-        raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
-    if resolution > PIXELS_UP_TO:
-        most = f"autoencoder=none, which stores pixels, takes at most {PIXELS_UP_TO}"
-        raise ValueError(f"resolution is {resolution}, but {most}. Choose a lower resolution, or an autoencoder")
-    return LatentSpec((3, resolution, resolution), classes, "pixels", scale_applied=True, **kept)
 
 
 def patch_for(side: int, tokens: int = 256) -> int:

@@ -81,16 +81,18 @@ def end_with(process: int, worker: int) -> None:
 
 
 def read_crops(
-    photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
+    photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int | None
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
-    """Read batches of photo indices in worker processes. Yields for each batch the readable pictures (n, 3, size, size)
-    uint8, or None, and [reason or "", photo size] of all photos. Raises OSError if a worker dies."""
+    """Read batches of photo indices in worker processes (None: as many as this process has threads, at most 16). Yields
+    for each batch the readable pictures (n, 3, size, size) uint8, or None, and [reason or "", photo size] of all
+    photos. Raises OSError if a worker dies."""
+    workers = min(16, torch.get_num_threads()) if workers is None else workers
     options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": partial(end_with, os.getpid())}
     try:
         yield from DataLoader(Crops(photos, crop), batch_sampler=[rows.tolist() for rows in batches], **options)
     except RuntimeError as error:  # PyTorch's, when a worker died
-        how = "It may have had too little (shared) memory: try fewer workers, or a smaller batch_size"
-        raise OSError(f"a reading process ended: {error}\n{how}. What was done before is kept") from error
+        how = "Try fewer workers or a smaller batch_size, if memory was short. What was done before is kept"
+        raise OSError(f"a reading process ended: {error}\n{how}") from error
 
 
 def source_hash(photos: Photos) -> str:
@@ -150,13 +152,12 @@ def make_shards(
     """Make the missing shards of a dataset together with the other processes. Each shard gets a note, a JSON file that
     lists damaged pictures (left out), counts enlarged ones, and lists those enlarged more than 4 times."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
-    workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
     no_pictures = np.zeros((0, *(writer.pictures or ())), np.uint8)
 
     def make(numbers: list[int], done: Callable[[int], object]) -> None:
         shards = [pieces_of(writer.ranges[number], batch_size) for number in numbers]
-        coming = read_crops(photos, options.crop, itertools.chain(*shards), workers)
+        coming = read_crops(photos, options.crop, itertools.chain(*shards), options.workers)
         for number, batches in zip(numbers, shards):
             stored, pictures, read, damaged = [no_latents], [no_pictures], {}, []
             for indices in batches:
@@ -221,21 +222,20 @@ class PhotoOptions:
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
     """Check everything, then make this process's share of the shards. In the main process, also finish the datasets and
     write their reports. Raises ValueError for unfit options or pictures, OSError for unreadable or unwritable files."""
-    photos = open_photos(options)
+    photos = processes.from_main(lambda: open_photos(options))  # one list for all, even if pictures are still arriving
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
-    stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
-    stored |= {"orientation": options.orientation, "alpha": options.alpha}
-    if options.autoencoder == "none":
-        model, latents = None, autoencoder.as_pixels(options.resolution, photos.classes, **stored)
-    else:
-        model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
-        latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
-    writers = open_writers(photos, heldout, latents, options)
-    work = [writer for writer in writers.values() if not writer.is_finished()]
+    name, model = options.autoencoder, None
+    if name != "none":
+        model = autoencoder.load_autoencoder(name, processes.device)
+    stored = {key: getattr(options, key) for key in ("store", "dtype", "orientation", "alpha")}
+    latents = autoencoder.encoded(model, name, options.resolution, photos.classes, views=1 + options.flip, **stored)
+    writers, work = open_writers(photos, heldout, latents, options), []
     for writer in writers.values():
-        if writer not in work:
+        if writer.is_finished():
             processes.say(f"{writer.folder} is finished; remove it to make it anew, if pictures changed since")
+        else:
+            work.append(writer)
     if not work:
         return
 
@@ -272,15 +272,14 @@ def open_photos(options: PhotoOptions) -> Photos:
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"out {out} lies inside source {source}, among its pictures; choose another place")
-    if options.autoencoder == "none" and options.keep_pictures:
-        raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
-    if options.autoencoder == "none" and options.precision != "fp32":
-        raise ValueError(f"precision={options.precision} is of the autoencoder, but autoencoder=none has none")
+    if options.autoencoder == "none" and (options.keep_pictures or options.precision != "fp32"):
+        raise ValueError("autoencoder=none stores the pictures themselves: leave keep_pictures=… and precision=… out")
     photos = find_photos(source, options.root, options.labels, options.captions)
     photos.check(options.on_error == "skip", options.allow_empty)
     if photos.heldout and options.heldout is not None:
-        held = f"{photos.where} holds out {photos.heldout.rstrip('/')} itself"
-        raise ValueError(f"{held}: leave heldout={options.heldout} out, or choose one split by root=")
+        raise ValueError(
+            f"{photos.where} holds out {photos.heldout} itself: leave heldout=… out, or choose a split by root="
+        )
     if not options.enlarge:
         check_sizes(photos, options.resolution)
     return photos
@@ -385,8 +384,7 @@ def look_at(
     made = dataset_numbers(data)
     empty = [name for name, count in made["class_counts"].items() if not count]
     if empty and not options.allow_empty and part == "train":
-        how = f"repair some of {photos.where} and start the same command again, or set allow_empty=true"
-        raise ValueError(f"no picture of {', '.join(empty[:5])} could be read; {how}")
+        raise ValueError(f"no picture of {', '.join(empty[:5])} could be read: repair some, or set allow_empty=true")
     made |= {
         "enlarged": sum(note["enlarged"] for note in notes),
         "much_enlarged": [name for note in notes for name in note["much_enlarged"]],
@@ -397,7 +395,9 @@ def look_at(
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = decode_samples(data, chosen, device)
         if data.latents.autoencoder != "pixels":  # pixels come back unchanged
-            made["psnr"] = [psnr(*pair) for pair in zip(before, after)]
+            with np.errstate(divide="ignore"):  # equal pictures have an infinite one
+                errors = np.mean((before.astype(np.float64) - after) ** 2, axis=(1, 2, 3))
+                made["psnr"] = (10 * np.log10(255**2 / errors)).tolist()  # in dB
         with explain_failure(data.folder / "report.png"):
             pairs = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
             save_grid(data.folder / "report.png", pairs, columns=2)
@@ -420,12 +420,6 @@ def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.devic
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the peak signal-to-noise ratio of two uint8 pictures in dB; infinite if they are equal."""
-    error = np.mean((a.astype(np.float64) - b) ** 2)
-    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
 
 
 def report_text(report: dict) -> str:

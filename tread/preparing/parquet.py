@@ -77,8 +77,7 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
         if label is not None:
             column = opened.read(columns=[label])[label]
             if column.null_count or not str(column.type).startswith(("int", "uint")):
-                given = f"is of {column.type} with {column.null_count} empty rows"
-                raise ValueError(f"{path}: the column {label} {given}, but must hold a class's number in each")
+                raise ValueError(f"{path}: column {label} must hold a class's number in each row, but is {column.type}")
             labels += column.to_pylist()
     classes, numbers = ONE_CLASS, np.array(labels if label else [0] * len(names), dtype=np.int64)
     if label is not None:
@@ -92,14 +91,12 @@ def _captions(source: Path, schema, wanted: str | None) -> str | None:
     """Return the column of captions: `wanted` or, if that is None, a text column "caption", "captions" or "text"; None
     if there is none or `wanted` is "none". Raises ValueError if `wanted` is no text column, or several fit."""
     texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
-    if wanted not in (None, "none", *texts):
-        raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
-    if wanted is not None:
-        return None if wanted == "none" else wanted
-    usual = [name for name in texts if name in CAPTIONS]
-    if len(usual) > 1:
-        raise ValueError(f"{source} has the columns {', '.join(usual)}: choose one by captions=…, or captions=none")
-    return usual[0] if usual else None
+    fitting = [name for name in texts if name == wanted or wanted is None and name in CAPTIONS]
+    if len(fitting) > 1 or wanted not in (None, "none", *fitting):
+        raise ValueError(
+            f"{source} has the columns of words {', '.join(texts)}: choose by captions=…, or captions=none"
+        )
+    return fitting[0] if fitting else None
 
 
 def _captions_of(row: str | list[str | None] | None) -> list[str] | str:
@@ -123,6 +120,5 @@ def _column(source: Path, schema, kind: str, usual: str, needed: bool = True) ->
     columns = [name for name, feature in features if isinstance(feature, dict) and feature.get("_type") == kind]
     columns = columns if len(columns) == 1 else [name for name in schema.names if name == usual]
     if needed and not columns:
-        there = ", ".join(schema.names)
-        raise ValueError(f"{source} has the columns {there}, but needs one {kind} column, or {usual!r}")
+        raise ValueError(f"{source} needs one {kind} column, or {usual!r}, but has {', '.join(schema.names)}")
     return columns[0] if columns else None

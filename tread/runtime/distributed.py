@@ -52,11 +52,12 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
 
 def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes":
     """Set up processes that share independent work: those that accelerate or torchrun launched, else this one alone.
-    They communicate by gloo on any device, and may wait days for each other. device=None: each uses its own GPU, or the
-    CPU; cpu_threads=None: OMP_NUM_THREADS, or a share of the cores. Raises ValueError if the device can't be used."""
+    They communicate by gloo on any device, and may wait days for each other. device="cuda": each uses its own GPU;
+    None: likewise, or the CPU. cpu_threads=None: OMP_NUM_THREADS, or a share of the cores. Raises ValueError if the
+    device can't be used."""
     state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
-    if device is None:
-        device = f"cuda:{state.local_process_index}" if torch.cuda.is_available() else "cpu"
+    if device in (None, "cuda"):
+        device = f"cuda:{state.local_process_index}" if torch.cuda.is_available() else device or "cpu"
     try:
         place = torch.zeros(1, device=device).device
         if place.type == "cuda":
