@@ -166,17 +166,19 @@ def hash_of(path: Path, processes: Processes) -> str:
 
 def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes, skip: bool) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
-    how, prepared = (crop.orientation, crop.alpha) if crop else (), f"crop {crop and crop.size}"
+    prepared = f"crop {crop and crop.size}"
     if crop and crop != Crop(crop.size):  # the defaults are not hashed, so that older caches stay valid
         prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
 
     def decode(name: str) -> np.ndarray | str:
         """Return the picture `name` of the folder or tar, (H, W, 3) uint8, or the reason why it can't be read."""
         try:
-            image = read_rgb(store.read(name), *how)
+            content = store.read(name)
+            if crop is None:
+                return np.asarray(read_rgb(content))
+            return centre_crop(read_rgb(content, crop.orientation, crop.alpha), crop.size)
         except (ValueError, OSError) as error:
             return str(error)
-        return centre_crop(image, crop.size) if crop else np.asarray(image)
 
     def read_all() -> tuple[list[str], str, tuple[int, int], Faults]:
         """Read all pictures, in one process, as files may arrive: names, hash, size, and which can't be read."""
@@ -192,22 +194,21 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
                 try:
                     content = store.read(name)
                     with opened(content, decode=False) as image:
-                        size, mode = (image.height, image.width), image.mode
+                        size = (crop.size,) * 2 if crop else (image.height, image.width)
                 except (ValueError, OSError) as error:
                     damaged.append((name, str(error)))
                     continue
                 digest.update(f"\0{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
-                sizes.setdefault((crop.size, crop.size) if crop else size, name)
-                if mode != "RGB" and not crop:
-                    modes.append((name, mode))
+                sizes.setdefault(size, name)
+                if image.mode != "RGB" and not crop:
+                    modes.append((name, image.mode))
         if (damaged or modes) and not skip:  # the error also names files that only fail in decoding
             processes.say(f"looking for all damaged pictures in {path}")
             damaged = [(name, why) for name in names if isinstance(why := decode(name), str)]
         check_damage(path, [] if skip else damaged, modes)
         if len(sizes) > 1:
-            (here, first), (there, second), *_ = sizes.items()
-            sizes = f"{first} is {here[1]}×{here[0]}, {second} is {there[1]}×{there[0]}"
-            raise ValueError(f"{path}: pictures differ in size, {sizes}; crop=256 takes ADM's centre crop of each")
+            unlike = ", ".join(f"{name} is {width}×{height}" for (height, width), name in [*sizes.items()][:2])
+            raise ValueError(f"{path}: pictures differ in size, {unlike}; crop=256 takes ADM's centre crop of each")
         left = sorted({*names}.difference(name for name, _ in damaged))
         return left, digest.hexdigest(), next(iter(sizes), (0, 0)), damaged
 

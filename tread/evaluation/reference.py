@@ -195,12 +195,12 @@ def save_statistics(
     statistics are float32, and only the upper triangles of sigma and sigma_s are stored."""
     if processes.main:
         arrays = {}
-        for kind, keys in KEYS.items():
-            arrays |= zip(keys, reference_statistics(features, kind, processes))
-        for mean, covariance in KEYS.values() if packed else ():
-            triangle = arrays.pop(covariance)[np.triu_indices(len(arrays[mean]))]
-            arrays[covariance + TRIANGLE] = triangle.astype(np.float32)
-            arrays[mean] = arrays[mean].astype(np.float32)
+        for kind, (mean_key, covariance_key) in KEYS.items():
+            mean, covariance = reference_statistics(features, kind, processes)
+            if packed:
+                mean, covariance_key = mean.astype(np.float32), covariance_key + TRIANGLE
+                covariance = covariance[np.triu_indices(len(mean))].astype(np.float32)
+            arrays |= {mean_key: mean, covariance_key: covariance}
         with explain_failure(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as partial, partial.open("wb") as file:

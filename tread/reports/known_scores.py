@@ -49,10 +49,8 @@ def _read(path: Path, problems: list[str]) -> list[dict]:
     """Return a .json's object in a list, or a .csv's rows. If it is unreadable, return [] and tell `problems` why."""
     try:
         with path.open(newline="", errors="replace") as file:
-            if path.suffix == ".csv":
-                return [{k: v for k, v in row.items() if k and v} for row in csv.DictReader(file)]
-            content = json.load(file)
+            records = csv.DictReader(file) if path.suffix == ".csv" else [json.load(file)]
+            return [{k: v for k, v in one.items() if k} for one in records if isinstance(one, dict)]
     except (OSError, ValueError, csv.Error) as error:
         problems.append(f"{path} can't be read: {error}")
         return []
-    return [content] if isinstance(content, dict) else []
