@@ -21,7 +21,7 @@ from routing_module import REJOINS, Rejoin
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
 from tread.reports.card import card
-from tread.routing.ids import RULES, Token
+from tread.routing.ids import RULES, LargestNorm, Token
 
 SMALL = ("model.hidden_size=32", "model.depth=6", "model.patch_size=4", "train.path_drop=0.1")
 LATENTS = replace(RGB, shape=(4, 16, 16), scale=0.3, shift=0.1, channel_shift=(0.1,) * 4, channel_scale=(2.0,) * 4)
@@ -244,7 +244,11 @@ def test_what_is_refused(exports, autoencoder, tmp_path, monkeypatch):
     info = read_json(next((exports / "dit").glob("step_*")) / "info.json")
     monkeypatch.setitem(RULES, "quiet", type("Quiet", (Token,), {"description": ""})())
     monkeypatch.setitem(REJOINS, "mine", Rejoin(True, lambda saved, kept, ids: saved))
-    for key, value in (("select", "quiet"), ("rejoin", "mine")):
+    monkeypatch.setitem(RULES, "sharp", LargestNorm(0.0))  # a class of ours, which the exported table lacks
+    monkeypatch.setitem(RULES, "norm", LargestNorm(0.0))
+    monkeypatch.setitem(REJOINS, "again", REJOINS["stale"])
+    replaced = (("select", "sharp"), ("select", "norm"), ("rejoin", "again"))
+    for key, value in (("select", "quiet"), ("rejoin", "mine"), *replaced):
         info["config"]["model"]["routes"] = [{"start": 2, "end": -2, key: value}]
         checkpoint.save(tmp_path / key, 3, {"ema": checkpoint.find(exports / "dit").tensors("ema")}, info)
         with pytest.raises(SystemExit, match=f"{key}={value} is a plugin's"):

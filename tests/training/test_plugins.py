@@ -2,6 +2,7 @@
 
 The reference is DiT's run of the same seed: a network of DiT's blocks must train to the same weights, bit for bit."""
 
+import itertools
 import os
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import torch
 from conftest import ROOT, TINY, launch, launch_door, read_json, same, score, take_samples, write_json
 from forked import run_python
 
+import tread
 from routing_module import REJOINS, RULES
 from tread.checkpoints import checkpoint
 from tread.checkpoints.run_log import RunLog
@@ -71,6 +73,7 @@ CONFIG = """
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with module and config; the tables are as before behind it."""
+    monkeypatch.setattr(ARCHITECTURES, "plugins", {})
     monkeypatch.setitem(ARCHITECTURES, "mine", ARCHITECTURES["dit"])
     del ARCHITECTURES["mine"]
     (tmp_path / "mine.py").write_text(textwrap.dedent(MODULE))
@@ -103,6 +106,7 @@ def test_a_network_of_ones_own_trains_resumes_samples_and_is_exported(folder):
 def fresh(monkeypatch):
     """Forget all plugins, as a new process would."""
     monkeypatch.setattr(plugins, "_imported", {})
+    monkeypatch.setattr(ARCHITECTURES, "plugins", {})
     for name in [name for name in sys.modules if name.endswith("/mine.py")]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -181,6 +185,11 @@ def test_a_plugin_that_came_with_a_checkpoint_is_imported_only_if_named(folder, 
             with pytest.raises(SystemExit, match="which is gone: plugins=.*mine.py. imports this one, if you trust it"):
                 draw(f"out={number}.png")
             draw(f"out={number}.png", f"plugins=[{place / 'mine.py'}]")
+            fresh(monkeypatch)
+            assert tread.load(folder / paths, plugins=[str(place / "mine.py")]).network.blocks
+            given = (f"checkpoint={folder / paths}", "out=no", "format=diffusers", f"plugins=[{place / 'mine.py'}]")
+            done = run_python(ROOT / "scripts/export_checkpoint.py", *given, cwd=folder)
+            assert "the network is a plugin's, whose code" in done.stderr
             (place / "mine.py").unlink()
         (other / "kept").rename(folder / "mine.py")
 
@@ -191,9 +200,9 @@ def test_a_plugin_in_a_checkpoints_own_folder_is_never_imported_by_its_record(tm
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert check_plugin("mine.py", Path("given")) == "mine.py"
-    for name in ("given/own.py", str(tmp_path / "given/own.py")):
+    for name, place in itertools.product(("given/own.py", f"{tmp_path}/given/own.py"), ("given", "given/step_0000001")):
         with pytest.raises(ValueError, match="imports this one, if you trust it"):
-            check_plugin(name, Path("given"))
+            check_plugin(name, Path(place))
 
 
 def test_a_plugin_that_has_moved_is_the_one_that_is_imported_already(tmp_path):
@@ -206,6 +215,26 @@ def test_a_plugin_that_has_moved_is_the_one_that_is_imported_already(tmp_path):
         assert os.environ["COUNTED"] == "x"
 
 
+def test_two_plugins_of_one_name_or_one_entry_are_refused(tmp_path, monkeypatch):
+    """The reference: which of two rules stands in the table. A copy of a file is no other one."""
+    fresh(monkeypatch)
+    monkeypatch.setattr(RULES, "plugins", {})
+    monkeypatch.setitem(RULES, "quiet", RULES["token"])
+    for name, setting in (("a/mine.py", "['quiet'] ="), ("b/mine.py", "['quiet'] ="), ("c/mine.py", "['loud'] ="),
+                          ("d.py", "['quiet'] ="), ("e.py", " |= {'quiet':")):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        end = "}" * ("|" in setting)
+        (tmp_path / name).write_text(f"from tread.routing.ids import RULES, Token\nRULES{setting} Token(){end}")
+    import_plugins([f"{tmp_path}/{name}/mine.py" for name in "ab"])
+    first = RULES["quiet"]
+    with pytest.raises(ValueError, match="names .*c/mine.py, which can't.*a/mine.py was imported before"):
+        import_plugins([f"{tmp_path}/c/mine.py"])
+    for name in ("d", "e"):
+        with pytest.raises(ValueError, match=f"entry 'quiet' is set by .*a/mine.py and .*/{name}.py: use them in"):
+            import_plugins([f"{tmp_path}/{name}.py"])
+    assert RULES["quiet"] is first is not RULES["token"] and "loud" not in RULES
+
+
 def test_a_table_refuses_what_is_no_entry_where_it_is_added():
     """A class for an object, an object for a class, and objects of other kinds."""
     cases = [(RULES, Token, "no class, but an object of it"), (ARCHITECTURES, Alignment(), "of <class 'type'>")]
@@ -213,6 +242,8 @@ def test_a_table_refuses_what_is_no_entry_where_it_is_added():
     for table, entry, must in (*cases, (OPTIMIZERS, torch.optim.NAdam, "of .*OptimizerEntry'>")):
         with pytest.raises(TypeError, match=f"^the table's entry 'mine' is .*, but must be {must}$"):
             table["mine"] = entry
+        with pytest.raises(TypeError, match="but must be"):
+            table |= {"mine": entry}
         assert "mine" not in table
 
 

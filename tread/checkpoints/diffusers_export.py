@@ -19,7 +19,7 @@ from torch import Tensor
 from tread.checkpoints.bundle import OURS, Bundle
 from tread.checkpoints.for_sampling import SavedNetwork
 from tread.encoders.autoencoder import UNKNOWN, load_autoencoder
-from tread.routing.ids import RULES
+from tread.routing.ids import BUILT_IN, RULES
 from tread.runtime.hub import HUB_ID
 from tread.runtime.versions import git_revision
 
@@ -62,15 +62,16 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     info     the record to publish, a parsed info.json.
     inside   hub id, folder or file of the autoencoder whose weights to store. None: store only its recorded hub id.
 
-    Raises ValueError if a plugin supplies the network's or a route's code, or if the autoencoder can't be loaded.
+    Raises ValueError if a plugin supplies the network or a route's entry, or if the autoencoder can't be loaded.
     """
-    latents, used = info["latents"], {"the network": saved.cfg.model.network}
+    ours = {"the network": saved.cfg.model.network.__module__.partition(".")[0] in OURS}
     for route in saved.trained_routes:
-        used |= {f"select={route.select}": type(RULES[route.select]), f"rejoin={route.rejoin}": route.rejoins.join}
-    for name, code in used.items():
-        if code.__module__.partition(".")[0] not in OURS:
-            raise ValueError(f"{name} is a plugin's, whose code format=diffusers can't collect: export it as it is")
-    version = diffusers.__version__
+        ours[f"select={route.select}"] = RULES[route.select] is BUILT_IN.get(route.select)
+        named = isinstance(route.rejoin, str) and route.rejoin != "stale"
+        ours[f"rejoin={route.rejoin}"] = route.rejoins.join.__module__ == "routing_module" and not named
+    if foreign := [name for name, known in ours.items() if not known]:
+        raise ValueError(f"{foreign[0]} is a plugin's, whose code format=diffusers can't collect: export it as it is")
+    latents, version = info["latents"], diffusers.__version__
     (folder / "transformer").mkdir(parents=True)
     (folder / "transformer/model.py").write_text(network_file(saved), encoding="utf-8")
     stated = {"_class_name": "TreadTransformer", "_diffusers_version": version}

@@ -53,7 +53,8 @@ def open_door(
     spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
     """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call `main`, which `door`
-    decorated. An error in the composed config ends the script without a traceback; HYDRA_FULL_ERROR=1 shows it.
+    decorated. Every script takes plugins=[…]. An error in the composed config ends the script without a traceback;
+    HYDRA_FULL_ERROR=1 shows it.
 
     known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
              keys; None: the keys of the dataclass that `door` was given.
@@ -68,9 +69,10 @@ def open_door(
         if {"-m", "--multirun"} & {*sys.argv[1:]}:
             raise ValueError(f"-m and --multirun would run the first value alone: give {ONE_EACH}")
         import_plugins(named_plugins(sys.argv[1:], config))
-        sys.argv[1:] = spell(take_literally(sys.argv[1:], literal))
-        known = schema.known_keys(main.kind) if known is None else known
-        schema.check_overrides(sys.argv[1:], list(known() if callable(known) else known))
+        known = schema.known_keys(main.kind) if known is None else [*(known() if callable(known) else known)]
+        words = [word for word in sys.argv[1:] if "plugins" in known or not word.startswith("plugins=")]
+        sys.argv[1:] = spell(take_literally(words, literal))
+        schema.check_overrides(sys.argv[1:], known)
         if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:
             sys.stderr.write("--cfg prints values as they are put together; a run also checks them\n")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors

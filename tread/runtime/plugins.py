@@ -4,36 +4,37 @@ schema.read imports a config's plugins before it reads any other key. Runs and c
 resuming, sampling and scoring import the same plugins as training.
 """
 
-import hashlib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from tread.runtime.files import sha256
+from tread.runtime.files import content_hash
 
-_imported: dict[str, str] = {}  # name of a file or module → sha256 of what was imported, "" if it is no file
+_imported: dict[str, tuple[str, str]] = {}  # name of a file or module → its place and the sha256 of what was imported
 
 
 def import_plugins(names: Sequence[str]) -> None:
-    """Import modules by dotted names or paths of .py files, each once per process. A missing file is skipped if a file
-    of the same name was imported before. Raises ValueError for a module that can't be imported."""
+    """Import modules by dotted names or paths of .py files, each once per process. A file is skipped if one of its name
+    was imported before and it is missing or the same. Raises ValueError for a module that can't be imported, or for
+    another file of a name that was."""
     for name in names:
         place, module = absolute(name), Path(name).name
         if module in _imported and (place in sys.modules or not Path(place).is_file()):
             continue
         try:
             if name.endswith(".py"):
-                spec = spec_from_file_location(place, place)
-                sys.modules[place] = module_from_spec(spec)
                 source = Path(place).read_bytes()  # runs as it is hashed: Python's cache may be of an earlier edit
-                digest = hashlib.sha256(source).hexdigest()
+                if module in _imported and _imported[module][1] != content_hash(source):
+                    raise ImportError(f"{_imported[module][0]} was imported before, which is another file of this name")
+                if module in _imported:
+                    continue
+                sys.modules[place] = module_from_spec(spec_from_file_location(place, place))
                 exec(compile(source, place, "exec"), sys.modules[place].__dict__)
             else:
-                file = importlib.import_module(name).__file__
-                digest = sha256(Path(file)) if file else ""
-            _imported[module] = digest
+                source = Path(importlib.import_module(name).__file__).read_bytes()
+            _imported[module] = place, content_hash(source)
         except Exception as error:
             sys.modules.pop(place, None)
             said = f"plugins names {name}, which can't be imported: {type(error).__name__}: {error}"
@@ -42,23 +43,25 @@ def import_plugins(names: Sequence[str]) -> None:
 
 def plugin_hashes(names: Sequence[str]) -> dict[str, str]:
     """Return {file name or module: sha256 of its content} for plugins that were imported, to record with a run."""
-    return {Path(name).name: _imported[Path(name).name] for name in names}
+    return {Path(name).name: _imported[Path(name).name][1] for name in names}
 
 
 def plugin_changes(info: Mapping) -> list[str]:
     """Return [a warning] if imported plugins differ from the record in `info`, a checkpoint's info.json, else []."""
-    changed = [name for name, digest in info.get("plugins", {}).items() if _imported.get(name, digest) != digest]
+    recorded = info.get("plugins", {}).items()
+    changed = [name for name, digest in recorded if name in _imported and _imported[name][1] != digest]
     return [f"plugin {', '.join(changed)} has changed since the run began, by its sha256"] if changed else []
 
 
 def check_plugin(name: str, folder: Path) -> str:
     """Return `name`, a plugin that the checkpoint in `folder` needs. Raises ValueError for a .py file that does not
-    exist or lies in `folder`, which is imported only if the setting `plugins` names it, as other copies are."""
-    file = Path(name).name
-    elsewhere = Path(name).is_file() and folder.resolve() not in Path(name).resolve().parents
+    exist or lies in `folder` or its run's, which is imported only if the setting `plugins` names it, as other copies
+    are."""
+    file, run = Path(name).name, folder.parent if folder.name.startswith("step_") else folder
+    elsewhere = Path(name).is_file() and run.resolve() not in Path(name).resolve().parents
     if not name.endswith(".py") or file in _imported or elsewhere:
         return name
-    near = next((place for place in (folder / file, Path(file)) if place.is_file()), None)
+    near = next((place for place in (folder / file, run / file, Path(file)) if place.is_file()), None)
     if near is None:
         raise ValueError(f"it needs the plugin {file}, which is neither {name} nor in {folder} or {Path.cwd()}")
     raise ValueError(f"it needs the plugin {name}, which is gone: plugins=[{near}] imports this one, if you trust it")
