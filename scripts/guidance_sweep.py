@@ -32,7 +32,7 @@ from tread.evaluation.scoring import ScoringOptions, ScoringPlan, plan_scoring, 
 from tread.runtime import schema
 from tread.runtime.cli import door, open_door
 from tread.runtime.device import use_precision
-from tread.runtime.distributed import Processes, share_work
+from tread.runtime.distributed import share_work
 from tread.runtime.files import check_place, explain_failure
 
 STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # default fractions of skipped tokens
@@ -72,6 +72,8 @@ class Sweep:
 
 @door(stopped="stopped; start it again to go on with the settings that are missing")
 def main(tree: dict) -> None:
+    """Check all settings, score each, then write the table and the figures. Raises ValueError or OSError for settings
+    that can't be scored, and if a file can't be read or written."""
     for name in Point._fields:
         if any(word.lstrip("+").startswith(f"guidance.{name}=") for word in sys.argv[1:]):
             raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] in its place")
@@ -79,12 +81,7 @@ def main(tree: dict) -> None:
         raise ValueError("guidance=sg_… sets the ratios, which a sweep changes: take guidance=sparse")
     sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
     options = read_options(tree)
-    run(sweep, options, share_work(None, options.cpu_threads))
-
-
-def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
-    """Check all settings, score each, then write the table and the figures. Raises ValueError or OSError for settings
-    that can't be scored, and if a file can't be read or written."""
+    processes = share_work(None, options.cpu_threads)
     options, paths = processes.from_main(lambda: scoring.settle_paths(options))
     check(sweep, options, paths)
     options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed
@@ -133,8 +130,7 @@ def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
     metric = sweep.metric or next(iter(allowed), None)
     if metric not in allowed:
-        given = "a reference" if reference else "no reference"
-        raise ValueError(f"sweep.metric is {metric}, but with {given} there are {', '.join(allowed)}")
+        raise ValueError(f"sweep.metric is {metric}, but must be one of those scored here: {', '.join(allowed)}")
     return metric
 
 

@@ -32,9 +32,7 @@ def read_source(module: str) -> Source:
     source = Source(module, text.splitlines())
     for statement in ast.parse(text).body:
         match statement:
-            case ast.ImportFrom(module=origin, level=level, names=names):
-                if level:
-                    origin = f"{module.rpartition('.')[0]}.{origin}"
+            case ast.ImportFrom(module=origin, names=names):
                 source.imported |= {item.asname or item.name: (origin, item.name) for item in names}
             case ast.Import(names=names):
                 bound = {item: item.asname or item.name.partition(".")[0] for item in names}
@@ -46,7 +44,7 @@ def read_source(module: str) -> Source:
             case ast.Assign(targets=[ast.Tuple(elts=names)]):
                 for target in names:
                     source.defined.setdefault(target.id, []).append(statement)
-            case ast.AugAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name))]):
+            case ast.AugAssign(target=ast.Name(id=name)):
                 source.entered.append((name, statement))
     return source
 
@@ -74,8 +72,6 @@ class Bundle:
         """Add the definition of a module's `name`, and all that it needs. Raises ValueError if the module has no such
         name, or if the file already has this name from another module."""
         source = self._source(module)
-        if name in source.imported:
-            return self._follow(source, name)
         if name not in source.defined:
             raise ValueError(f"{module} has no {name}")
         if name in self.wanted.setdefault(module, set()):

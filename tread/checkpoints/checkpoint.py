@@ -81,7 +81,6 @@ def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
     for folder in _folders(run)[:-keep_last]:
         if not (keep_every and _step(folder) % keep_every == 0):
             gone = folder.with_name(f".{folder.name}.old")  # renamed first: a removal may be interrupted
-            shutil.rmtree(gone, ignore_errors=True)
             folder.rename(gone)
             shutil.rmtree(gone)
 
@@ -188,9 +187,9 @@ def find(path: Path | str) -> Checkpoint:
     if None not in stated and stated != ("checkpoint", VERSION):
         known = f"this code reads 'checkpoint' version {VERSION}"
         raise ValueError(f"{folder} is a {stated[0]!r} version {stated[1]}, but {known}")
-    if None in stated or not _is_complete(info):
-        raise Damaged(f"{file} is damaged: it lacks format, version, step, config, or a file's size and sha256", folder)
     try:
+        if None in stated or not _is_complete(info):
+            raise ValueError("it lacks format, version, step, config, or a file's size and sha256")
         for name in info["files"]:
             plain_name(name, file)
     except ValueError as error:
@@ -276,8 +275,8 @@ def _folders(run: Path) -> list[Path]:
 
 def newest(run: Path) -> Path | None:
     """Return a run's link `latest` or, if it leads nowhere, the checkpoint of the highest step; None if none exist."""
-    steps = [path for path in _folders(run) if (path / "info.json").is_file()]
-    return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
+    places = (run / "latest", *reversed(_folders(run)))
+    return next((place for place in places if (place / "info.json").is_file()), None)
 
 
 def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:

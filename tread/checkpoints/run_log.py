@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tread.checkpoints.checkpoint import newest, sweep
-from tread.runtime.files import Lock, write_whole
+from tread.runtime.files import Lock, write_json, write_whole
 from tread.runtime.plugins import plugin_hashes
 from tread.runtime.versions import now, versions
 
@@ -70,9 +70,10 @@ class RunLog:
         self._lock = Lock(self.folder / ".lock", busy)
         if self._state() != self._seen:
             raise FileExistsError(f"another process trained in {self.folder} while this one was starting; start again")
-        facts |= {"plugins": hashes} if (hashes := plugin_hashes(config.get("plugins", ()))) else {}
+        if plugins := config.get("plugins"):
+            facts["plugins"] = plugin_hashes(plugins)
         start = {"time": now(), "step": step, "command": sys.argv, **facts, "versions": self.versions, "config": config}
-        write_whole(self.folder / "run.json", json.dumps([*self.starts(), start], indent=1) + "\n")
+        write_json(self.folder / "run.json", [*self.starts(), start])
         kept = [record for record in self.records() if record["step"] <= step]
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
         sweep(self.folder)
@@ -86,11 +87,10 @@ class RunLog:
         if state == "running" or self.read_status().get("state") != "failed":
             who = {"host": platform.node(), "pid": os.getpid()}
             content = {"state": state, "step": step, "reason": reason, "time": now(), **who, **facts}
-            text = json.dumps(content, indent=1) + "\n"
             try:
-                write_whole(self.folder / "status.json", text)
+                write_json(self.folder / "status.json", content)
             except OSError:  # overwriting needs no room on a full disk
-                (self.folder / "status.json").write_text(text)
+                (self.folder / "status.json").write_text(json.dumps(content, indent=1) + "\n")
 
     def read_status(self) -> dict:
         """Return status.json as a dict; {} if it can't be read."""
@@ -114,7 +114,8 @@ class RunLog:
     def records(self) -> list[dict]:
         """Return all records of metrics.jsonl, without lines that a crash cut short."""
         records = []
-        for line in self.metrics.read_text(errors="replace").splitlines() if self.metrics.exists() else []:
+        text = self.metrics.read_text(errors="replace") if self.metrics.exists() else ""
+        for line in text.splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 records.append(json.loads(line))
         return records

@@ -17,15 +17,14 @@ WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 def is_cached(name: str, weights: Sequence[str]) -> bool:
     """Return whether the cache holds the hub's model `name`: its config.json and at least one of the files `weights`.
     Raises ValueError if `name` is not a hub id, OSError if the model is not cached and the hub does not answer."""
-    from huggingface_hub import constants, try_to_load_from_cache  # imported here because it takes long
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import try_to_load_from_cache  # imported here because it takes long
 
     if not HUB_ID.fullmatch(name) or name.endswith(WEIGHT_FILES):
         raise ValueError("there is no such file or folder")
     cached = [isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", *weights)]
     if cached[0] and any(cached[1:]):
         return True
-    check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds))
+    check_hub()
     return False
 
 
@@ -40,8 +39,8 @@ def local(source: str | Path) -> Path:
     """
     if not str(source).startswith(PREFIX):
         return Path(source).expanduser()
-    from huggingface_hub import constants, errors, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars, get_session
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
     name, at, revision = str(source).removeprefix(PREFIX).partition("@")
     if not HUB_ID.fullmatch(name) or "/" not in name or (at and not revision) or "@" in revision:
@@ -50,7 +49,7 @@ def local(source: str | Path) -> Path:
         disable_progress_bars()
     fetch = {"repo_id": name, "revision": revision or None, "allow_patterns": FETCHED}
     try:
-        check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds))
+        check_hub()
         folder = Path(snapshot_download(**fetch))
     except errors.RepositoryNotFoundError as error:  # whose own text asks for a login, even if no such name is there
         raise ValueError(f"{source}: there is no {name} on the hub, or this login can't read it") from error
@@ -76,14 +75,13 @@ def revision_in(path: object) -> str | None:
 
 def check_repository(name: str) -> None:
     """Raise ValueError unless `name` is user/name and the user is logged in, OSError if the hub does not answer."""
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import get_token
 
     if not HUB_ID.fullmatch(name) or "/" not in name:
         raise ValueError(f"push={name} is no repository on the hub, such as push=user/name")
     if get_token() is None:
         raise ValueError(f"push={name} needs a login: run `hf auth login`, or set HF_TOKEN")
-    check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds))
+    check_hub()
 
 
 def push(folder: Path, name: str) -> str:
@@ -100,11 +98,19 @@ def push(folder: Path, name: str) -> str:
         raise OSError(f"{folder} was written, but not uploaded to {name}: {' '.join(str(error).split())}") from error
 
 
+def check_hub() -> None:
+    """Raise OSError unless the hub answers within seconds."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    check_answer(constants.ENDPOINT, lambda url, seconds: get_session().head(url, timeout=seconds))
+
+
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
     """Raise OSError unless a server answers within `seconds`, including the DNS look-up. `ask(url, seconds)` sends a
     request, and raises an error if there is no answer; it should use the client and proxies of the later fetch.
     """
-    failure: list[object] = [f"no answer in {seconds} s"]
+    failure: list[object] = [f"no answer in {seconds} s"]  # emptied by an answer
 
     def wait() -> None:
         try:

@@ -74,8 +74,7 @@ def known_keys(kind: type, prefix: str = "") -> list[str]:
     keys = []
     for name, hint in _hints(kind).items():
         keys.append(prefix + name)
-        entries = [entry for choice in _choices(hint) for entry in choice.table.values()]
-        for part in filter(is_dataclass, (hint, *get_args(hint), *entries)):
+        for part in filter(is_dataclass, (hint, *get_args(hint), *_entries(hint))):
             keys += known_keys(part, f"{prefix}{name}.{'*.' * (get_origin(hint) is tuple)}")
     return list(dict.fromkeys(keys))
 
@@ -84,13 +83,17 @@ def _choices(hint: Any) -> list[Chosen]:
     return [said for said in get_args(hint) if isinstance(said, Chosen)]
 
 
+def _entries(hint: Any) -> list[type]:
+    return [entry for choice in _choices(hint) for entry in choice.table.values()]
+
+
 def add_unstated(words: Iterable[str], kind: type) -> list[str]:
     """Return the command-line overrides `words` with Hydra's ++ ("add this key") before keys that may be missing from
     config files, such as options of one architecture. `kind` is the dataclass of the settings."""
     keys = set()
     for name, hint in _hints(kind).items():
-        entries = [entry for choice in _choices(hint) for entry in choice.table.values()]
-        keys |= {f"{name}.{item.name}" for entry in entries for item in fields(entry) if item.default is not MISSING}
+        options = [item for entry in _entries(hint) for item in fields(entry)]
+        keys |= {f"{name}.{item.name}" for item in options if item.default is not MISSING}
     return [f"++{word}" if word.partition("=")[0] in keys else word for word in words]
 
 
@@ -102,17 +105,8 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
     """Return the error for an unknown key; it suggests our name of another codebase's key, or the most similar key."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
-    spelt = _with_stars(key)
-
-    def likeness(other: str) -> float:
-        (section, _, name), (other_section, _, other_name) = spelt.rpartition("."), other.rpartition(".")
-        alike = difflib.SequenceMatcher(None, section, other_section).ratio()  # a key's last part counts most
-        return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
-
-    nearest = max(known, key=likeness)
-    names = (other.rpartition(".")[2] for other in (key, nearest))
-    alike = difflib.SequenceMatcher(None, *names).ratio() >= 0.5
-    more = f"the nearest known one is {nearest!r}" if alike else "--help all prints all"
+    nearest = difflib.get_close_matches(_with_stars(key), known, n=1, cutoff=0.5)
+    more = f"the nearest known one is {nearest[0]!r}" if nearest else "--help all prints all"
     return ValueError(f"unknown setting {key!r}; {more}")
 
 

@@ -23,9 +23,9 @@ class Wandb:
         kept = folder / "wandb_id.txt"
         if not kept.exists():
             write_whole(kept, uuid.uuid4().hex[:8])
-        same = {"id": kept.read_text(), "resume": "allow"}
+        run_id = kept.read_text()
         try:
-            self._run = wandb.init(project=project, name=name, config=config, dir=folder, **same)
+            self._run = wandb.init(project=project, name=name, config=config, dir=folder, id=run_id, resume="allow")
         except wandb.errors.Error as error:
             raise ValueError(f"wandb: {error}") from error
 
