@@ -208,7 +208,7 @@ def test_kinds_of_steps_to_come(composed):
     routes = cfg.model.resolved_routes
     assert kinds_to_come(cfg, range(0, 100)) == [(routes, False), DENSE]
     aligned = replace(cfg, alignment=Alignment(kind="self", until=60, fade=9))
-    assert kinds_to_come(aligned, range(0, 100)) == [(routes, True), DENSE, (routes, False)]
+    assert kinds_to_come(aligned, range(0, 100)) == [(routes, True), (routes, False), DENSE]
     assert kinds_to_come(cfg, range(80, 100)) == [DENSE] and kinds_to_come(cfg, range(100, 100)) == []
     endless = settings.read(composed(*words[:2], "train.steps=1e12"))  # without a walk over the steps
     assert kinds_to_come(endless, range(10**12)) == [(endless.model.resolved_routes, False)]

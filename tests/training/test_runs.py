@@ -17,19 +17,21 @@ from PIL import Image
 from test_optimizer import Watch
 
 import routing_module
+import train
 from dit import DiT
 from tread.checkpoints import checkpoint
 from tread.checkpoints.run_log import RunLog, differences
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
+from tread.evaluation.scorers import EMBEDDED
 from tread.reports.report import troubles_of
 from tread.reports.runs import find_run
 from tread.runtime.signals import Stop
 from tread.training import failures
 from tread.training.run import Run
 from tread.training.run_folder import Claim, claim
-from tread.training.start import start
+from tread.training.start import pinned, start
 
 
 @pytest.fixture(scope="module")
@@ -171,13 +173,18 @@ def test_an_evaluation_loss_that_is_no_number_fails_the_run(tmp_path):
     assert RunLog(run).read_status()["state"] == "failed" and not list(run.glob("step_*"))
 
 
-def test_the_demo_is_judged_once_and_says_by_how_many_samples(tmp_path, read_config):
+def test_the_demo_is_judged_once_and_says_by_how_many_samples(tmp_path, read_config, monkeypatch):
     """At the end, into the metrics; the judge itself: test_digits.py. A short run judges few (20 steps judged 1,000,
-    minutes by Mamba); the quickstart's 2,500 steps still judge 1,000, and other data none."""
+    minutes by Mamba); the quickstart's 2,500 steps still judge 1,000, and other data none, also with a judge of its
+    own for fid.py. What a second signal does is over by the report."""
+    endings = []
+    monkeypatch.setitem(EMBEDDED, (None, False), lambda *_: None)
+    monkeypatch.setattr(train, "report", lambda run: endings.append(run.stop.ending))
     for _ in range(2):
         text = launch(tmp_path, "train.steps=1", "eval.demo_samples=1000")
     (judged,) = [r for r in RunLog(tmp_path / "results/digits-tread").records() if "label_agreement" in r]
     assert judged["demo_samples"] == 40 and judged["step"] == 1 and "frechet_pixels_real" in text
+    assert endings == [None, None]
     assert f"label_agreement       {judged['label_agreement']:.4f} of 40 samples\n" in text
     for overrides, count in (((), 1000), (("train.steps=500",), 500), (("dataset.embedded=null",), 0)):
         assert Run.demo_samples.fget(SimpleNamespace(cfg=read_config(*overrides))) == count
@@ -263,6 +270,15 @@ def test_two_do_not_train_in_one_folder(tmp_path):
     first.start(0, {})
     with pytest.raises(FileExistsError, match="another process is training in"):
         RunLog(tmp_path).start(0, {})
+
+
+def test_init_from_a_run_that_still_trains_is_the_checkpoint_of_now(tmp_path):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"ema": {}}, {"config": {}})
+    for source in (tmp_path, tmp_path / "latest"):
+        assert pinned(str(source)) == str(tmp_path / "step_0000002")
+    for other in ("hf:ann/digits", "a.pt", str(tmp_path / "step_0000001")):
+        assert pinned(other) == other
 
 
 def test_differences():

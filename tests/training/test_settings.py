@@ -213,7 +213,10 @@ def test_bad_values_are_refused_by_name(composed, path, value, shown):
     ("overrides", "warned"),
     [
         (["objective=rf", "edm.P_mean=-0.4", "rf.shift=0.3"], ["edm.P_mean has no effect with objective=rf"]),
-        (["rf.shift=0.3", "rf.time=uniform", "edm.rho=5"], ["rf.time has no effect with obj", "rf.shift has no effect"]),
+        (
+            ["rf.shift=0.3", "rf.time=uniform", "edm.rho=5"],
+            ["rf.time has no effect with obj", "rf.shift has no effect"],
+        ),
         (["objective=rf"], []),
         (["optim.warmup_steps=10", "train.steps=10"], ["optim.warmup_steps is not below train.steps"]),
         (["alignment.weight=0.7", "alignment.gap=0.5"], ["alignment.weight has no effect", "alignment.gap has no"]),

@@ -431,6 +431,43 @@ def test_an_evaluation_that_fails_in_one_process_costs_no_step(tmp_path):
     assert checkpoint.find_whole(tmp_path / RUN)[0].step == 3
 
 
+FULL_RECORD = """
+import os, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
+from conftest import launch
+from tread.checkpoints.run_log import RunLog
+write = RunLog.write
+def full(log, record):
+    if "eval_loss" in record:
+        raise OSError("no space left")
+    write(log, record)
+RunLog.write = full
+launch(".", *sys.argv[2:])
+"""
+
+
+def test_an_evaluation_that_can_not_be_recorded_ends_all_processes_and_costs_no_step(tmp_path):
+    (tmp_path / "full.py").write_text(FULL_RECORD)
+    done = run_python("full.py", ROOT, "every.save=6", cwd=tmp_path, processes=2)
+    assert done.returncode and "no space left" in status(tmp_path)["reason"]
+    assert checkpoint.find_whole(tmp_path / RUN)[0].step == 3
+
+
+OWN_SETTINGS = """
+import os, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
+from conftest import launch
+launch(".", *["seed=1"] * int(os.environ["RANK"]))
+"""
+
+
+def test_settings_typed_for_one_process_alone_are_refused(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_SETTINGS)
+    done = run_python("own.py", ROOT, cwd=tmp_path, processes=2)
+    assert done.returncode and "seed: typed for some of the processes alone" in done.stderr
+    assert not (tmp_path / "results").exists()
+
+
 def test_the_first_reason_of_a_failure_stays(tmp_path):
     log = RunLog(tmp_path)
     log.status("running", 1)

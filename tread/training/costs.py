@@ -44,13 +44,28 @@ def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Alig
     return cfg.train.batch_size * sum(flops * count for flops, count in zip(each, kinds.values()))
 
 
+def kind_at(cfg: Settings, step: int) -> Kind:
+    return active_routes(cfg, step), bool(cfg.alignment.weight_at(step))
+
+
 def count_kinds(cfg: Settings, steps: range) -> Counter[Kind]:
     """Return how many of the training steps `steps` are of each kind."""
     kinds, changes = Counter(), {steps.start, cfg.train.routes_until, cfg.alignment.until}
     firsts = [*steps] if cfg.train.ratio_schedule else sorted(step for step in changes if step in steps)
     for first, end in zip(firsts, [*firsts[1:], steps.stop]):
-        kinds[active_routes(cfg, first), bool(cfg.alignment.weight_at(first))] += end - first
+        kinds[kind_at(cfg, first)] += end - first
     return kinds
+
+
+def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
+    """Return the different kinds of the training steps `steps`. Of the ratios that train.ratio_schedule goes through,
+    only a few are included, such as the first and the last."""
+    places, schedule = (
+        {steps.start, cfg.train.routes_until, cfg.alignment.until, steps.stop - 1},
+        cfg.train.ratio_schedule,
+    )
+    places |= {schedule.first, schedule.last} if schedule else set()
+    return list(dict.fromkeys(kind_at(cfg, place) for place in sorted(place for place in places if place in steps)))
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
@@ -148,8 +163,8 @@ def memory(
         step = memory(cfg, network, routes, images, precision, compiled)
         weights = 4 * count_parameters(aligner.module.projector)
         optimizer, saved = int(cfg.optim.copies * weights), images * projector_bytes(aligner, routes, precision)
-        parts = (step.weights + weights, step.averages, step.optimizer + optimizer, step.saved + saved)
-        return StepMemory(*parts, step.peak + weights + optimizer + max(saved, weights))
+        more = StepMemory(weights, 0, optimizer, saved, weights + optimizer + max(saved, weights))
+        return StepMemory(*map(sum, zip(step, more)))
     if not compiled:
         return step_memory(cfg, routes, images, precision)
     weights, gradients = 4 * count_parameters(network), 4 * count_parameters(network, trained=True)
@@ -206,15 +221,6 @@ def plan_memory(
     return MemoryPlan(how, said, f"{images} images at once may not fit the device's memory; {advice}")
 
 
-def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
-    """Return the different pairs (token routes, whether the alignment loss is on) of the training steps `steps`. Of the
-    ratios that train.ratio_schedule goes through, only a few are included, such as the first and the last."""
-    schedule, ends = cfg.train.ratio_schedule, (cfg.train.routes_until, cfg.alignment.until)
-    places = (steps.start, *ends, steps.stop - 1, *((schedule.first, schedule.last) if schedule else ()))
-    there = (place for place in places if place is not None and place in steps)
-    return list(dict.fromkeys((active_routes(cfg, place), bool(cfg.alignment.weight_at(place))) for place in there))
-
-
 def checkpoint_bytes(cfg: Settings, network: Backbone, aligner: Aligner | None) -> int:
     """Return the bytes of a checkpoint: weights, averages and the optimizer's state; LoRA's frozen weights left out."""
     kept = count_parameters(network, trained=cfg.lora.rank is not None)
@@ -249,13 +255,14 @@ def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
     if alignment.kind == "none":
         return None
     live = alignment.source == "live"
-    if alignment.kind == "repa" and live and alignment.encoder in LAYERS:
-        _, width, flops = dinov2_cost(alignment.encoder, picture_side(cfg))
-    elif alignment.kind == "repa" and (live or alignment.encoder not in WIDTHS):
-        encoder = open_encoder(alignment.encoder, "cpu", grid=network.grid[0], inception=cfg.eval.inception)
-        _, width, flops = encoder.cost(picture_side(cfg))
-    elif alignment.kind == "repa":
-        width = WIDTHS[alignment.encoder]
+    if alignment.kind == "repa":
+        if not live and alignment.encoder in WIDTHS:
+            width = WIDTHS[alignment.encoder]
+        elif alignment.encoder in LAYERS:
+            _, width, flops = dinov2_cost(alignment.encoder, picture_side(cfg))
+        else:
+            encoder = open_encoder(alignment.encoder, "cpu", grid=network.grid[0], inception=cfg.eval.inception)
+            _, width, flops = encoder.cost(picture_side(cfg))
     with torch.device("meta"):
         projector = build_projector(alignment, network.hidden_size, width)
     module, teacher = Aligned(network, projector, alignment.resolve(cfg.model.depth)[0]), alignment.kind == "self"

@@ -83,14 +83,15 @@ class Optim:
             raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers")
         if self.name not in OPTIMIZERS:
             raise ValueError(f"optim.name is {self.name!r}, but must be {', '.join(OPTIMIZERS)} or a plugin's")
-        rate = f"optim.muon_lr is {written(self.muon_lr)}, optim.muon_scale {self.muon_scale}"
-        if OPTIMIZERS[self.name].splits and self.muon_lr is None:
+        entry, rate = OPTIMIZERS[self.name], f"optim.muon_lr is {written(self.muon_lr)}"
+        if entry.splits and self.muon_lr is None:
             raise ValueError(f"{rate}, but optim.name={self.name} needs a rate: 1e-3 say, or 1e-4 with match_rms")
-        if not OPTIMIZERS[self.name].splits and (self.muon_lr, self.muon_scale) != (None, "original"):
+        if not entry.splits and (self.muon_lr, self.muon_scale) != (None, "original"):
+            rate += f", optim.muon_scale {self.muon_scale}"
             raise ValueError(f"{rate}, but optim.name={self.name} has neither: leave them null and original")
-        if OPTIMIZERS[self.name].splits and any(group.lr for group in self.groups):
+        if entry.splits and any(group.lr for group in self.groups):
             raise ValueError(f"optim.groups has rates, but optim.name={self.name} has its own: they can only be 0")
-        signature, given = inspect.signature(OPTIMIZERS[self.name].make), self._arguments()
+        signature, given = inspect.signature(entry.make), self._arguments()
         try:
             signature.bind((), **given, **(self.options or {}))
         except TypeError as error:
@@ -126,15 +127,15 @@ class Optim:
         blocks differently, as Muon does. Raises ValueError if the optimizer refuses its settings."""
         if OPTIMIZERS[self.name].splits:
             groups = groups_of((parameter for _, parameter in parameters), network)
-        elif not self.groups:
-            groups = [parameter for _, parameter in parameters]
         else:
             members: dict[OwnRate | None, list] = {}
             for name, parameter in parameters:
                 group = self._group_of(name)  # alignment's projector, which `freeze` leaves alone, always has a rate
                 members.setdefault(group if group and group.lr else None, []).append(parameter)
-            rates = {group: {"lr_factor": group.lr / self.lr} for group in members if group is not None}
-            groups = [{"params": part, **rates.get(group, {})} for group, part in members.items()]
+            groups = [
+                {"params": part, **({"lr_factor": group.lr / self.lr} if group else {})}
+                for group, part in members.items()
+            ]
         try:
             optimizer = OPTIMIZERS[self.name].make(groups, **self._arguments(), **(self.options or {}))
         except (TypeError, ValueError, RuntimeError) as error:
@@ -163,14 +164,13 @@ class Optim:
         return int(self.matrix_copies * matrices + self.copies * (trained - matrices))
 
     def split(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return a text to follow the optimizer's name: how many parameters have which rate, with optim.groups; or how
-        many are block matrices, if the optimizer treats these apart, as Muon does; "" if it treats all alike."""
-        if self.groups and not OPTIMIZERS[self.name].splits:
-            parts = [(sum(p.numel() for p in group["params"]), group) for group in optimizer.param_groups]
-            told = (f"{count:,} parameters at {self.lr * group.get('lr_factor', 1):g}" for count, group in parts)
-            frozen = "; the others are frozen" * any(not group.lr for group in self.groups)
-            return f" for {', '.join(told)}{frozen}"
-        if not OPTIMIZERS[self.name].splits:
+        """Return a text to follow the optimizer's name: how many parameters have which rate, with optim.groups or an
+        optimizer that treats block matrices apart (these come first), as Muon does; "" if all have the same."""
+        if not self.groups and not OPTIMIZERS[self.name].splits:
             return ""
-        own, rest = ([parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups)
-        return f" for {len(own)} block matrices ({sum(own):,} parameters), AdamW for the other {sum(rest):,}"
+        told = []
+        for group in optimizer.param_groups:
+            count, rate = sum(p.numel() for p in group["params"]), self.lr * group.get("lr_factor", 1)
+            told.append(f"{count:,} parameters at {rate:g}")
+        frozen = "; the others are frozen" * any(not group.lr for group in self.groups)
+        return f" for {', '.join(told)}{frozen}"

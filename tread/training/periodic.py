@@ -244,8 +244,7 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
         if not math.isfinite(loss):
             if spoilt := run.processes.from_main(lambda: name_spoilt(run.heldout, evaluated(run))):
                 found = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g} by the held-out data: samples"
-                advice = "prepare them again, or set dataset.heldout=null, and the run goes on"
-                raise ValueError(f"{found} {spoilt} hold numbers that are not finite: {advice}")
+                raise ValueError(f"{found} {spoilt} hold numbers that are not finite: prepare them again")
             raise Failure(doubt)
 
         def note() -> None:
@@ -440,12 +439,13 @@ def judged_samples(run: Run, count: int) -> dict[str, float]:
 def forecast(run: Run, seconds: float) -> str:
     """Return a line that estimates the time left; `seconds` is the time of a training step."""
     cfg, model, sampling, count = run.cfg, run.model, run.cfg.sampling, run.processes.count
-    each = Sampler.of(model.process, sampling.steps, sampling.solver, 1, run.precision).flops(model)
-    routes, aligner = active_routes(cfg, run.step - 1), run.aligner_at(run.step - 1)
-    flops = sample_flops(run.network, routes, aligner) * cfg.train.batch_size
-    plain = max(0, cfg.train.steps - max(run.step, cfg.alignment.until or cfg.train.steps))  # steps behind alignment
-    saved = plain * aligner.flops(routes) / sample_flops(run.network, routes, aligner) if aligner else 0.0
-    speed = flops / count / seconds  # FLOP/s of one process
+    routes, aligner, left = active_routes(cfg, run.step - 1), run.aligner_at(run.step - 1), cfg.train.steps - run.step
+    flops = sample_flops(run.network, routes, aligner)
+    if aligner and cfg.alignment.until:  # steps behind alignment's end take less
+        plain = max(0, cfg.train.steps - cfg.alignment.until)
+        left -= plain * aligner.flops(routes) / flops
+    each = sampler(run, 1).flops(model)
+    speed = flops * cfg.train.batch_size / count / seconds  # FLOP/s of one process
 
     def times(interval: int | None) -> int:
         return 0 if interval is None else -(-cfg.train.steps // interval) - (run.step - 1) // interval
@@ -456,7 +456,7 @@ def forecast(run: Run, seconds: float) -> str:
 
     evaluation = cfg.eval.points * run.network.forward_flops() / count / speed if run.heldout else 0.0
     parts = {
-        "training": (cfg.train.steps - run.step - saved) * seconds,
+        "training": left * seconds,
         "evaluation": times(cfg.every.evaluate) * evaluation,
         "FID": times(cfg.eval.fid_every) * drawn(cfg.eval.fid_samples // count),
         "grids": times(cfg.every.sample) * drawn(min(sampling.classes, model.num_labels) * sampling.per_class),

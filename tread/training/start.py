@@ -57,13 +57,16 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     check_tracker(cfg.tracker)
     processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
     stop.connect(processes.count)
+    told = processes.gather_objects(config)
+    if unlike := {key for other in told for key in differences(told[0], other)}:
+        raise ValueError(
+            f"{', '.join(sorted(unlike))}: typed for some of the processes alone; all need the same settings"
+        )
     micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
     check_memory(cfg, processes.device)
     log = RunLog(Path(cfg.results) / cfg.name)  # before anything in the folder is read
     claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
     earlier = claimed.checkpoint
-    if earlier and not (earlier.folder / "info.json").is_file():
-        raise ValueError(f"{earlier.folder} is not seen by all processes; `results` must be a folder they share")
     with processes.main_first():
         data, heldout = open_datasets(cfg, processes.device)
     if earlier:
@@ -73,6 +76,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         torch.manual_seed(generator(cfg.seed, "init").initial_seed())
         network = build_network(cfg)
     network.residual = cfg.train.residual  # copied to the averaged networks, too
+    if cfg.init_from and not earlier:
+        cfg = replace(cfg, init_from=processes.from_main(lambda: pinned(cfg.init_from)))
     weights, notes = bring_weights(cfg, network, claimed, data)
     base = adapt(cfg, network, earlier)
     cfg.optim.freeze(network)
@@ -114,11 +119,19 @@ def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
     already. Raises ValueError if it was set to another value (1, the default, counts as not set)."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, cfg.init_weights, run, side)
-    if cfg.model.position_scale not in (1.0, scale):
-        said = f"model.position_scale is {cfg.model.position_scale:g}, but init_positions=scaled makes it {scale:g}"
-        raise ValueError(f"{said}: leave it out")
+    if (given := cfg.model.position_scale) not in (1.0, scale):
+        raise ValueError(
+            f"model.position_scale is {given:g}, but init_positions=scaled makes it {scale:g}: leave it out"
+        )
     config = {**config, "model": {**config["model"], "position_scale": scale}}
     return replace(cfg, model=replace(cfg.model, position_scale=scale)), config
+
+
+def pinned(source: str) -> str:
+    """Return init_from's `source`; for a run's folder or its link `latest`, the checkpoint to which `latest` leads now,
+    as a run that is still training moves it."""
+    path = checkpoint.newest(Path(source)) or Path(source)
+    return str(path.resolve()) if path.name == "latest" else source
 
 
 def adapt(cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | None) -> frozenset[str]:
@@ -149,9 +162,12 @@ def prepare_blocks(
     def choose(compiled: bool) -> MemoryPlan:
         if device.type == "cpu":
             how = "plain" if cfg.train.memory == "auto" else cfg.train.memory
-            return MemoryPlan(how, how)
-        more = lasting * 4 * count_parameters(network) + live_bytes(cfg, images, aligner and aligner.encoder)
-        return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
+            plan = MemoryPlan(how, how)
+        else:
+            more = lasting * 4 * count_parameters(network) + live_bytes(cfg, images, aligner and aligner.encoder)
+            plan = plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
+        network.activation_checkpointing = plan.how == "checkpointing"
+        return plan
 
     def attempt() -> None:
         for routes in dict.fromkeys(routes for routes, _ in kinds):
@@ -159,7 +175,6 @@ def prepare_blocks(
 
     compiled, uncompiled = settle_compile(cfg.train.compile, device)
     plan = choose(compiled)
-    network.activation_checkpointing = plan.how == "checkpointing"
     if compiled:
         compile_blocks([*network.compiled(), *ema.network.compiled()], saving=plan.how == "budget")
         uncompiled = why_failing(attempt)
@@ -167,7 +182,6 @@ def prepare_blocks(
         if uncompiled:
             torch.compiler.set_stance("force_eager")
             compiled, plan = False, choose(compiled=False)
-            network.activation_checkpointing = plan.how == "checkpointing"
     if plan.how == "budget" and not compiled:
         said = "train.memory=budget is of compiled blocks, and these are not: all activations are kept"
         plan = plan._replace(warning=plan.warning or said)
@@ -179,9 +193,8 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
     made = {"samples": earlier.info["samples"], "class_token": earlier.info.get("class_token")}
     now = vars(data.latents) | {"samples": len(data), "class_token": data.class_fingerprint}
     if changed := differences(vars(LatentSpec.from_json(earlier.info["latents"])) | made, now):
-        said = f"{cfg.dataset.path} is not the data that {Path(cfg.results) / cfg.name} was trained on"
         listed = [f"\n  {key}: {str(was)[:99]} there, {str(now)[:99]} here" for key, (was, now) in changed.items()]
-        raise ValueError(f"{said}; name=… starts another run{''.join(listed)}")
+        raise ValueError(f"{cfg.dataset.path} is not the data that run {cfg.name} was trained on{''.join(listed)}")
 
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
@@ -191,21 +204,21 @@ def check_memory(cfg: Settings, device: torch.device) -> None:
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of all architectures; most have more
     needed, room = int(4 * copies * least), memory_of(device)
     if needed > room:
-        asked = f"model.hidden_size={model.hidden_size}, depth={model.depth} and mlp_ratio={model.mlp_ratio:g}"
-        takes = f"with gradients, optimizer and averages {size_text(needed)}"
-        raise ValueError(f"{asked} make {least:.1e} parameters or more, {takes}; {device} has {size_text(room)}")
+        asked = f"hidden_size, depth and mlp_ratio of the model make {least:.1e} parameters or more"
+        raise ValueError(f"{asked}, and training takes {size_text(needed)}; {device} has {size_text(room)}")
 
 
 def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tuple[Decoder, OnlineFID | None]:
     """Return the decoder for sample grids, and the scorer of FIDs during training (None without eval.fid_every)."""
-    pictures, online_fid = None, None
-    if cfg.sampling.decode or cfg.eval.fid_every:
-        with processes.main_first():  # one process downloads the weights
-            pictures = autoencoder.load_decoder(data.latents, processes.device, cfg.sampling.autoencoder)
+    if not (cfg.sampling.decode or cfg.eval.fid_every):
+        return autoencoder.preview, None
+    with processes.main_first():  # one process downloads the weights
+        decoder = autoencoder.load_decoder(data.latents, processes.device, cfg.sampling.autoencoder)
+    online_fid = None
     if cfg.eval.fid_every:
         reference, samples = Path(cfg.eval.fid_reference), cfg.eval.fid_samples
-        online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, pictures, processes)
-    return pictures if cfg.sampling.decode and pictures else autoencoder.preview, online_fid
+        online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, decoder, processes)
+    return decoder if cfg.sampling.decode else autoencoder.preview, online_fid
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
@@ -216,8 +229,9 @@ def take_folder(run: Run, claimed: Claim) -> None:
         run.folder, checkpoint_bytes(run.cfg, run.network, run.aligner) if run.step < run.cfg.train.steps else 0
     )
     facts = {"processes": run.processes.count, "device": device_name(run.processes.device), "precision": run.precision}
-    parts = {"files": run.data} | ({} if run.heldout is None else {"heldout_files": run.heldout})
-    for key, data in parts.items():
+    for key, data in (("files", run.data), ("heldout_files", run.heldout)):
+        if data is None:
+            continue
         begun = [start[key] for start in run.log.starts() if key in start]
         if claimed.checkpoint and begun and not (data is run.heldout and "dataset.heldout" in claimed.changed):
             run.warnings += changed_files(data.folder, begun[-1], hashes_alone=data.verify == "full")
@@ -382,22 +396,19 @@ def data_warnings(run: Run) -> list[str]:
     ours, theirs = str(files_of(run.data.folder)), files_of(run.heldout.folder) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
         which = f"{len(same)} of {len(theirs)} files of latents in {dataset.heldout} are those of {dataset.path}"
-        said = "the evaluation is of the training data, and says nothing about other pictures"
-        warnings.append(f"{which}: {said}; prepare_latents.py heldout=0.02 keeps 2% of the pictures for it")
+        warnings.append(f"{which}: the evaluation is of the training data, and says nothing about other pictures")
     for key in ("orientation", "alpha") if run.heldout else ():
         here, there = getattr(run.data.latents, key), getattr(run.heldout.latents, key)
         if here != there:
-            photos = f"{dataset.heldout} holds photos of {key}={there}, {dataset.path} of {key}={here}"
-            warnings.append(f"{photos}: where that shows, the evaluation loss is of other pictures")
+            warnings.append(f"{dataset.heldout} holds photos of {key}={there}, but {dataset.path} of {key}={here}")
     made_of = read_index(run.data.folder).get("archive", "an archive that is not recorded")
     if dataset.embedded == "cifar10" and dataset.archive not in (None, made_of):
-        unread = f"dataset.archive={dataset.archive} was not read"
-        warnings.append(f"{dataset.path} was there already, made of {made_of}: {unread}")
-    before = run.earlier and run.earlier.info.get("encoder")
-    if before and aligner and aligner.fingerprint not in (None, before):
+        warnings.append(f"dataset.archive was not read: {dataset.path} was there already, made of {made_of}")
+    info = run.earlier.info if run.earlier else {}
+    if aligner and None not in (before := info.get("encoder"), aligner.fingerprint) and before != aligner.fingerprint:
         name = aligner.settings.encoder
         warnings.append(f"{name} is another encoder than the run was aligned with up to here, by its hash")
-    return warnings + plugin_changes(run.earlier.info if run.earlier else {})
+    return warnings + plugin_changes(info)
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
@@ -430,11 +441,10 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
         pairs[f"text.{key}"] = (getattr(heldout.text_spec, key), ours)
     for key, (theirs, ours) in pairs.items():
         if theirs != ours:
-            both = f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}"
-            shown = f"{str(theirs)[:100]}\n  {str(ours)[:100]}"
-            raise ValueError(f"{both}: prepare both alike, or set dataset.heldout=null\n  {shown}")
-    normalization = {key: getattr(data.latents, key) for key in ("channel_shift", "channel_scale")}
-    heldout.latents = replace(heldout.latents, **normalization)
+            both = f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike"
+            raise ValueError(f"{both}\n  {str(theirs)[:100]}\n  {str(ours)[:100]}")
+    shift, scale = data.latents.channel_shift, data.latents.channel_scale
+    heldout.latents = replace(heldout.latents, channel_shift=shift, channel_scale=scale)
     return data, heldout
 
 
@@ -454,6 +464,6 @@ def open_dataset(
     expected = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, cfg.dataset.num_classes)
     measures = (*data.latents.shape, len(data.latents.classes))
     if measures != expected:
-        keys = "dataset.channels, size, size and num_classes"
-        raise ValueError(f"{path} holds latents and classes {measures}, but {keys} say {expected} (dataset=folder?)")
+        said = f"dataset.channels, size, size and num_classes say {expected}"
+        raise ValueError(f"{path} holds latents and classes {measures}, but {said} (dataset=folder?)")
     return data

@@ -14,7 +14,7 @@ from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec, to_network
 from tread.diffusion.token_beside import noised_token, token_loss
 from tread.diffusion.token_losses import kept_terms
-from tread.models.conditions import Condition, drop
+from tread.models.conditions import Condition, replaced
 from tread.runtime.device import autocast
 from tread.training.alignment import Aligner
 from tread.training.draws import Draws, step_draws
@@ -36,7 +36,7 @@ def loss(
     """
     process, record, own = process_of(cfg), Record(), slice(len(draws.level))
     x, batch = to_network(batch.stored, latents, draws.posterior), batch.rows(own)  # x may go on (process.beyond)
-    y = drop(batch.condition, draws.drop, cfg.train.label_drop, null)
+    y = replaced(batch.condition, draws.drop < cfg.train.label_drop, null)
     level = process.noise_level(draws.level)
     sparse = {} if draws.path is None else {"path_drop": draws.path < cfg.train.path_drop}  # SPRINT's path
     token = noised_token(batch.class_token, draws.token, level)
