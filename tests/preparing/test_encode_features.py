@@ -161,7 +161,7 @@ def test_stored_features_are_what_the_live_encoder_makes(kind, prepare_latents, 
     encoder = open_encoder(name, CPU)
     tokens, width = (4, 32) if kind == "dinov2" else (64, 48)
     size = encode_features.size_text(COUNT * 2 * (tokens + 1) * width * 2)
-    assert f"stores    float16, {size}" in text and f"{encoder.cost(SIZE).flops / 1e9:.3g} G" in text
+    assert f"stores    float16, {size}" in text
     data = LatentDataset(tmp_path / "data", verify="full", features=name, pictures=True, class_token=width)
     assert data.class_fingerprint == encoder.fingerprint
     assert (data.feature_spec.grid**2, data.feature_spec.width) == (tokens, width)
@@ -215,7 +215,7 @@ def test_other_photos_are_refused(place, prepare_latents, features, foreign, tmp
         features(f"source={tmp_path / 'photos'}")
     report = tmp_path / "data/report.json"
     write_json(report, {**read_json(report), "left_out": [["ant/02.png", "why"]]})
-    with pytest.raises(ValueError, match="has 12 pictures where .* has 13 samples"):
+    with pytest.raises(ValueError, match="has 12 pictures for the 13 samples of"):
         features(f"source={tmp_path / 'photos'}")
     foreign(tmp_path / "imported")
     with pytest.raises(ValueError, match="imported does not say which photos it was made of"):

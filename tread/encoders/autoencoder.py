@@ -222,9 +222,9 @@ def encoded(
     )
 
 
-def patch_for(side: int, tokens: int = 256) -> int:
-    """Return the smallest model.patch_size ≥ 2 that cuts latents (side, side) into at most `tokens` patches."""
-    return next((p for p in range(2, side) if side % p == 0 and (side // p) ** 2 <= tokens), side)
+def patch_for(side: int) -> int:
+    """Return the smallest model.patch_size ≥ 2 that cuts latents (side, side) into at most 256 patches."""
+    return next((p for p in range(2, side) if side % p == 0 and side // p <= 16), side)
 
 
 def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> LatentEncoder:
@@ -271,12 +271,10 @@ def load_decoder(
     channels = model.config.encoder_hidden_size if _is_rae(model) else model.config.latent_channels
     if channels != latents.shape[0]:
         said = f"{name} decodes latents of {channels} channels, but these have {latents.shape[0]}"
-        raise ValueError(f"{said}: name the right one as autoencoder=… (in training sampling.autoencoder=…)")
+        raise ValueError(f"{said}: name the right one, {INSTEAD}")
     if autoencoder is None and latents.fingerprint not in (None, fingerprint(model)):
-        raise ValueError(
-            f"{name} holds another autoencoder than the one that made the latents: its weights have another hash. "
-            "Name the right one, or this one (autoencoder=…, in training sampling.autoencoder=…) to use it all the same"
-        )
+        said = f"{name} holds another autoencoder than the one that made the latents, by its hash"
+        raise ValueError(f"{said}: name the right one, or this one to use it all the same, {INSTEAD}")
 
     @torch.no_grad()
     def decode(x: Tensor) -> Tensor:

@@ -52,16 +52,14 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
     data, pictures, size, where = open_source(options, index)
     with processes.main_first():  # one process downloads the weights
         encoder = open_encoder(options.encoder, processes.device, grid=options.grid, inception=options.inception)
-    cost = encoder.cost(size)
-    whole = encoder.encode_both(torch.zeros(1, 3, size, size, dtype=torch.uint8))[1].shape[1]
-    grid = math.isqrt(cost.tokens)
-    spec = FeatureSpec(encoder.name, encoder.fingerprint, grid, cost.width, latents_hash(index), whole)
+    features, pooled = encoder.encode_both(torch.zeros(1, 3, size, size, dtype=torch.uint8))
+    (_, tokens, width), (_, whole) = features.shape, pooled.shape
+    spec = FeatureSpec(encoder.name, encoder.fingerprint, math.isqrt(tokens), width, latents_hash(index), whole)
     writer = FeatureWriter(folder, spec)
     lines = [
         f"  dataset   {folder}: {len(data):,} samples, {'both views' if data.latents.views == 2 else 'one view'}",
         f"  pictures  {size}×{size}, {where}",
-        f"  encoder   {encoder.name}: {spec.grid}×{spec.grid} tokens of {spec.width} and one of {whole}, "
-        f"{cost.flops / 1e9:.3g} GFLOP a picture",
+        f"  encoder   {encoder.name}: {spec.grid}×{spec.grid} tokens of {width} and one of {whole}",
         f"  stores    float16, {size_text(writer.nbytes)}",
     ]
 
@@ -124,10 +122,8 @@ def find_again(
     left_out = {name for name, _ in made.get("left_out", [])}
     chosen &= np.array([name not in left_out for name in photos.names])
     if photos.labels[chosen].tolist() != data.labels.tolist():
-        raise ValueError(
-            f"{photos.where} has {chosen.sum():,} pictures where {data.folder} has {len(data):,} samples, or of "
-            "other classes: some were damaged or removed when it was made. Prepare it again with keep_pictures=true"
-        )
+        said = f"{photos.where} has {chosen.sum():,} pictures for the {len(data):,} samples of {data.folder}"
+        raise ValueError(f"{said}, or others: some were damaged then. Prepare it again with keep_pictures=true")
     return photos, Crop(plan["resolution"], data.latents.orientation, data.latents.alpha), np.flatnonzero(chosen)
 
 

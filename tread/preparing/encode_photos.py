@@ -139,11 +139,11 @@ def check_sizes(photos: Photos, resolution: int) -> None:
     crops = Crops(photos, Crop(resolution))
     looked = (crops[number] for number in spread_indices(len(photos), 32))
     sizes = [min(size) for _, why, size in looked if not why]
-    if sizes and np.median(sizes) < resolution:
-        raise ValueError(
-            f"the pictures of {photos.where} are smaller ({int(np.median(sizes))} pixels along the shorter side, the "
-            f"median of {len(sizes)}) than resolution={resolution}; choose a lower one, or enlarge=true"
+    if sizes and (side := np.median(sizes)) < resolution:
+        said = (
+            f"most pictures of {photos.where} are smaller ({side:g} pixels in the median) than resolution={resolution}"
         )
+        raise ValueError(f"{said}; choose a lower one, or enlarge=true")
 
 
 def make_shards(

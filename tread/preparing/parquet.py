@@ -74,12 +74,14 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
         if words is not None:
             texts += [_captions_of(row) for row in opened.read(columns=[words])[words].to_pylist()]
-        if label is not None:
+        if label is None:
+            labels += [0] * opened.metadata.num_rows
+        else:
             column = opened.read(columns=[label])[label]
             if column.null_count or not str(column.type).startswith(("int", "uint")):
                 raise ValueError(f"{path}: column {label} must hold a class's number in each row, but is {column.type}")
             labels += column.to_pylist()
-    classes, numbers = ONE_CLASS, np.array(labels if label else [0] * len(names), dtype=np.int64)
+    classes, numbers = ONE_CLASS, np.array(labels, dtype=np.int64)
     if label is not None:
         classes = _features(schema).get(label, {}).get("names") or range(int(numbers.max(initial=-1)) + 1)
         check_labels(numbers, len(classes), source)

@@ -84,17 +84,18 @@ class Photos:
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
         """Raise ValueError if there is no picture, if some files can't be used or aren't pictures (unless `skip`), or
         if a class has no picture (unless `allow_empty`). The message covers all faults, grouped by kind."""
-        lines = named(self.faults, ": {}")
         if not self.names:
-            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
-        texts = [] if skip else told("files that can't be used", self.faults)
-        empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
-        damaged = [] if skip else self.no_pictures()
-        if not skip and (self.faults or damaged or (empty and not allow_empty)):
-            damaged = self.no_pictures(whole=True) or damaged  # it stops here anyway: name all of them at once
-        texts += told("damaged pictures", damaged, DAMAGED)
-        texts += ["Mend or remove them, or leave them out with on_error=skip"] * bool(texts)
-        if empty and not allow_empty:
+            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){named(self.faults, ': {}')}")
+        unused = np.setdiff1d(range(len(self.classes)), self.labels)
+        empty, texts = [] if allow_empty else [self.classes[i] for i in unused], []
+        if not skip:
+            damaged = self.no_pictures()
+            if self.faults or damaged or empty:
+                damaged = self.no_pictures(whole=True) or damaged  # it stops here anyway: name all of them at once
+            texts = told("files that can't be used", self.faults) + told("damaged pictures", damaged, DAMAGED)
+        if texts:
+            texts.append("Mend or remove them, or leave them out with on_error=skip")
+        if empty:
             remedy = "Remove what is empty, or set allow_empty=true to keep the class"
             texts.append(f"classes without a picture: {listed(empty)}. {remedy}")
         if texts:
