@@ -289,8 +289,8 @@ def test_what_can_not_be_scored_is_refused(folder, clip, inception_file, tmp_pat
         (words, "clip=nowhere", "clip=nowhere could not be loaded"),
         (words, f"clip={folder}/bert", "it is a bert, and not a clip"),
         (words, "crop=16", "reference=heldout", "is a dataset, whose pictures are cropped already"),
-        (classes, "prompts=heldout", "prompts=heldout is for captions, but .* with classes"),
-        (classes, f"clip={clip}", "is for captions, but .* with classes"),
+        (classes, "prompts=heldout", "clip=… are for captions, but .* with classes"),
+        (classes, f"clip={clip}", "are for captions, but .* with classes"),
         (classes, "reference=heldout", "has no held-out data"),
         ("samples=x", "clip=y", "scored without their captions"),
     )

@@ -376,7 +376,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, pictures_
         ("samples=large.npz", "reference=reference.npz", "32×32, but reference.npz of 16×16"),
         ("checkpoint=results/raw", "reference=reference.npz", "holds no ema part.*weights=model"),
         ("checkpoint=results/a", "reference=reference.npz", "inception=nowhere", "nowhere is not there"),
-        ("checkpoint=results/a", "reference=reference.npz", "alpha=white", "alpha=white is for .* crop="),
+        ("checkpoint=results/a", "reference=reference.npz", "alpha=white", "alpha=… are for photos of crop="),
         ("checkpoint=results/a", "reference=cifar10", "crop=16", "crop=16 is for folders and tars of photos, but none"),
         ("reference=stats.npz", "save_reference=new.npz", "holds no pictures to make statistics of"),
         ("checkpoint=results/a", "reference=reference.npz", "out=reference.npz", "could not be written"),

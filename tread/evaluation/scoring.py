@@ -93,14 +93,13 @@ class ScoringOptions(DrawingOptions):
             raise ValueError(f"reference_features=true is for reference={', '.join(SHIPPED)}, which has no pictures")
         if self.packed and not self.save_reference:
             raise ValueError("packed=true is for save_reference=…")
-        if self.save_reference and Path(self.save_reference).suffix != ".npz":
+        if self.save_reference and not self.save_reference.endswith(".npz"):
             raise ValueError(f"save_reference is {self.save_reference!r}, but must end in .npz")
         paths = [Path(path) for path in (self.samples, self.reference) if path]
         if self.crop and all(path.suffix == ".npz" or (str(path) in SHIPPED and not path.exists()) for path in paths):
             raise ValueError(f"crop={self.crop} is for folders and tars of photos, but none is named")
-        for key in ("orientation", "alpha"):
-            if (value := getattr(self, key)) and not self.crop:
-                raise ValueError(f"{key}={value} is for the photos of crop=…; without it pictures are taken as stored")
+        if (self.orientation or self.alpha) and not self.crop:
+            raise ValueError("orientation=… and alpha=… are for photos of crop=…; without it they are taken as stored")
 
 
 def read_options(config: dict) -> ScoringOptions:
@@ -125,8 +124,7 @@ def run(options: ScoringOptions, processes: Processes, metric: str | None = None
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     plans = [plan_scoring(options, checkpoint.find(path), precision, compiled) for path in paths]
     options = settle_reference(options, plans)
-    crop = settle_crop(options, plans)
-    if crop:
+    if crop := settle_crop(options, plans):
         processes.say(f"crop={crop.size} reads photos with orientation={crop.orientation} alpha={crop.alpha}")
     # open what is scored and what scores it
     skip = options.on_error == "skip"
@@ -165,9 +163,8 @@ def run(options: ScoringOptions, processes: Processes, metric: str | None = None
         against.extract_reference(Path(options.cache))
     if target:
         save_statistics(target, against.reference.pictures, against.features, processes, options.packed)
-    for number, scoring in enumerate(scorings):
-        if scoring in left:
-            records[number] = scoring.score(decoder_of(scoring.plan.saved.latents))
+    for scoring in left:
+        records[scorings.index(scoring)] = scoring.score(decoder_of(scoring.plan.saved.latents))
     if samples:
         score_pictures(samples, against, options, processes)
     return records
@@ -315,9 +312,8 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
     FileNotFoundError or ValueError if these can't be opened, or a class-conditional one has options.prompts or clip."""
     if saved.text is not None:
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
-    for key in ("prompts", "clip"):
-        if (value := getattr(options, key)) is not None:
-            raise ValueError(f"{key}={value} is for captions, but {saved.found.folder} was trained with classes")
+    if options.prompts or options.clip:
+        raise ValueError(f"prompts=… and clip=… are for captions, but {saved.found.folder} was trained with classes")
     return None
 
 

@@ -137,10 +137,10 @@ def troubles_of(run: Found) -> list[str]:
         for key, (old, new) in differences(before["config"], now["config"]).items():
             if key not in LAUNCH:
                 texts.append(f"{key} was {written(old)}, is {written(new)} from step {now['step']:,} on")
-    commits = list(dict.fromkeys(str(start["versions"].get("git")) for start in starts))
-    if len(commits) > 1:
-        texts.append(f"its code changed between starts: commits {', '.join(commits)}")
-    elif commits and "+changes" in commits[0]:
+    commits = ", ".join(dict.fromkeys(str(start["versions"].get("git")) for start in starts))
+    if ", " in commits:
+        texts.append(f"its code changed between starts: commits {commits}")
+    elif "+changes" in commits:
         texts.append("its code differed from the stated commit: there were changes that were not committed")
     return list(dict.fromkeys(texts))
 
@@ -227,13 +227,12 @@ def add_time(page: Page, subject: Subject) -> None:
     page.section("Where the time went")
     each = [time_of(run) for run in subject.runs]
     totals = [sum(spent.values()) for spent in each]
-
-    def share(own: float | None, total: float) -> str:
-        return f"{duration(own)}, {own / total:.1%}" if own else ABSENT
-
-    names = dict.fromkeys(name for spent in each for name in spent)
-    rows = [[name, *(share(spent.get(name), total) for spent, total in zip(each, totals))] for name in names]
-    page.table(["", *subject.names.values()], [*rows, ["in all", *map(duration, totals)]])
+    rows = {name: [ABSENT] * len(each) for spent in each for name in spent}
+    for number, (spent, total) in enumerate(zip(each, totals)):
+        for name, seconds in spent.items():
+            rows[name][number] = f"{duration(seconds)}, {seconds / total:.1%}"
+    rows["in all"] = map(duration, totals)
+    page.table(["", *subject.names.values()], [[name, *cells] for name, cells in rows.items()])
     if any(len(run.starts) > 1 for run in subject.runs):
         page.text("What was done twice, after a restart, counts once.")
 
@@ -283,9 +282,10 @@ def add_settings(page: Page, subject: Subject) -> None:
 
 def facts_of(run: Found) -> dict[str, str]:
     """Return a run's state, network, data, device and costs as {title: text}."""
-    config, (first, last) = run.config, [run.starts[place] if run.starts else {} for place in (0, -1)]
-    versions, batch = last.get("versions", {}), value_at(config, "train.batch_size")
+    config, starts = run.config, run.starts or [{}]
+    first, last, batch = starts[0], starts[-1], value_at(config, "train.batch_size")
     seconds, flops, words, count = run.last("seconds"), run.last("flops"), last.get("command"), last.get("processes")
+    versions = last.get("versions", {})
     hashed, plus, rest = str(versions.get("git") or "").partition("+")
     device = ", ".join(str(last[key]) for key in ("device", "precision") if last.get(key))
     facts = {
