@@ -15,20 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from studies.paired import (
-    ENOUGH,
-    EQUAL,
-    along,
-    by_seed,
-    comparable,
-    curve,
-    differences,
-    estimate,
-    paired,
-    partners,
-    series,
-)
-from studies.results import Made, Results, finished, gather, missing
+from studies.paired import ENOUGH, EQUAL, along, by_seed, cost_ratio, differences, estimate, paired, partners
+from studies.results import Made, Results, curve, finished, gather, missing, series
 from studies.study import HERE, Planned, Study, plan, read_study, training_memory
 from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
 from tread.evaluation.metric_table import METRICS, feature_metrics
@@ -393,13 +381,6 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
             band = chance(study, results, metric, name)
             panels.append(Panel(title, label, "", lines, names=names, noise=band, levels={"": 0.0}))
     return panels
-
-
-def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
-    """Return one run's training "flops" or "steady_seconds" (`axis`, as in jobs.py), divided by another's; None if
-    either is unknown, or if seconds were not measured on the same device."""
-    ends = [max(curve(each, "loss", axis), default=0) for each in (run, other)]
-    return ends[0] / ends[1] if all(ends) and comparable(run, other, axis) else None
 
 
 def ladder_columns(study: Study, results: Results) -> Columns:

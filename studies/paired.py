@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from studies.results import Made, Results
+from studies.results import Made, Results, curve, series
 
 LEVEL = 0.95  # of all intervals
 ENOUGH = 3  # seeds below which there is no verdict
@@ -73,20 +73,6 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(mean, seeds, spread, error, float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1)) * error)
 
 
-def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric, by the `axis` "images", "flops" or "steady_seconds" (as in jobs.py)."""
-    return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
-
-
-def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
-    """Return (point, [each run's value of the metric]) for each number of images where every run has the metric. The
-    point is the first run's: its images, FLOPs and metrics."""
-    curves = [curve(run, metric, "images") for run in runs]
-    points = runs[0]["points"] if runs else []
-    shared = [point for point in points if all(point["images"] in each for each in curves)]
-    return [(point, [each[point["images"]] for each in curves]) for point in shared]
-
-
 def interpolate(values: Mapping[float, float], place: float) -> float | None:
     """Interpolate {FLOPs or seconds: value} at `place`, linearly in their logarithm; None outside their range."""
     within = len(values) > 1 and min(values) <= place <= max(values)
@@ -116,6 +102,13 @@ def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     if (alone or axis == "steady_seconds") and 0 < max(ends) < 1.01 * min(ends):
         return curves[0][ends[0]] - curves[1][ends[1]]
     return None if None in (here, there) else here - there
+
+
+def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
+    """Return one run's training "flops" or "steady_seconds" (`axis`, as in jobs.py), divided by another's; None if
+    either is unknown, or if seconds were not measured on the same device."""
+    ends = [max(curve(each, "loss", axis), default=0) for each in (run, other)]
+    return ends[0] / ends[1] if all(ends) and comparable(run, other, axis) else None
 
 
 def partners(runs: Sequence[Made], others: Sequence[Made]) -> list[tuple[Made, Made]]:

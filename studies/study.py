@@ -242,18 +242,10 @@ def read_study(name: str, scale: ScaleName) -> Study:
             raise ValueError(f"studies/{name}.yaml: unknown {', '.join(sorted(unknown))}")
     against |= {f"{arm}, {way}": f"{other}, {way}" for arm, other in against.items() for way in ways}
     against, besides = ({a: b for a, b in each.items() if {a, b} <= {*arms}} for each in (against, besides))
+    headline = (scale == "small" and figure.get("seen")) or tree["title"]
+    drawn = {"figure": figure.get("kind"), "metrics": metrics, "headline": headline}
     return Study(
-        name,
-        scale,
-        arms=arms,
-        against=against,
-        besides=besides,
-        trials=trials,
-        ways=(*ways,),
-        figure=figure.get("kind"),
-        metrics=metrics,
-        headline=(scale == "small" and figure.get("seen")) or tree["title"],
-        **tree,
+        name, scale, arms=arms, against=against, besides=besides, trials=trials, ways=(*ways,), **drawn, **tree
     )
 
 
