@@ -74,7 +74,7 @@ def test_what_can_not_be_combined_is_refused_with_the_reason(runs, tmp_path, com
     for strong, guidance, message in (
         (dit, Guidance("sparse", 1.5, weak=0.5), "trained without a route"),
         (dit, Guidance("cfg"), "no null class"),
-        (tread, Guidance("sparse", weak=0.5, checkpoint=str(runs / "digits-dit")), "guidance.weak leaves.*without a route"),
+        (tread, Guidance("sparse", weak=0.5, checkpoint=str(runs / "digits-dit")), "weak leaves.*without a route"),
         (tread, Guidance("sparse_cfg", checkpoint=str(runs / "digits-dit")), "no null class"),
         (tread, Guidance("autoguidance", checkpoint=str(tread.found.folder)), "is the network of checkpoint=… itself"),
         (tread, Guidance("autoguidance", checkpoint=str(tmp_path / "other")), "differ in shape"),

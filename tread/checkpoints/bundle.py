@@ -72,6 +72,8 @@ class Bundle:
         """Add the definition of a module's `name`, and all that it needs. Raises ValueError if the module has no such
         name, or if the file already has this name from another module."""
         source = self._source(module)
+        if name in source.imported:
+            return self._follow(source, name)
         if name not in source.defined:
             raise ValueError(f"{module} has no {name}")
         if name in self.wanted.setdefault(module, set()):
