@@ -7,6 +7,7 @@ tread/models/backbone.py, embedders in embedders.py beside it.
 Shapes: B samples, N tokens, D hidden size, H heads of d = D/H channels.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.nn.functional as F
@@ -123,12 +124,13 @@ class DiTBlock(nn.Module):
 
 class DiT(Backbone):
     """The DiT network F(x; t, y). value_residual=True mixes the first block's attention values into those of later
-    blocks. Backbone (tread/models/backbone.py) takes the other arguments, and raises ValueError if sizes do not fit."""
+    blocks; `block` creates a block from DiTBlock's first three arguments. Backbone (tread/models/backbone.py) takes the
+    other arguments, and raises ValueError if sizes do not fit."""
 
     def __init__(
         self, *, hidden_size: int = 1152, num_heads: int = 16, mlp_ratio: float = 4.0, value_residual: bool = False,
-        **sizes: Any,
+        block: Callable[..., nn.Module] = DiTBlock, **sizes: Any,
     ) -> None:  # fmt: skip
-        super().__init__(lambda: DiTBlock(hidden_size, num_heads, mlp_ratio), hidden_size=hidden_size, **sizes)
+        super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio), hidden_size=hidden_size, **sizes)
         if value_residual:
             add_value_residual(self.blocks)

@@ -7,7 +7,6 @@ as in the released TREAD code, not uniform. All random numbers are arguments. RF
 Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Literal
@@ -82,13 +81,15 @@ class RF(Process):
     def for_latents(self, channels: int, size: int) -> "RF":
         """Return this process with numbers for an "auto" shift or train_shift, for latents (channels, size, size)."""
         scale = size * channels**0.5 / 64  # √(CHW/4096)
-        numbers = {"shift": 1 / scale, "train_shift": scale}
-        return replace(self, **{name: value for name, value in numbers.items() if getattr(self, name) == "auto"})
+        shift = 1 / scale if self.shift == "auto" else self.shift
+        return replace(self, shift=shift, train_shift=scale if self.train_shift == "auto" else self.train_shift)
 
     def noise_level(self, normal: Tensor) -> Tensor:
         """Map standard normal numbers to training times t, elementwise."""
-        logit_normal = self.time == "logit_normal"
-        t = torch.sigmoid(normal * self.time_std + self.time_mean) if logit_normal else torch.special.ndtr(normal)
+        if self.time == "uniform":
+            t = torch.special.ndtr(normal)
+        else:
+            t = torch.sigmoid(normal * self.time_std + self.time_mean)
         return t if self.train_shift == 1 else self.train_shift * t / (1 + (self.train_shift - 1) * t)
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
@@ -146,12 +147,6 @@ class RF(Process):
             squared = squared - self.contrastive * (v - others).square()
         return squared, noisy - level * v, noisy
 
-    def loss(self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()) -> Tensor:
-        """Return each sample's training loss (B,) fp32: squared errors averaged over channels and positions, with the
-        terms of `direction` and `contrastive`. x is the clean data, noise is standard normal."""
-        squared = self.errors(network, x, y, t, noise, routes)[0]
-        return squared.mean(dim=(1, 2, 3))
-
     def evaluation_levels(self, count: int) -> Tensor:
         """Return the times (i + ½) / count for i = 0 .. count−1, (count,) fp64, independent of the training density."""
         return (torch.arange(count, dtype=torch.float64) + 0.5) / count
@@ -197,8 +192,8 @@ class RF(Process):
         network: Network,
         noise: Tensor,
         y: Condition,
-        strong: Routes | Callable[[int], Routes],
-        weak: Routes | Callable[[int], Routes],
+        strong: Routes,
+        weak: Routes,
         scale: float = 1.0,
         steps: int = 50,
         solver: str = "euler",
@@ -207,12 +202,11 @@ class RF(Process):
         """Draw samples (B, C, S, S) float64 by Sparse Guidance (arXiv 2601.01608). It combines two predictions of the
         data by one network with different routes: D_weak + scale·(D_strong − D_weak).
 
-        strong, weak  the routes of each prediction: pairs (Route, indices (B, K) of the kept tokens), or a function
-                      from the number of the denoiser call in sampling (0, 1, …) to such pairs.
+        strong, weak  the routes of each prediction: pairs (Route, indices (B, K) of the kept tokens).
         scale         the guidance weight ω; 1: D_strong alone.
         weak_y        labels for D_weak; None: y, as in Sparse Guidance.
         """
         denoise = partial(self.denoise, network)
-        by_call = [routes if callable(routes) else (lambda call, fixed=routes: fixed) for routes in (strong, weak)]
-        branches = Branch(denoise, y, by_call[0]), Branch(denoise, y if weak_y is None else weak_y, by_call[1])
-        return solve(solver, guided(*branches, lambda call: scale), noise, self.schedule(steps))
+        strong_branch = Branch(denoise, y, lambda call: strong)
+        weak_branch = Branch(denoise, y if weak_y is None else weak_y, lambda call: weak)
+        return solve(solver, guided(strong_branch, weak_branch, lambda call: scale), noise, self.schedule(steps))

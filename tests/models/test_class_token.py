@@ -41,11 +41,11 @@ def built(request, read_config):
 
 def by_hand(network, x, t, y, token, span=None, ids=None):
     """Both velocities; between the blocks of `span` on the class token and the patches `ids` of each sample alone."""
-    tokens, c, *shared = network.embed(x, t, y)
+    tokens, c, *shared = network.embed(x, t, y, token)
     part = network.z_embedder
     first = F.linear(token, part.proj.weight, part.proj.bias)
     first = F.layer_norm(first, (32,), part.norm.weight, part.norm.bias, 1e-6)
-    tokens, table = torch.cat([first[:, None], tokens], dim=1), None
+    tokens, table = torch.cat([first[:, None], tokens[:, 1:]], dim=1), None
     if getattr(network, "head_dim", None):
         table = torch.cat([torch.ones(1, 8), torch.zeros(1, 8)], dim=1)  # the cosines and sines of no angle
         table = torch.cat([table, network.rotary[0, 1:]])

@@ -243,7 +243,7 @@ def test_labels_and_texts_share_their_functions():
         "chosen": (lambda one, _: conditions.rows(one, torch.tensor([2, 2])), [9, 9]),
         "join": (lambda one, _: conditions.join(one, conditions.rows(one, slice(0, 1))), [4, 7, 9, 4]),
         "pad": (lambda one, _: conditions.pad(one, 5), [4, 7, 9, 9, 9]),
-        "drop": (lambda one, empty: conditions.drop(one, gone, 0.1, empty), [10, 7, 10]),
+        "replaced": (lambda one, empty: conditions.replaced(one, gone < 0.1, empty), [10, 7, 10]),
         "to": (lambda one, _: conditions.to(one, "cpu"), [4, 7, 9]),
     }
     of = {4: 0, 7: 1, 9: 2}

@@ -29,11 +29,9 @@ from tread.routing.ids import (
     check_ratio,
     choose_ids,
     count_kept,
-    group_ids,
     keep_prefix,
     pair,
     row_ids,
-    shared_ids,
     with_ratio,
 )
 from tread.runtime.distributed import split_batch
@@ -83,11 +81,12 @@ def test_row_ids_equal_a_loop(grid, ratio):
 
 def test_shared_ids_are_those_of_the_first_sample():
     noise = uniform(5, 12)
-    ids = shared_ids(noise, 0.25)
+    route = Route(0, 0, 0.25, select="shared")
+    ids = choose_ids(route, noise)
     assert ids.shape == (5, 9) and torch.equal(ids, draw_ids(noise, 0.25)[:1].expand(5, -1))
     other = torch.cat([noise[:1], uniform(4, 12, seed=1)])
-    assert torch.equal(shared_ids(other, 0.25), ids)
-    assert not torch.equal(shared_ids(noise.flip(0), 0.25), ids)
+    assert torch.equal(choose_ids(route, other), ids)
+    assert not torch.equal(choose_ids(route, noise.flip(0)), ids)
 
 
 # ----------------------------------------------------------------------------------------- groups
@@ -103,10 +102,10 @@ def test_group_ids_equal_a_loop(grid):
             four = [(row + down) * width + column + right for down in (0, 1) for right in (0, 1)]
             ids.append(min(four, key=lambda token: numbers[token]))
         expected.append(sorted(ids))
-    actual = group_ids(noise, grid)
-    assert actual.tolist() == expected and actual.dtype == torch.int64
     route = Route(0, 0, 0.75, select="group")
-    assert torch.equal(choose_ids(route, noise, grid), actual) and actual.shape[1] == count_kept(route, height * width)
+    actual = choose_ids(route, noise, grid)
+    assert actual.tolist() == expected and actual.dtype == torch.int64
+    assert actual.shape[1] == count_kept(route, height * width)
     assert choose_ids(route, noise, grid, prefix=1).tolist() == [[0, *(i + 1 for i in ids)] for ids in expected]
 
 
@@ -169,7 +168,7 @@ def test_a_shared_token_stays_if_it_must_in_one_sample():
     """The two that the first sample's numbers would route first, forced by other samples, and its two smallest."""
     noise = uniform(4, 8)
     order = noise[0].argsort().tolist()
-    ids = shared_ids(noise, 0.5, mask(4, 8, (1, order[-1]), (3, order[-2])))
+    ids = choose_ids(Route(0, 0, select="shared"), noise, None, mask(4, 8, (1, order[-1]), (3, order[-2])))
     assert ids.tolist() == [sorted(order[-2:] + order[:2])] * 4
 
 

@@ -7,7 +7,7 @@ import torch
 
 from routing_module import Route, draw_ids
 from tread.data.latents import LatentSpec
-from tread.models.conditions import drop
+from tread.models.conditions import replaced
 from tread.runtime.distributed import split_batch
 from tread.runtime.randomness import generator, seeded_normal
 from tread.training.alignment import Alignment
@@ -66,9 +66,9 @@ def test_moments_of_the_draws():
 def test_label_drop():
     y, u = torch.tensor([3, 1, 2, 0]), torch.tensor([0.05, 0.5, 0.0999, 0.1])
     null = torch.tensor([10])
-    assert drop(y, u, 0.1, null).tolist() == [10, 1, 10, 0]
-    assert drop(y, u, 0.0, null).tolist() == y.tolist()
-    assert drop(y, u, 1.0, null).tolist() == [10] * 4
+    assert replaced(y, u < 0.1, null).tolist() == [10, 1, 10, 0]
+    assert replaced(y, u < 0.0, null).tolist() == y.tolist()
+    assert replaced(y, u < 1.0, null).tolist() == [10] * 4
 
 
 def test_seeded_noise_depends_on_its_seed_alone():

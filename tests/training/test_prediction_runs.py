@@ -12,7 +12,7 @@ from tread.checkpoints.weights import StoredWeights
 from tread.data.dataset import LatentDataset
 from tread.data.latents import to_network
 from tread.data.loader import Loader
-from tread.models.conditions import drop
+from tread.models.conditions import replaced
 from tread.preparing import digits
 from tread.runtime.distributed import split_batch
 from tread.training import settings
@@ -49,7 +49,7 @@ def test_negatives_are_the_next_samples_of_the_global_batch(read_config, tmp_pat
                 losses += loss(cfg, network, data.latents, batch, draws.rows(part, 1), network.null(1))
         whole = data.batch(cfg.seed, 3, 8)
         x, t = to_network(whole.stored, data.latents), torch.sigmoid(draws.level)
-        y, target = drop(whole.labels, draws.drop, 0.1, network.null(1)), draws.noise - x
+        y, target = replaced(whole.labels, draws.drop < 0.1, network.null(1)), draws.noise - x
         v = network(RF().noised(x, t, draws.noise), t, y, draws.routes)
         terms = (v - target).square() - 0.1 * (v - torch.cat([target[1:], target[:1]])).square()
         by_token = terms.unfold(2, 2, 2).unfold(3, 2, 2).mean(dim=(1, 4, 5)).flatten(1)

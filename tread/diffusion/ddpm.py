@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 
-@functools.lru_cache(maxsize=8)
-def log_levels(device: torch.device | str = "cpu") -> Tensor:
+@functools.cache
+def log_levels(device: torch.device) -> Tensor:
     """Return ln σ of the timesteps 0 .. 999, rising: (1000,) fp64, on MPS fp32."""
     beta = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
     kept = torch.cumprod(1 - beta, 0)
     levels = ((1 - kept) / kept).log() / 2
-    return levels.to(device, torch.float32 if torch.device(device).type == "mps" else torch.float64)
+    return levels.to(device, torch.float32 if device.type == "mps" else torch.float64)
 
 
 def timestep(sigma: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Equation and table numbers are that paper's. All random numbers are arguments. T
 Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -34,19 +34,18 @@ class EDM(Process):
     conventions, evaluation = ("sigma_data", "predicts"), "eval_loss"
 
     P_mean: float = -1.2
-    P_std: float = 1.2
-    sigma_data: float = 0.5
+    P_std: Positive = 1.2
+    sigma_data: Positive = 0.5
     sigma_min: float = 0.002
     sigma_max: float = 80.0
-    rho: float = 7.0
+    rho: Positive = 7.0
     predicts: Literal["F", "ddpm_noise"] = "F"
 
     def __post_init__(self) -> None:
         if not 0 < self.sigma_min < self.sigma_max:
             raise ValueError(f"sigma_min {self.sigma_min} and sigma_max {self.sigma_max} must satisfy 0 < min < max")
-        check("predicts", self.predicts, Literal["F", "ddpm_noise"])
-        for name in ("P_std", "sigma_data", "rho"):
-            check(name, getattr(self, name), Positive)
+        for item in fields(self):
+            check(item.name, getattr(self, item.name), item.type)
 
     @property
     def data_std(self) -> float:
@@ -62,23 +61,20 @@ class EDM(Process):
     def precondition(self, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """Return the network's input x / √(σ² + σ_data²) and its time input ln σ / 4 (B,), both fp32 (Table 1).
         With predicts="ddpm_noise": x / √(σ² + 1) and the timestep."""
-        sigma = per_sample(sigma, x)
-        if self.predicts == "ddpm_noise":
-            return x.float() / (sigma.view(-1, 1, 1, 1) ** 2 + 1).sqrt(), timestep(sigma)
-        return x.float() / self._norm(sigma), sigma.log() / 4
+        sigma, ddpm = per_sample(sigma, x), self.predicts == "ddpm_noise"
+        norm = (sigma.view(-1, 1, 1, 1) ** 2 + (1 if ddpm else self.sigma_data**2)).sqrt()
+        return x.float() / norm, timestep(sigma) if ddpm else sigma.log() / 4
 
     def combine(self, F: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
         """Return the predicted data D = c_skip·x + c_out·F in fp32 (Eq. 7), from the first C channels of the network's
         output F; with predicts="ddpm_noise" D = x − σ·F."""
-        sigma = per_sample(sigma, x)
+        sigma = per_sample(sigma, x).view(-1, 1, 1, 1)
+        x, F = x.float(), F[:, : x.shape[1]].float()
         if self.predicts == "ddpm_noise":
-            return x.float() - sigma.view(-1, 1, 1, 1) * F[:, : x.shape[1]].float()
-        norm = self._norm(sigma)
-        c_skip, c_out = self.sigma_data**2 / norm**2, sigma.view(-1, 1, 1, 1) * self.sigma_data / norm
-        return c_skip * x.float() + c_out * F[:, : x.shape[1]].float()
-
-    def _norm(self, sigma: Tensor) -> Tensor:
-        return (sigma.view(-1, 1, 1, 1) ** 2 + self.sigma_data**2).sqrt()
+            return x - sigma * F
+        norm = (sigma**2 + self.sigma_data**2).sqrt()
+        c_skip, c_out = self.sigma_data**2 / norm**2, sigma * self.sigma_data / norm
+        return c_skip * x + c_out * F
 
     def noised(self, x: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
         return x + sigma.float().view(-1, 1, 1, 1) * noise
@@ -86,17 +82,10 @@ class EDM(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (D − x)², the predicted data D and the noisy input: `loss` is λ(σ)·mean (D − x)² (Eq. 2, 8)."""
         noisy = self.noised(x, sigma, noise)
         D = self.denoise(network, noisy, sigma, y, routes)
         return (D - x).square(), D, noisy
-
-    def loss(
-        self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
-    ) -> Tensor:
-        """Return each sample's λ(σ)·mean (D − x)², (B,) fp32 (Eq. 2, 8), for clean latents x, standard normal noise and
-        predicted data D. `routes` says which tokens skip which blocks."""
-        squared = self.errors(network, x, y, sigma, noise, routes)[0]
-        return self.weight(sigma.float()) * squared.mean(dim=(1, 2, 3))
 
     def schedule(self, num_steps: int = 40) -> Tensor:
         """Return num_steps + 1 noise levels, fp64 (Eq. 5): sigma_max .. sigma_min, then 0. ValueError for 1 step."""

@@ -169,7 +169,7 @@ class Guidance:
             return "none"
         parts = [f"{self.kind} {_show(self.scale)}"]
         parts += [f"with ratios {_show(self.strong)} and {_show(self.weak)}"] if self.row.routed else []
-        parts += ["of the same tokens"] if self.same_ids and self.row.routed else []
+        parts += ["of the same tokens"] if self.same_ids else []
         parts += [f"against {self.weights} weights of another network"] if self.checkpoint else []
         parts += [f"within {self.interval[0]:.12g}..{self.interval[1]:.12g}"] if self.interval else []
         return " ".join(parts)

@@ -82,7 +82,9 @@ class Process(Protocol):
     def loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's weighted mean error (B,) fp32, for clean latents x and standard normal noise."""
+        """Return each sample's weight(level) · mean of `errors`, (B,) fp32, for clean x and standard normal noise."""
+        squared = self.errors(network, x, y, level, noise, routes)[0]
+        return self.weight(level.float()) * squared.mean(dim=(1, 2, 3))
 
     def evaluation_levels(self, count: int) -> Tensor:
         """Return the noise levels at which the loss on held-out data is computed, rising, (count,) fp64."""

@@ -5,7 +5,6 @@ A sample depends only on its label and its seed, from which its noise and the to
 Shapes: B samples, N tokens; latents (B, C, S, S).
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from tread.diffusion.guidance import NO_GUIDANCE, Branch, Call, Guidance, Routes
 from tread.diffusion.labels import check_labels
 from tread.diffusion.pictures import to_pictures
 from tread.diffusion.process import Process
-from tread.diffusion.solvers import AfterStep, Churn, Denoiser, call_order, solve, unchanged
+from tread.diffusion.solvers import AfterStep, Churn, call_order, solve, unchanged
 from tread.diffusion.token_beside import Beside
 from tread.models.conditions import Condition, Text, count, pad, replaced, rows, to
 from tread.routing.ids import RULES, check_ratio, count_kept, pair, with_ratio
@@ -96,8 +95,9 @@ class Sampler:
         if self.churn.amount > 0 and not (self.solver == "heun" and process.variance_exploding):
             raise ValueError(f"churn={self.churn.amount:g} needs EDM and solver=heun, to add noise between steps")
         levels = process.schedule(self.steps).tolist()
-        order, gammas = call_order(self.solver, self.steps), [self.churn.gamma(level, self.steps) for level in levels]
-        seen = [levels[i] * (1 + gammas[i] * (call % 2 == 0)) for call, i in enumerate(order)]
+        order = call_order(self.solver, self.steps)
+        raised = [level * (1 + self.churn.gamma(level, self.steps)) for level in levels]
+        seen = [(levels if call % 2 else raised)[i] for call, i in enumerate(order)]
         return self.guidance.plan(seen, [i / max(1, order[-1]) for i in order])
 
     def nfe(self, process: Process) -> int:
@@ -171,13 +171,9 @@ def draw(
     check_labels(labels, model.num_labels)
     check_ratios(sampler, model, weak)
     for start in range(0, len(seeds), sampler.batch_size):
-        part, y = list(seeds[start : start + sampler.batch_size]), labels[start : start + sampler.batch_size]
-        missing = sampler.batch_size - len(part)
-        padded, y = part + part[-1:] * missing, pad(y, sampler.batch_size)
-        shown = (len(part), model.network.in_channels)
-        told = on_step and _at_each_step(on_step, call_order(sampler.solver, sampler.steps), *shown)
-        given = None if noise is None else pad(noise[start : start + sampler.batch_size], sampler.batch_size)
-        yield _draw_batch(model, weak, padded, y, sampler, told, given, after_step)[: len(part)]
+        part = slice(start, start + sampler.batch_size)
+        given = None if noise is None else noise[part]
+        yield _draw_batch(model, weak, list(seeds[part]), labels[part], sampler, on_step, given, after_step)
 
 
 @torch.no_grad()
@@ -187,13 +183,15 @@ def _draw_batch(
     seeds: list[int],
     labels: Tensor,
     sampler: Sampler,
-    told: Callable[[Denoiser], Denoiser] | None,
+    on_step: OnStep | None,
     noise: Tensor | None,
     after_step: AfterStep,
 ) -> Tensor:
     network, device = model.network, next(model.network.parameters()).device
     plan, row = sampler.plan(model.process), sampler.guidance.row
-    y, weaker = model.condition(labels, device), weak or model
+    wanted, weaker = len(seeds), weak or model
+    seeds = seeds + seeds[-1:] * (sampler.batch_size - wanted)
+    y = model.condition(pad(labels, len(seeds)), device)
     denoise = _denoiser(model, sampler.precision)
     routes = _routes(model, seeds, [call.strong for call in plan], "strong", device)
     strong, other = Branch(denoise, y if row.strong_class else network.null(len(seeds)), routes), None
@@ -206,39 +204,25 @@ def _draw_batch(
         routes = _routes(weaker, seeds, [call.weak or 0.0 for call in plan], stream, device)
         other = Branch(denoise, y if row.weak_class else weaker.network.null(len(seeds)), routes)
     denoiser = guided(strong, other, lambda call: plan[call].scale)
-    denoiser = told(denoiser) if told else denoiser
     shape = (network.in_channels, network.input_size, network.input_size)
 
     def churn_noise(step: int) -> Tensor:
         return seeded_normal(seeds, shape, f"churn {step}").to(device)
 
-    beside, noise = Beside.of(network), (seeded_normal(seeds, shape) if noise is None else noise).to(device)
+    def told(step: int, level: Tensor, *states: Tensor) -> None:
+        if on_step is not None:
+            on_step(step, float(level), *(beside.latents(state)[:wanted].float() for state in states))
+
+    beside = Beside.of(network)
+    noise = (seeded_normal(seeds, shape) if noise is None else pad(noise, len(seeds))).to(device)
     if beside.width is not None:
         noise = beside.join(noise, seeded_normal(seeds, (beside.width,), "class token").to(device))
     levels = model.process.schedule(sampler.steps)
     networks = {network, weaker.network} if sampler.precision == "bf16" else ()
     with _casts_kept(device, networks):
-        after_step = beside.of_latents(after_step)
-        drawn = solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise, after_step=after_step)
-    return beside.latents(drawn).float()
-
-
-def _at_each_step(on_step: OnStep, order: Sequence[int], count: int, channels: int) -> Callable[[Denoiser], Denoiser]:
-    """Return a decorator of denoisers that calls on_step once in each step, for the first `count` samples and
-    `channels` channels. `order` has the index of each call's noise level. If there are two calls at a level, as in
-    Heun's method, the first ends the step before, and the second begins the next one and calls on_step."""
-    first, calls = dict(zip(order, range(len(order)))), itertools.count()
-
-    def told(denoiser: Denoiser) -> Denoiser:
-        def denoise(x: Tensor, level: Tensor) -> Tensor:
-            predicted, call = denoiser(x, level), next(calls)
-            if first[order[call]] == call:
-                on_step(order[call], float(level), *(part[:count, :channels].float() for part in (x, predicted)))
-            return predicted
-
-        return denoise
-
-    return told
+        hooks = {"after_step": beside.of_latents(after_step), "on_step": told}
+        drawn = solve(sampler.solver, denoiser, noise, levels, sampler.churn, churn_noise, **hooks)
+    return beside.latents(drawn)[:wanted].float()
 
 
 @contextmanager
@@ -275,9 +259,11 @@ def _routes(
     sample's own seed and the name `stream`, even if all samples of a batch kept the same tokens in training."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
+    if not any(ratios):
+        return lambda call: ()
     uniform = [
         seeded_uniform(seeds, (len(ratios), tokens), f"route {number} {stream}").to(device)
-        for number in range(len(by_sample) if any(ratios) else 0)
+        for number in range(len(by_sample))
     ]
 
     def routes(call: int) -> Routes:

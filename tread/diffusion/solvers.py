@@ -18,6 +18,7 @@ from tread.runtime.schema import Range, check
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 Solver = Literal["heun", "euler"]
 AfterStep = Callable[[int, Tensor], Tensor]  # (step, state) → the state to go on with
+Watch = Callable[[int, Tensor, Tensor, Tensor], object]  # (step, level, state, D), after a step's first call
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,22 @@ def unchanged(step: int, x: Tensor) -> Tensor:
     return x
 
 
+def unseen(*seen: object) -> None:
+    pass
+
+
 @torch.no_grad()
-def euler(denoiser: Denoiser, noise: Tensor, levels: Tensor, after_step: AfterStep = unchanged) -> Tensor:
+def euler(
+    denoiser: Denoiser, noise: Tensor, levels: Tensor, after_step: AfterStep = unchanged, on_step: Watch = unseen
+) -> Tensor:
     """Solve by Euler's first-order method, with N calls for N steps. noise (B, C, S, S) is standard normal and scaled
-    by levels[0] to start; levels (N+1,) fall to 0. after_step maps (step, state) to the state to go on with."""
+    by levels[0] to start; levels (N+1,) fall to 0. after_step maps (step, state) to the state to go on with, and
+    on_step sees (step, level, state, D)."""
     x, levels = _start(noise, levels)
     for i, (level, level_next) in enumerate(zip(levels, levels[1:])):
-        x = after_step(i, x + (level_next - level) * (x - denoiser(x, level).to(x)) / level)
+        denoised = denoiser(x, level).to(x)
+        on_step(i, level, x, denoised)
+        x = after_step(i, x + (level_next - level) * (x - denoised) / level)
     return x
 
 
@@ -75,6 +85,7 @@ def heun(
     churn: Churn = Churn(),
     churn_noise: Callable[[int], Tensor] | None = None,
     after_step: AfterStep = unchanged,
+    on_step: Watch = unseen,
 ) -> Tensor:
     """Solve by Heun's second-order method (Algorithms 1 and 2): 2N−1 calls for N steps, since the last step is Euler's.
 
@@ -82,18 +93,20 @@ def heun(
     levels       (N+1,) falling noise levels, the last one 0.
     churn_noise  function from the step's number to a standard normal tensor like `noise`; needed if churn.amount > 0.
     after_step   function (step's number, state after the step) → state from which to continue.
+    on_step      function that sees each step's number, and level, state and D of its first call.
     """
     if churn.amount > 0 and churn_noise is None:
         raise ValueError(f"churn.amount is {churn.amount}, but no churn_noise function was given")
     x, levels = _start(noise, levels)
     num_steps, known = len(levels) - 1, levels.tolist()
-    for i in range(num_steps):
-        level, level_next = levels[i], levels[i + 1]
+    for i, (level, level_next) in enumerate(zip(levels, levels[1:])):
         if gamma := churn.gamma(known[i], num_steps):
             raised = level * (1 + gamma)
             x = x + (raised**2 - level**2).sqrt() * churn.noise * churn_noise(i).to(x)
             level = raised
-        slope = (x - denoiser(x, level).to(x)) / level
+        denoised = denoiser(x, level).to(x)
+        on_step(i, level, x, denoised)
+        slope = (x - denoised) / level
         x_euler = x + (level_next - level) * slope
         if known[i + 1] > 0:
             slope_next = (x_euler - denoiser(x_euler, level_next).to(x)) / level_next
@@ -105,11 +118,11 @@ def heun(
 
 
 def solve(
-    solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object, after_step: AfterStep = unchanged
+    solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object, **hooks: Callable
 ) -> Tensor:
     """Solve by "euler" or "heun" from standard normal noise (B, C, S, S) over falling levels (N+1,). `churning` holds a
-    Churn and a function (step) → noise for heun; euler ignores it. after_step maps (step, state) to the next state."""
+    Churn and a function (step) → noise for heun; euler ignores it. `hooks` are after_step and on_step of both."""
     check("solver", solver, Solver)
     if solver == "heun":
-        return heun(denoiser, noise, levels, *churning, after_step=after_step)
-    return euler(denoiser, noise, levels, after_step)
+        return heun(denoiser, noise, levels, *churning, **hooks)
+    return euler(denoiser, noise, levels, **hooks)

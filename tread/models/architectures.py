@@ -105,10 +105,10 @@ class NetworkOptions:
     @property
     def selects(self) -> tuple[str, ...]:
         """Names of the rules (Route.select) that can choose the kept tokens in this architecture, the default first."""
+        if not self.along_grid:
+            return tuple(RULES)
         in_grid = tuple(name for name, rule in RULES.items() if rule.keeps_grid)
-        if self.along_grid and not self.allow_token_routes:
-            return in_grid
-        return tuple(dict.fromkeys((*(in_grid if self.along_grid else ()), *RULES)))
+        return tuple(dict.fromkeys(in_grid + tuple(RULES))) if self.allow_token_routes else in_grid
 
     @property
     def resolved_routes(self) -> tuple[Route, ...]:
@@ -134,9 +134,8 @@ class NetworkOptions:
     def deciding(cls) -> list[str]:
         """Return the names of the options that change what trained weights compute: all options and `constants`
         except name, routes, init and those in `undecisive`."""
-        left_out = ("name", "routes", "init", *cls.undecisive)
         names = dict.fromkeys((*(item.name for item in fields(cls)), *cls.constants))
-        return [name for name in names if name not in left_out]
+        return [name for name in names if name not in ("name", "routes", "init", *cls.undecisive)]
 
     @property
     def decisive(self) -> dict[str, object]:
@@ -157,8 +156,7 @@ class NetworkOptions:
 
     def arguments(self) -> dict[str, object]:
         """Return the arguments that these options give the network's constructor, keyed by name."""
-        names = [item.name for item in fields(self) if item.name not in OUTSIDE]
-        return {name: getattr(self, name) for name in names}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in OUTSIDE}
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
@@ -191,15 +189,17 @@ class DiTOptions(NetworkOptions):
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        options, swiglu = super().told(shapes, hidden_size), shapes.get(f"{BLOCK}mlp.w12.weight")
+        swiglu = shapes.get(f"{BLOCK}mlp.w12.weight")
+        options = super().told(shapes, hidden_size) | {
+            "norm": "rms" if f"{BLOCK}norm1.weight" in shapes else "layer",
+            "mlp": "swiglu" if swiglu else "gelu",
+            "qk_norm": f"{BLOCK}attn.q_norm.weight" in shapes,
+            "bottleneck": shapes[EXPAND][1] if EXPAND in shapes else None,
+            "class_token": shapes[CLASS_TOKEN][1] if CLASS_TOKEN in shapes else None,
+            "value_residual": "blocks.1.attn.v1_lambda" in shapes,
+        }
         if swiglu:
             options["mlp_ratio"] = _ratio_of(swiglu[0] // 2, hidden_size, share=2 / 3)
-        options["norm"] = "rms" if f"{BLOCK}norm1.weight" in shapes else "layer"
-        options["mlp"] = "swiglu" if swiglu else "gelu"
-        options["qk_norm"] = f"{BLOCK}attn.q_norm.weight" in shapes
-        options["bottleneck"] = shapes[EXPAND][1] if EXPAND in shapes else None
-        options["class_token"] = shapes[CLASS_TOKEN][1] if CLASS_TOKEN in shapes else None
-        options["value_residual"] = "blocks.1.attn.v1_lambda" in shapes
         for rows in (shapes[name] for name in TABLES if len(shapes.get(name, ())) == 2):
             options |= {"positions": "rope", "num_heads": hidden_size // max(1, rows[1])}
         return options
@@ -231,9 +231,13 @@ class TakesText:
     def all_arguments(self, size: int, channels: int, num_classes: int | None, text: TextSettings) -> dict[str, object]:
         if text.tokens is None:
             raise ValueError(f"text.tokens is null, but model={self.name} needs the text of a dataset (text.encoder=…)")
-        words = text.vocabulary and len(text.vocabulary)
-        shape = {"text_tokens": text.tokens, "text_width": text.width, "text_pooled": text.pooled, "vocabulary": words}
-        return {"input_size": size, "in_channels": channels, **shape, **self.arguments()}
+        return {
+            **super().all_arguments(size, channels, None, text),
+            "text_tokens": text.tokens,
+            "text_width": text.width,
+            "text_pooled": text.pooled,
+            "vocabulary": text.vocabulary and len(text.vocabulary),
+        }
 
 
 @dataclass(frozen=True)

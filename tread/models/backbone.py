@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routing_module import Record, Route, Routes, check_routes, readable, run_blocks
+from routing_module import Record, Route, Routes, check_routes, run_blocks
 from tread.models.class_token import ClassToken
 from tread.models.embedders import WAVES, LabelEmbedder, PatchEmbed, Residual, TimestepEmbedder, sincos_positions
 from tread.routing.ids import count_run
@@ -65,9 +65,13 @@ def linear_products(block: nn.Module, tokens: int) -> int:
 
 def block_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Return (name in the network, layer) for the linear layers in the network's blocks (its ModuleLists)."""
-    lists = {name for name, child in network.named_children() if isinstance(child, nn.ModuleList)}
-    named = [(name, module) for name, module in network.named_modules() if name.partition(".")[0] in lists]
-    return [(name, layer) for name, layer in named if isinstance(layer, nn.Linear)]
+    return [
+        (f"{name}.{inner}", layer)
+        for name, blocks in network.named_children()
+        if isinstance(blocks, nn.ModuleList)
+        for inner, layer in blocks.named_modules()
+        if isinstance(layer, nn.Linear)
+    ]
 
 
 class Backbone(nn.Module):
@@ -167,21 +171,6 @@ class Backbone(nn.Module):
         x = x.view(-1, rows, columns, p, p, self.out_channels)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(-1, self.out_channels, rows * p, columns * p)
 
-    def check_inputs(self, x: Tensor, y: Tensor) -> None:
-        """Raise ValueError for wrong shapes or labels; labels are checked on a CPU only (no GPU synchronisation)."""
-        expected = (self.in_channels, self.input_size, self.input_size)
-        if tuple(x.shape[1:]) != expected:
-            raise ValueError(f"x has shape {tuple(x.shape)}, but this network takes (B, *{expected})")
-        self.check_condition(y, len(x))
-
-    def check_condition(self, y: Tensor, batch: int) -> None:
-        """Raise ValueError unless y holds labels (or texts) for `batch` samples; values are checked on a CPU only."""
-        if y.shape != (batch,):
-            raise ValueError(f"y has shape {tuple(y.shape)}, but must be ({batch},), a label for each sample")
-        if readable(y) and y.numel() and not 0 <= int(y.min()) <= int(y.max()) <= self.num_classes:
-            known = f"0..{self.num_classes - 1} and the null class {self.num_classes}"
-            raise ValueError(f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows {known}")
-
     def null(self, count: int) -> Tensor:
         """Return the condition that means "no condition" for `count` samples: the null class, (count,) int64."""
         return torch.full((count,), self.num_classes, device=self.pos_embed.device)
@@ -226,14 +215,12 @@ class Backbone(nn.Module):
                      velocity.
         class_token  (B, z) noised class token, of a network that has one.
         """
-        x, c, *shared = self.embed(x, t, y)  # (B, N, D), (B, D)
-        if self.z_embedder is not None:
-            x = self.z_embedder.before(x, class_token)  # (B, 1 + N, D)
+        x, c, *shared = self.embed(x, t, y, class_token)
         grid, along = self.grid if self.needs_grid else None, self.along(len(x))
-        blocks, more = self.called(self.blocks), {"record": record, "leading": self.leading, "layout": self.grid}
-        x = run_blocks(blocks, x, c, *shared, routes=routes, along=along, grid=grid, **more)
+        how = {"along": along, "grid": grid, "record": record, "leading": self.leading, "layout": self.grid}
+        x = run_blocks(self.called(self.blocks), x, c, *shared, routes=routes, **how)
         if self.z_embedder is not None and record is not None:
-            record.class_token = self.z_embedder.velocity(self.final_layer.modulated(x[:, :1], c))
+            record.class_token = self.z_embedder.out(self.final_layer.modulated(x[:, :1], c)[:, 0])
         return self.unpatchify(self.final_layer(x[:, self.leading :], c))
 
     def called(self, blocks: Iterable[nn.Module]) -> list[Callable[..., Tensor]]:
@@ -245,14 +232,23 @@ class Backbone(nn.Module):
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor, class_token: Tensor | None = None) -> Tensor:
         """Return the output (B, N, D) of the block with index `block` on all tokens; later blocks do not run."""
-        x, *shared = self.embed(x, t, y)
+        x, *shared = self.embed(x, t, y, class_token)
         grid = self.grid if self.needs_grid else None
-        if self.z_embedder is not None:
-            x = self.z_embedder.before(x, class_token)
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)[:, self.leading :]
 
-    def embed(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Return tokens (B, N, D), conditioning (B, D) and any further inputs of the blocks, which are the same for all
-        tokens. Raises ValueError for inputs that do not fit."""
-        self.check_inputs(x, y)
-        return self.x_embedder(x, self.pos_embed, self.residual), self.t_embedder(t) + self.y_embedder(y)
+    def embed(self, x: Tensor, t: Tensor, y: Tensor, class_token: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return tokens (B, N, D), or (B, 1 + N, D) with a class token, conditioning (B, D) and any further inputs of
+        the blocks, which are the same for all tokens. Raises ValueError for inputs that do not fit."""
+        expected = (self.in_channels, self.input_size, self.input_size)
+        if x.shape[1:] != expected:
+            raise ValueError(f"x has shape {tuple(x.shape)}, but this network takes (B, *{expected})")
+        self.y_embedder.check(y, len(x))
+        tokens = self.x_embedder(x, self.pos_embed, self.residual)
+        if self.z_embedder is not None:
+            tokens = self.z_embedder.before(tokens, class_token)
+        condition, *shared = self.embed_condition(y)
+        return tokens, self.t_embedder(t) + condition, *shared
+
+    def embed_condition(self, y: Tensor) -> Sequence[Tensor]:
+        """Return the embedded labels (B, D) and any further inputs of the blocks. Here: none."""
+        return (self.y_embedder(y),)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 
 class ClassToken(nn.Module):
-    """Embeds a noised feature (B, width) of the whole picture as a token; predicts its velocity, 0 before training."""
+    """Embeds a noised feature (B, width) of the whole picture as a token. `out` maps the class token (B, D), after the
+    last layer's norm and modulation, to the feature's velocity (B, width): 0 before training."""
 
     def __init__(self, width: int, hidden_size: int) -> None:
         super().__init__()
@@ -25,7 +26,3 @@ class ClassToken(nn.Module):
             said = "none" if given is None else tuple(given.shape)
             raise ValueError(f"class_token is {said}, but this network takes ({len(tokens)}, {self.width})")
         return torch.cat([self.norm(self.proj(given)).to(tokens.dtype)[:, None], tokens], dim=1)
-
-    def velocity(self, token: Tensor) -> Tensor:
-        """Map the class token (B, 1, D), after the last layer's norm and modulation, to its velocity (B, z)."""
-        return self.out(token[:, 0])

@@ -64,8 +64,3 @@ def replaced(y: Condition, where: Tensor, null: Condition) -> Condition:
         return torch.where(where.view(-1, *[1] * (part.ndim - 1)), empty.to(part.dtype), part)
 
     return each(choose, y, null)
-
-
-def drop(y: Condition, uniform: Tensor, probability: float, null: Condition) -> Condition:
-    """Return y with the null condition (1, …) for samples whose uniform number (B,) is below the probability."""
-    return replaced(y, uniform < probability, null)

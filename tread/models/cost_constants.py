@@ -82,20 +82,20 @@ def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Modu
 
 def measured_constants(result: Mapping, device: Device) -> Constants:
     """Return the constants measured on `device`, given the JSON of benchmarks/gpu_check.py; defaults for the rest."""
-    parts = (result.get(part, {}).get("rows", {}) for part in ("machine", "host"))
-    rows = {name: row for part in parts for name, row in part.items()}
+    rows = {name: row for part in ("machine", "host") for name, row in result.get(part, {}).get("rows", {}).items()}
 
     def values(start: str, key: str) -> list[float]:
         return [row[key] for name, row in rows.items() if name.startswith(start) and key in row]
 
-    speeds = {width: values(f"products of {size}, ", "measured") for size, width in SIZES.items()}
-    mixing = {head: values(f"attention, heads of {head}, 256 tokens, ", "tflops") for head in PREDICTED.attention}
-    copied, launched = values("copy", "measured"), values("S's depth, dense, compiled", "ms_a_block")
-    reached = tuple(speeds), [harmonic_mean(some or [1]) * 1e12 / device.products for some in speeds.values()]
-    attention = {head: max(some, default=0) * 1e12 / device.products for head, some in mixing.items()}
-    return Constants(
-        reached if all(speeds.values()) else PREDICTED.reached,
-        attention if all(mixing.values()) else PREDICTED.attention,
-        copied[0] * 1e9 / device.bandwidth if copied else PREDICTED.bandwidth,
-        launched[0] / 1e3 if launched else PREDICTED.launch,
-    )
+    constants = PREDICTED
+    if all(speeds := [values(f"products of {size}, ", "measured") for size in SIZES]):
+        shares = [harmonic_mean(measured) * 1e12 / device.products for measured in speeds]
+        constants = constants._replace(reached=(tuple(SIZES.values()), shares))
+    if all(rates := [values(f"attention, heads of {head}, 256 tokens, ", "tflops") for head in PREDICTED.attention]):
+        shares = [max(measured) * 1e12 / device.products for measured in rates]
+        constants = constants._replace(attention=dict(zip(PREDICTED.attention, shares)))
+    if copied := values("copy", "measured"):
+        constants = constants._replace(bandwidth=copied[0] * 1e9 / device.bandwidth)
+    if launched := values("S's depth, dense, compiled", "ms_a_block"):
+        constants = constants._replace(launch=launched[0] / 1e3)
+    return constants

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from routing_module import readable
+
 Residual = Literal["fp32", "bf16"]
 WAVES = 256  # number of cosines and sines that embed the time input
 
@@ -83,6 +85,15 @@ class LabelEmbedder(nn.Module):
 
     def initialize(self) -> None:
         nn.init.normal_(self.embedding_table.weight, std=0.02)
+
+    def check(self, y: Tensor, batch: int) -> None:
+        """Raise ValueError unless y holds labels for `batch` samples; values are checked on a CPU only."""
+        if y.shape != (batch,):
+            raise ValueError(f"y has shape {tuple(y.shape)}, but must be ({batch},), a label for each sample")
+        null = self.embedding_table.num_embeddings - 1
+        if readable(y) and batch and not 0 <= int(y.min()) <= int(y.max()) <= null:
+            known = f"0..{null - 1} and the null class {null}"
+            raise ValueError(f"labels lie in {int(y.min())}..{int(y.max())}, but this network knows {known}")
 
     def forward(self, y: Tensor) -> Tensor:
         return self.embedding_table(y)

@@ -15,18 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dit import DiTBlock, MlpKind, Norm, make_norm
-from tread.models.backbone import Backbone
+from dit import DiT, DiTBlock, MlpKind, Norm, make_norm
 from tread.models.rotary import TABLES, check_tables, rotary_angles
-from tread.models.value_residual import add_value_residual
 from tread.runtime.schema import check
 
 Positions = Literal["sincos", "rope"]
 DIT_PARTS = {"norm": "layer", "mlp": "gelu", "positions": "sincos"}  # DiT's choices of these options
 
 
-class LightningDiT(Backbone):
-    """The LightningDiT network F(x; t, y). `sizes` go to Backbone. Raises ValueError for sizes that do not fit.
+class LightningDiT(DiT):
+    """The LightningDiT network F(x; t, y). `given` are DiT's other arguments. Raises ValueError if sizes do not fit.
 
     norm       "rms": RMSNorm with weights, in the last layer too; "layer": LayerNorm without weights, as in DiT.
     mlp        "swiglu", with 2/3 of the width mlp_ratio·D; or "gelu", as in DiT.
@@ -34,7 +32,6 @@ class LightningDiT(Backbone):
                their token's row and column (rotary positions), as in public checkpoints.
     qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
     block      class or function that creates a block from DiTBlock's arguments.
-    value_residual  True: values of the first block's attention are mixed into those of the later blocks.
     """
 
     def __init__(
@@ -42,22 +39,18 @@ class LightningDiT(Backbone):
         *,
         hidden_size: int = 1152,
         num_heads: int = 16,
-        mlp_ratio: float = 4.0,
         norm: Norm = "rms",
         mlp: MlpKind = "swiglu",
         positions: Positions = "rope",
         qk_norm: bool = False,
         block: Callable[..., nn.Module] = DiTBlock,
-        value_residual: bool = False,
-        **sizes: Any,
+        **given: Any,
     ) -> None:
         for name, value, kind in (("norm", norm, Norm), ("mlp", mlp, MlpKind), ("positions", positions, Positions)):
             check(name, value, kind)
-        make_block = partial(block, hidden_size, num_heads, mlp_ratio, norm, mlp, qk_norm)
-        super().__init__(make_block, hidden_size=hidden_size, **sizes)
+        block = partial(block, norm=norm, mlp=mlp, qk_norm=qk_norm)
+        super().__init__(hidden_size=hidden_size, num_heads=num_heads, block=block, **given)
         self.final_layer.norm_final = make_norm(norm, hidden_size)
-        if value_residual:
-            add_value_residual(self.blocks)
         self.head_dim = hidden_size // num_heads if positions == "rope" else None  # None: heads do not rotate
         self.register_load_state_dict_pre_hook(_take_tables)
         if self.head_dim:

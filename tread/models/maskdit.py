@@ -73,19 +73,18 @@ class MaskDiT(DiT):
         is () or one (Route, ids_keep (B, K)): the K tokens with these indices run the encoder, mask tokens then replace
         the others, and the decoder runs on all. `record` receives ids_keep and outputs of encoder blocks."""
         x, c = self.embed(x, t, y)
-        (batch, tokens), ids_keep = x.shape[:2], None
+        (batch, tokens), ids_keep, record = x.shape[:2], None, record or Record()
         check_spans([route for route, _ in routes], len(self.blocks))
         if routes:
             [(route, chosen)] = routes
             ids_keep = settle_ids(route, chosen, x, self.grid)
             x = gather_tokens(x, ids_keep)
         x = product = self.decoder_layer(run_blocks(self.called(self.blocks), x, c, record=record), c)
-        if record is not None and ids_keep is not None:
-            record.ids = [ids_keep]
-            record.outputs = {block: (output, ids_keep) for block, (output, _) in record.outputs.items()}
         if ids_keep is None:
             x = x + 0 * self.mask_token  # mask_token needs a gradient in every step of distributed training
         else:
+            record.ids = [ids_keep]
+            record.outputs = {block: (output, ids_keep) for block, (output, _) in record.outputs.items()}
             x = scatter_tokens(self.mask_token.expand(batch, tokens, -1), x, ids_keep)
         x = kept_as(self.residual, x + self.decoder_pos_embed, product)
         x = run_blocks(self.called(self.decoder_blocks), x, c)
@@ -94,10 +93,8 @@ class MaskDiT(DiT):
 
 def check_spans(routes: Sequence[Route], depth: int) -> None:
     """Raise ValueError unless `routes` is () or one Route over all `depth` blocks, with fp32="off" and rejoin=None."""
-    for route in routes:
-        resolved = route.resolve(depth)
-        spans = (resolved.start, resolved.end, resolved.fp32, resolved.rejoin) == (0, depth - 1, "off", 0)
-        if not spans or len(routes) > 1:
-            given = ", ".join(f"{route.start}→{route.end} with fp32={route.fp32}" for route in routes)
-            taken = "one route, start 0, end -1, fp32 off, rejoin null"
-            raise ValueError(f"the routes are {given}, but MaskDiT drops tokens before its encoder: it takes {taken}")
+    resolved = [route.resolve(depth) for route in routes]
+    if [(r.start, r.end, r.fp32, r.rejoin) for r in resolved] not in ([], [(0, depth - 1, "off", 0)]):
+        given = ", ".join(f"{route.start}→{route.end} with fp32={route.fp32}" for route in routes)
+        taken = "one route, start 0, end -1, fp32 off, rejoin null"
+        raise ValueError(f"the routes are {given}, but MaskDiT drops tokens before its encoder: it takes {taken}")

@@ -13,7 +13,6 @@ Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P ch
 per token. In the convolution: C channels, K taps.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +38,9 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     (products in TF32 where that is allowed). Under autocast matrix products are in bf16, as in mamba_ssm's kernel,
     while decays, states between chunks and sums stay fp32.
     """
-    device = x.device.type
+    device = "cpu" if x.is_meta else x.device.type
     most, half = CHUNKS.get(device, CHUNK), product_dtype(device)
-    with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False):
         T, P, G, dt = x.shape[1], x.shape[3], B.shape[2], dt.float()
         u, a = (part.unflatten(2, (G, -1)) for part in (x.float() * dt.unsqueeze(3), dt * A.float()))
         u, a = (_chunks(part, most).movedim(2, 4).contiguous() for part in (u, a))  # (S, c, G, R, L, P), (…, L)
@@ -61,7 +60,7 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
 
 def product_dtype(device: str) -> torch.dtype:
     """Return the dtype of a scan's matrix products on a device type such as "cuda": bf16 under autocast, else fp32."""
-    return torch.bfloat16 if device != "meta" and torch.is_autocast_enabled(device) else torch.float32
+    return torch.bfloat16 if torch.is_autocast_enabled(device) else torch.float32
 
 
 def _chunks(x: Tensor, most: int) -> Tensor:
@@ -176,13 +175,15 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 class _Shifted(torch.autograd.Function):
     """The function behind causal_conv: x (S, T, C), weight (C, K), bias (C,) → (S, T, C). Its backward pass is written
-    by hand, as autograd would keep a tensor of the size of x for each of the K taps."""
+    by hand, as autograd would keep a tensor of the size of x for each of the K taps. The last tap reads the token
+    itself, the one `shift` places before it as many tokens back; taps that reach before the first token are left out.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         y = torch.addcmul(bias, x, weight[:, -1])
-        for shift in _shifts(x, weight):
+        for shift in range(1, min(weight.shape[1], x.shape[1])):
             y[:, shift:].addcmul_(x[:, :-shift], weight[:, -1 - shift])
         return y.to(x.dtype)
 
@@ -192,13 +193,7 @@ class _Shifted(torch.autograd.Function):
         g = g.to(torch.promote_types(x.dtype, weight.dtype))
         of_x, of_weight = g * weight[:, -1], torch.zeros_like(weight)
         of_weight[:, -1] = (g * x).sum(dim=(0, 1))
-        for shift in _shifts(x, weight):
+        for shift in range(1, min(weight.shape[1], x.shape[1])):
             of_x[:, :-shift].addcmul_(g[:, shift:], weight[:, -1 - shift])
             of_weight[:, -1 - shift] = (g[:, shift:] * x[:, :-shift]).sum(dim=(0, 1))
         return of_x.to(x.dtype), of_weight, g.sum(dim=(0, 1))
-
-
-def _shifts(x: Tensor, weight: Tensor) -> range:
-    """Return the shifts 1 to min(K, T) − 1: how many tokens back each tap reads. The last tap, which reads the token
-    itself (shift 0), and taps that reach before the first token are left out."""
-    return range(1, min(weight.shape[1], x.shape[1]))

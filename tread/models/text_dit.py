@@ -10,6 +10,7 @@ have the same names.
 Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of text tokens and pooled text.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -137,11 +138,11 @@ class TextDiT(LightningDiT):
         self, *, text_tokens: int, text_width: int | None = None, text_pooled: int | None = None,
         vocabulary: int | None = None, **given: Any,
     ) -> None:  # fmt: skip
-        given = DIT_PARTS | given
+        given = DIT_PARTS | {"num_classes": None} | given
         text = {"text_tokens": text_tokens, "width": text_width, "pooled": text_pooled, "vocabulary": vocabulary}
         embedder = partial(TextEmbedder, **text, norm=given["norm"])
         block = partial(TextBlock, text_tokens=text_tokens)
-        super().__init__(num_classes=None, block=block, embedder=embedder, **given)
+        super().__init__(block=block, embedder=embedder, **given)
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()
         mask[:, 0] = True
         tokens = mask.long() * 0 if vocabulary else self.pos_embed.new_zeros(1, text_tokens, text_width)
@@ -167,15 +168,10 @@ class TextDiT(LightningDiT):
         held = (self.null_tokens, self.null_mask, self.null_pooled)
         return Text(*(None if part is None else part.expand(count, *part.shape[1:]) for part in held))
 
-    def check_condition(self, y: Text, batch: int) -> None:
-        self.y_embedder.check(y, batch)
-
     def forward_flops(self, *given: object, **more: object) -> int:
         """Return the FLOPs of one sample's forward pass, with the text's projections. Arguments are as in Backbone."""
         return super().forward_flops(*given, **more) + 2 * self.y_embedder.multiply_adds()
 
-    def embed(self, x: Tensor, t: Tensor, y: Text) -> tuple[Tensor, ...]:
-        """Return tokens (B, N, D), conditioning (B, D), and the text (B, T, D) with its mask (B, T) for the blocks."""
-        self.check_inputs(x, y)
-        pooled, text = self.y_embedder(y)
-        return self.x_embedder(x, self.pos_embed, self.residual), self.t_embedder(t) + pooled, text, y.mask
+    def embed_condition(self, y: Text) -> Sequence[Tensor]:
+        """Return the pooled text (B, D), and the text (B, T, D) with its mask (B, T) for the blocks."""
+        return *self.y_embedder(y), y.mask

@@ -12,7 +12,6 @@ chunks' own sums. Each level has fewer sums than the one below by a factor CHUNK
 Shapes: B samples, T tokens, D channels.
 """
 
-import contextlib
 import math
 
 import torch
@@ -36,9 +35,9 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     each sample and channel, so keys may have any size; under autocast the products within chunks are in bf16. To stay
     within fp32's range, w is clamped to ±60, and u to at least −20.
     """
-    device = k.device.type
+    device = "cpu" if k.is_meta else k.device.type
     most, half = CHUNKS.get(device, CHUNK), product_dtype(device)
-    with contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False):
         T = k.shape[1]
         decay = w.float().clamp(-DECAY_LIMIT, DECAY_LIMIT).view(-1, 1, 1, 1) / T  # per token
         length = min(T, most)

@@ -114,7 +114,7 @@ class Routing:
         self._unverified = on_routes if verify else set()
         self._select, self._join, self._keyword, self._place = select, join, keyword, place
         self._ids: tuple[Tensor, ...] | None = None
-        self._tokens: tuple[int | None, ...] = ()
+        self._tokens: Sequence[int | None] = ()
         self._running: dict[int, tuple[Inputs, Tensor]] = {}  # block → inputs, ids_keep of its call
         self._rejoins: dict[int, tuple[Inputs, list[int], bool]] = {}  # route → inputs, write counts, _in_forward()
         self._last, self._handles = -1, []  # _last: the block that was called last
@@ -207,9 +207,8 @@ class Routing:
             self._watch(number, index, args)
         rejoins = index == route.end and route.rejoin < route.start
         saved = self._saved(number, index, args) if rejoins else (args, kwargs)
-        picked = self._select(args, kwargs, ids_keep)
         self._running[index] = saved, ids_keep
-        return picked
+        return self._select(args, kwargs, ids_keep)
 
     def _behind(self, index: int, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if index not in self._running:
@@ -262,23 +261,21 @@ class Routing:
                 )
 
     @contextlib.contextmanager
-    def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None) -> Iterator[None]:
+    def on_ids(self, *ids_keep: Tensor, tokens: Sequence[int] | None = None) -> Iterator[None]:
         """Return a context in which each route's blocks run on the tokens at its ids_keep (B, K) int64, one tensor per
-        route. `tokens` is N, or each route's N; then blocks called with another number of tokens raise ValueError.
+        route. `tokens` is each route's N; then blocks called with another number of tokens raise ValueError.
         Raises ValueError for ids_keep of wrong shape or dtype and, on a CPU only, for repeated or too large indices.
         Raises RuntimeError if routes of these blocks are on already or were removed. Warns if no routed block ran."""
         self._waiting = False
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
-        counts = tuple(tokens) if isinstance(tokens, Sequence) else (tokens,) * len(self.routes)
-        for ids, count in zip(ids_keep, counts, strict=True):
-            if count is not None:  # else the blocks' tokens, once they are there, are the measure
-                check_ids(ids, len(ids), count)
+        for ids, count in zip(ids_keep, tokens or ()):  # else the tokens that blocks get are the measure
+            check_ids(ids, len(ids), count)
         if any(self._blocks & other._blocks for other in _ON):
             raise RuntimeError("routes of these blocks are on already: one attach_routes takes all that run together")
         if not self._handles:
             raise RuntimeError("the routes were removed from the model: attach them anew")
-        self._ids, self._tokens, self._ran = ids_keep, counts, False
+        self._ids, self._tokens, self._ran = ids_keep, tokens or [None] * len(ids_keep), False
         _ON.append(self)
         try:
             yield
@@ -292,8 +289,7 @@ class Routing:
                 )
         finally:
             _ON.remove(self)
-            self._ids, self._tokens, self._last = None, (), -1
-            self._entered = None
+            self._ids, self._entered, self._last = None, None, -1
             self._running.clear()  # a failed call would keep its tensors alive
             self._rejoins.clear()
 
@@ -373,7 +369,6 @@ def attach_routes(
                 )
         if tokens is not None and next(iter(inspect.signature(block.forward).parameters), None) != tokens:
             raise ValueError(f"tokens is {tokens!r}, but must name the first input of the blocks")
-    resolved = [route.resolve(len(blocks)) for route in routes]
-    check_routes(resolved, len(blocks))
-    settled = tuple(replace(route, fp32="off") for route in resolved)
+    check_routes(routes, len(blocks))
+    settled = tuple(replace(route, fp32="off").resolve(len(blocks)) for route in routes)
     return Routing(blocks, settled, select, join, tokens, output, verify)

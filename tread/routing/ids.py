@@ -53,27 +53,6 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tenso
     return (rows[:, :, None] * width + torch.arange(width, device=rows.device)).flatten(1)
 
 
-def group_ids(noise: Tensor, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
-    """Keep the token with the smallest noise in each 2×2 group of the grid, as SPRINT does: ids_keep (B, N / 4).
-
-    noise       (B, N) uniform numbers, so the four tokens of a group are equally likely.
-    grid        (H, W), both even (else ValueError).
-    force_keep  (B, N) bool, true for tokens that must be kept; at most one per group (else ValueError).
-    """
-    height, width = _check_grid(noise, grid)
-    check_groups(grid)
-    if force_keep is not None:
-        _check_mask(noise, force_keep)
-        most = int(_by_groups(force_keep, grid).sum(dim=3).max()) if len(noise) else 0
-        if most > 1:
-            raise ValueError(f"force_keep holds {most} tokens of a 2×2 group, but select=group keeps one of each")
-        noise = noise.masked_fill(force_keep, -1.0)
-    place = _by_groups(noise, grid).argmin(dim=3)  # (B, H/2, W/2) of 0..3: upper left, upper right, lower left, …
-    row = 2 * torch.arange(height // 2, device=noise.device)[:, None] + place // 2
-    column = 2 * torch.arange(width // 2, device=noise.device) + place % 2
-    return (row * width + column).flatten(1).sort(dim=1).values
-
-
 def check_groups(grid: Grid) -> None:
     """Raise ValueError unless both sides of the grid (H, W) are even."""
     if grid[0] % 2 or grid[1] % 2:
@@ -85,20 +64,6 @@ def _by_groups(values: Tensor, grid: Grid) -> Tensor:
     """Split the grid into 2×2 groups: (B, H·W) → (B, H/2, W/2, 4)."""
     height, width = grid
     return values.view(-1, height // 2, 2, width // 2, 2).transpose(2, 3).flatten(3)
-
-
-def shared_ids(noise: Tensor, selection_ratio: float, force_keep: Tensor | None = None) -> Tensor:
-    """Keep the same K = N − int(N·selection_ratio) tokens in all samples, chosen by the first sample's noise: ids_keep
-    (B, K). force_keep (B, N) bool marks tokens that all samples keep; more than K in all raise ValueError.
-
-    This is for models whose positions or masks have no batch axis. If a batch is split over processes or accumulation
-    steps, give each part the same first row of noise and the same forced tokens, or the parts choose differently.
-    """
-    chances = noise[:1]
-    if force_keep is not None:
-        _check_mask(noise, force_keep)
-        chances = force(chances, force_keep.any(dim=0, keepdim=True), selection_ratio)
-    return draw_ids(chances, selection_ratio).expand(len(noise), -1)
 
 
 class Token:
@@ -162,24 +127,43 @@ class Row(Token):
 
 
 class Shared(Token):
-    """Rule "shared": all samples of a batch keep the same random tokens."""
+    """Rule "shared": all samples of a batch keep the same tokens, chosen by the first sample's draws, and all tokens
+    that `keep` marks in any sample. For models whose positions or masks have no batch axis. If a batch is split over
+    processes or accumulation steps, give each part the same first row of draws and the same forced tokens, or the parts
+    choose differently."""
 
     description = ", the same ones in a batch"
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
-        return shared_ids(draws, route.selection_ratio, keep)
+        chances = draws[:1]
+        if keep is not None:
+            _check_mask(draws, keep)
+            chances = force(chances, keep.any(dim=0, keepdim=True), route.selection_ratio)
+        return draw_ids(chances, route.selection_ratio).expand(len(draws), -1)
 
     def for_sampling(self, route: Route) -> Route:
         return replace(route, select="token")
 
 
 class Group(Token):
-    """Rule "group": each sample keeps a random token of each 2×2 group of the grid, so selection_ratio is 0.75."""
+    """Rule "group": each sample keeps the token with the smallest draw in each 2×2 group of the grid, as SPRINT does,
+    so selection_ratio is 0.75. `keep` may mark one token of a group."""
 
     description, ratio = ", one of each 2×2", 0.75
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
-        return group_ids(draws, grid, keep)
+        height, width = _check_grid(draws, grid)
+        check_groups(grid)
+        if keep is not None:
+            _check_mask(draws, keep)
+            most = int(_by_groups(keep, grid).sum(dim=3).max()) if len(draws) else 0
+            if most > 1:
+                raise ValueError(f"force_keep holds {most} tokens of a 2×2 group, but select=group keeps one of each")
+            draws = draws.masked_fill(keep, -1.0)
+        place = _by_groups(draws, grid).argmin(dim=3)  # (B, H/2, W/2) of 0..3: upper left, upper right, lower left, …
+        row = 2 * torch.arange(height // 2, device=draws.device)[:, None] + place // 2
+        column = 2 * torch.arange(width // 2, device=draws.device) + place % 2
+        return (row * width + column).flatten(1).sort(dim=1).values
 
     def check_grid(self, grid: Grid) -> tuple[str, int]:
         check_groups(grid)
@@ -264,7 +248,8 @@ def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
 def check_ratio(route: Route, grid: Grid, key: str) -> None:
     """Raise ValueError, naming the setting `key`, if a selection_ratio above 0 skips no token of the grid (H, W) or
     keeps a single one, which could attend only to itself. Settings forbid both, while a Route allows them."""
-    ratio, tokens, kept = route.selection_ratio, math.prod(grid), count_kept(route, math.prod(grid), grid)
+    ratio, tokens = route.selection_ratio, math.prod(grid)
+    kept = count_kept(route, tokens, grid)
     unit, units = RULES[route.select].check_grid(grid)
     if ratio and kept == tokens:
         less = f"less than one {unit} of the {grid[0]}×{grid[1]} tokens"
