@@ -341,7 +341,7 @@ def test_tars_without_captions_have_no_classes(webdataset, tmp_path):
     (tmp_path / "wds").mkdir()
     with webdataset.TarWriter(str(tmp_path / "wds/0.tar")) as tar:
         tar.write({"__key__": "1", "png": picture(1), "cls": 3})
-    with pytest.raises(ValueError, match="a tar's name is no class"):
+    with pytest.raises(ValueError, match="tars need a text file beside each picture"):
         find_photos(tmp_path / "wds")
     shutil.copy(tmp_path / "wds/0.tar", tmp_path / "wds/1.tar")
     with pytest.raises(ValueError, match="root=val is of one source, but .* holds 2 tars: source=…/val[*].tar"):

@@ -144,7 +144,7 @@ def test_latents_that_changed_under_a_run_are_named(begun):
     os.utime(heldout, (int(shard.stat().st_mtime),) * 2)
     os.utime(shard, (0, 0))
     [line] = said("dataset.heldout=null")
-    assert f", is {shard.stat().st_size} bytes of 1970-01-01 00:00:00+00:00. Its latents" in line
+    assert f", {shard.stat().st_size} bytes of 1970-01-01 00:00:00+00:00. Its latents" in line
     assert any(line.endswith(text) for text in troubles_of(find_run(begun / RUN)))
     assert said("dataset.verify=full") == []
     content = bytearray(shard.read_bytes())
