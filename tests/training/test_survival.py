@@ -454,17 +454,16 @@ def test_an_evaluation_that_can_not_be_recorded_ends_all_processes_and_costs_no_
 
 
 OWN_SETTINGS = """
-import os, sys
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
-from conftest import launch
-launch(".", *["seed=1"] * int(os.environ["RANK"]))
+import os, runpy, sys
+sys.argv = [*sys.argv[1:], "seed=" + os.environ["RANK"]]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 def test_settings_typed_for_one_process_alone_are_refused(tmp_path):
     (tmp_path / "own.py").write_text(OWN_SETTINGS)
-    done = run_python("own.py", ROOT, cwd=tmp_path, processes=2)
-    assert done.returncode and "seed: typed for some of the processes alone" in done.stderr
+    done = run_python("own.py", ROOT / "train.py", *TINY, cwd=tmp_path, processes=2)
+    assert done.returncode == 1 and "seed: typed for some of the processes alone" in done.stderr, done.stderr
     assert not (tmp_path / "results").exists()
 
 

@@ -44,28 +44,27 @@ def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Alig
     return cfg.train.batch_size * sum(flops * count for flops, count in zip(each, kinds.values()))
 
 
-def kind_at(cfg: Settings, step: int) -> Kind:
-    return active_routes(cfg, step), bool(cfg.alignment.weight_at(step))
+def changes(cfg: Settings, steps: range) -> list[int]:
+    """Return those of the training steps `steps`, in order, from which routes or alignment may differ."""
+    ends = (end for end in (cfg.train.routes_until, cfg.alignment.until) if end is not None)
+    return sorted(step for step in {steps.start, *ends} if step in steps)
 
 
 def count_kinds(cfg: Settings, steps: range) -> Counter[Kind]:
     """Return how many of the training steps `steps` are of each kind."""
-    kinds, changes = Counter(), {steps.start, cfg.train.routes_until, cfg.alignment.until}
-    firsts = [*steps] if cfg.train.ratio_schedule else sorted(step for step in changes if step in steps)
+    kinds, firsts = Counter(), [*steps] if cfg.train.ratio_schedule else changes(cfg, steps)
     for first, end in zip(firsts, [*firsts[1:], steps.stop]):
-        kinds[kind_at(cfg, first)] += end - first
+        kinds[active_routes(cfg, first), bool(cfg.alignment.weight_at(first))] += end - first
     return kinds
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
     """Return the different kinds of the training steps `steps`. Of the ratios that train.ratio_schedule goes through,
     only a few are included, such as the first and the last."""
-    places, schedule = (
-        {steps.start, cfg.train.routes_until, cfg.alignment.until, steps.stop - 1},
-        cfg.train.ratio_schedule,
-    )
-    places |= {schedule.first, schedule.last} if schedule else set()
-    return list(dict.fromkeys(kind_at(cfg, place) for place in sorted(place for place in places if place in steps)))
+    schedule = cfg.train.ratio_schedule
+    more = (schedule.first, schedule.last, steps.stop - 1) if schedule else ()
+    places = [*changes(cfg, steps), *(step for step in more if step in steps)]
+    return list(dict.fromkeys((active_routes(cfg, place), bool(cfg.alignment.weight_at(place))) for place in places))
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:

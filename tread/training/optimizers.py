@@ -127,15 +127,15 @@ class Optim:
         blocks differently, as Muon does. Raises ValueError if the optimizer refuses its settings."""
         if OPTIMIZERS[self.name].splits:
             groups = groups_of((parameter for _, parameter in parameters), network)
+        elif not self.groups:
+            groups = [parameter for _, parameter in parameters]
         else:
             members: dict[OwnRate | None, list] = {}
             for name, parameter in parameters:
                 group = self._group_of(name)  # alignment's projector, which `freeze` leaves alone, always has a rate
                 members.setdefault(group if group and group.lr else None, []).append(parameter)
-            groups = [
-                {"params": part, **({"lr_factor": group.lr / self.lr} if group else {})}
-                for group, part in members.items()
-            ]
+            rates = {group: {"lr_factor": group.lr / self.lr} for group in members if group is not None}
+            groups = [{"params": part, **rates.get(group, {})} for group, part in members.items()]
         try:
             optimizer = OPTIMIZERS[self.name].make(groups, **self._arguments(), **(self.options or {}))
         except (TypeError, ValueError, RuntimeError) as error:

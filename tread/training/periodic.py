@@ -442,8 +442,7 @@ def forecast(run: Run, seconds: float) -> str:
     routes, aligner, left = active_routes(cfg, run.step - 1), run.aligner_at(run.step - 1), cfg.train.steps - run.step
     flops = sample_flops(run.network, routes, aligner)
     if aligner and cfg.alignment.until:  # steps behind alignment's end take less
-        plain = max(0, cfg.train.steps - cfg.alignment.until)
-        left -= plain * aligner.flops(routes) / flops
+        left -= max(0, cfg.train.steps - cfg.alignment.until) * aligner.flops(routes) / flops
     each = sampler(run, 1).flops(model)
     speed = flops * cfg.train.batch_size / count / seconds  # FLOP/s of one process
 

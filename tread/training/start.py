@@ -329,7 +329,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
     alignment, optim, train, scored, built_in = cfg.alignment, cfg.optim, cfg.train, cfg.eval, cfg.dataset.embedded
     kind, other = alignment.kind, "edm" if cfg.objective == "rf" else "rf"
     live = kind == "repa" and alignment.source == "live"
-    inception = scored.fid_every or (live and alignment.encoder == "inception")
+    judge = built_in == "emoji" and scored.demo_samples
+    inception = scored.fid_every or judge or (live and alignment.encoder == "inception")
     read = {  # setting → whether anything reads it, and where nothing does
         "alignment.weight": (kind != "none", f"with alignment={kind}"),
         "alignment.gap": (kind == "self", f"with alignment={kind}"),
@@ -342,10 +343,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
         "eval.demo_samples": (built_in in ("digits", "emoji"), "but with dataset=digits or emoji"),
         "eval.fid_reference": (scored.fid_every, "without eval.fid_every"),
         "eval.fid_samples": (scored.fid_every, "without eval.fid_every"),
-        "eval.inception": (
-            inception or (built_in == "emoji" and scored.demo_samples),
-            "without an FID, emoji's judge or an alignment that reads it",
-        ),
+        "eval.inception": (inception, "without an FID, emoji's judge or an alignment that reads it"),
         "optim.final_lr": (optim.schedule != "constant", "with optim.schedule=constant"),
         "rf.clamp": (cfg.rf.predicts != "velocity", "with rf.predicts=velocity"),
         "rf.time_mean": (cfg.rf.time != "uniform", "with rf.time=uniform"),
@@ -366,24 +364,18 @@ def settings_warnings(cfg: Settings) -> list[str]:
         usual = USUAL.get(key, getattr(type(getattr(cfg, section)), name, None))
         if not reads and value != usual and (value or usual):
             warnings.append(f"{key}={written(value)} has no effect {where}")
-    blocks, teacher = alignment.resolve(cfg.model.depth)
+    one_channel, (blocks, teacher) = other == "edm" and cfg.dataset.channels == 1, alignment.resolve(cfg.model.depth)
     until = (train.routes_until or 0) if cfg.model.routes else 0
     ratios = {route.selection_ratio for route in cfg.model.routes if train.ratio_schedule}
     mistakes = [  # whether it is one, and the warning
-        (
-            kind == "self" and blocks[-1] >= teacher,
-            f"the teacher's block {teacher} is not deeper than the aligned one, {blocks[-1]}: see alignment.teacher",
-        ),
+        (kind == "self" and blocks[-1] >= teacher, f"the teacher's block {teacher} is not deeper than {blocks[-1]}"),
         (optim.warmup_steps >= train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
         (until >= train.steps, "train.routes_until is not below train.steps: the routes stay to the end"),
         ((alignment.until or 0) >= train.steps, "alignment.until is not below train.steps: it lasts to the end"),
         (ratios - {0.5}, "selection_ratio of routes has no effect in training with train.ratio_schedule"),
         (train.label_drop == 1, "train.label_drop is 1: no class or text is learned"),
         (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
-        (
-            cfg.objective == "rf" and cfg.rf.direction and cfg.dataset.channels == 1,
-            "rf.direction teaches nothing here: of the direction of one channel only the sign is left",
-        ),
+        (one_channel and cfg.rf.direction, "rf.direction: of the direction of one channel only the sign is left"),
     ]
     return warnings + [said for due, said in mistakes if due]
 
