@@ -79,7 +79,8 @@ class Backbone(nn.Module):
 
     make_block   function that creates a block. Blocks take tokens (B, N, D), the tensors that self.along(B) returns and
                  conditioning (B, D), and grid=(rows, columns) if self.needs_grid is set, and return tokens. They have a
-                 linear layer adaLN_modulation[1], and a method multiply_adds like DiTBlock's in dit.py.
+                 linear layer adaLN_modulation[1], and a method multiply_adds like DiTBlock's in dit.py. They draw
+                 nothing: dropout would not follow from (seed, step), nor be the same where activations are recomputed.
     input_size   height and width S of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
     learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.
