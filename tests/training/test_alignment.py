@@ -469,7 +469,7 @@ def test_what_does_not_fit_is_named_before_training(repa):
         ("alignment=repa", "alignment.encoder is null, but alignment=repa needs one"),
         (*REPA[:3], "model.patch_size=4", "features in .*digits/train have 4×4 tokens, but the network has 2×2"),
         (*REPA[:3], "alignment.source=live", "model.patch_size=1", "4×4.*8×8"),
-        ("alignment=self", "alignment.teacher=-7", "alignment.teacher is -7"),
+        ("alignment=self", "alignment.teacher=-7", "alignment names block -7"),
         ("alignment=self", "alignment.precision=fp16", "alignment.precision is 'fp16'"),
         ("alignment=self", "alignment.block=1", "alignment.blocks=[1,3]", r"\[1,3\] and alignment.block 1: name one"),
         ("alignment=self", "alignment.blocks=[]", "alignment.blocks one or more: set one of the two keys"),
