@@ -471,7 +471,12 @@ def test_what_does_not_fit_is_named_before_training(repa):
         (*REPA[:3], "alignment.source=live", "model.patch_size=1", "4×4.*8×8"),
         ("alignment=self", "alignment.teacher=-7", "alignment names block -7"),
         ("alignment=self", "alignment.precision=fp16", "alignment.precision is 'fp16'"),
-        ("alignment.block names one block, alignment.blocks one or more"),
+        (
+            "alignment=self",
+            "alignment.block=1",
+            "alignment.blocks=[1,3]",
+            "alignment.block names one block, alignment.blocks",
+        ),
         ("alignment=self", "alignment.blocks=[]", "alignment.blocks one or more: set one of the two keys"),
         ("alignment=self", "alignment.until=4", "alignment.fade=5", "alignment.fade is 5, but alignment.until 4"),
         ("alignment=none", "alignment.until=4", "alignment.until is 4, which belongs to alignment=repa or .*=self"),
