@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +38,9 @@ class Table(dict):
         if isinstance(entry, type) if self.kind is None else not isinstance(entry, self.kind):
             must = "no class, but an object of it" if self.kind is None else f"of {self.kind}"
             raise TypeError(f"the table's entry {name!r} is {entry!r}, but must be {must}")
-        setter = sys._getframe(depth).f_globals.get("__name__", "")  # of a plugin's file: its path
-        if setter.endswith(".py") and self.plugins.setdefault(name, setter) != setter:
-            both = f"{self.plugins[name]} and {setter}"
+        caller = sys._getframe(depth).f_globals.get("__name__", "")  # the name of a plugin's module is its path
+        if caller.endswith(".py") and self.plugins.setdefault(name, caller) != caller:
+            both = f"{self.plugins[name]} and {caller}"
             raise ValueError(f"the table's entry {name!r} is set by {both}: use them in processes of their own")
         super().__setitem__(name, entry)
 
@@ -196,11 +196,39 @@ def readable(values: Tensor) -> bool:
     return type(values) is Tensor and values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+class GatherRows(torch.autograd.Function):
+    """Gathers the rows of a tensor (R, …) at distinct indices (S,) into (S, …). As no index comes twice, the backward
+    pass writes each gradient to its row; Tensor.gather would add gradients up, on a GPU by atomic operations."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, indices: Tensor) -> Tensor:
+        return rows.index_select(0, indices)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.shape = inputs[0].shape
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_zeros(ctx.shape).index_copy_(0, *ctx.saved_tensors, gradient), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.index_select(0, *ctx.saved_tensors)
+
+
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
     """Gather the kept tokens in the order of ids_keep: (B, N, …), (B, K) → (B, K, …). Raises ValueError unless ids_keep
     is int64 and, checked on a CPU only, each sample's indices are distinct and below N."""
     check_ids(ids_keep, *tokens.shape[:2])
-    return tokens.flatten(0, 1).index_select(0, _rows(ids_keep, tokens)).unflatten(0, ids_keep.shape)
+    if torch.compiler.is_compiling() or not tokens.is_contiguous():  # torch.compile traces no Function with a jvp
+        index = ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
+        return tokens.gather(1, index)
+    return GatherRows.apply(tokens.flatten(0, 1), _rows(ids_keep, tokens)).unflatten(0, ids_keep.shape)
 
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:

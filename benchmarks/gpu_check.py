@@ -1,8 +1,8 @@
 """Measures where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py part=steps [options]
 
 Seven parts measure why a step is slower than its FLOPs would allow. A part begins no further measurement after its
-time limit. Each number is printed, and written at once to a file that all parts share. If a measurement fails, or
-lacks memory or a package, the reason is recorded and the next measurement follows.
+time limit. Each number is printed beside its prediction, and written at once to a file that all parts share.
+If a measurement fails, or lacks memory or a package, the reason is recorded and the next measurement follows.
 
     part=…     null: all in this order: machine (limits of the device), host (time to launch kernels), steps (with and
                without token routes), variants (other torch settings), peers (diffusers' DiT), kinds (other networks),
@@ -56,7 +56,19 @@ from tread.training.draws import active_routes
 from tread.training.run import Run
 from tread.training.settings import Settings
 
-OTHERS = ("lightning", "dit_text", "maskdit", "sprint", "rwkv", "mamba", "mamba model.kernel=mamba_ssm")  # networks
+PREDICTED_STEPS = {  # size → images/s of dense and routed steps (Route.fp32 "off"), and their ratio, at batch 256
+    "H200": {"S": (5800, 8000, 1.37), "B": (2400, 3350, 1.40), "L": (815, 1345, 1.65), "XL": (570, 980, 1.71)},
+    "H100": {"S": (5100, 7000, 1.37), "B": (2100, 2950, 1.40), "L": (730, 1180, 1.65), "XL": (515, 875, 1.71)},
+}
+OTHERS = {  # other networks at B's size → predicted time of their step divided by DiT's
+    "lightning": 1.1,
+    "dit_text": 1.3,
+    "maskdit": 0.95,
+    "sprint": 0.55,
+    "rwkv": 1.8,
+    "mamba": 4.0,
+    "mamba model.kernel=mamba_ssm": 2.0,
+}
 KERNELS = (  # kind of a GPU's kernel, and what its name contains; the first match counts
     ("memory-bound", "triton_poi"),
     ("reduction", "triton_red|triton_per"),
@@ -94,9 +106,12 @@ class Check:
     result: dict
     began: float = field(default_factory=time.perf_counter)
 
-    def add(self, name: str, measured: float, unit: str, **more: object) -> None:
-        """Print and record a number, with further facts `more` for the JSON."""
-        self._write(name, f"{measured:>12,.4g} {unit}", {"measured": measured, "unit": unit, **more})
+    def add(self, name: str, measured: float, unit: str, predicted: float | None = None, **more: object) -> None:
+        """Print a number beside its prediction, if any, and record both, with further facts `more` for the JSON."""
+        predicted = None if CPU else predicted
+        expected = "" if predicted is None else f"  (predicted {predicted:,.4g})"
+        row = {"measured": measured, "unit": unit, "predicted": predicted, **more}
+        self._write(name, f"{measured:>12,.4g} {unit}{expected}", row)
 
     def fail(self, name: str, reason: str) -> None:
         self._write(name, f"not measured: {reason}", {"failed": reason})
@@ -228,6 +243,7 @@ def calls_of(arms: Kinds) -> dict[str, Callable[[], None]]:
 def host(check: Check, options: Options) -> None:
     """Time steps of networks as deep as DiT-S and DiT-XL, but so narrow that kernel launches and Python take most of
     the time. The times show how much a step can gain from a CUDA graph."""
+    predicted = {("S", "compiled"): 13, ("S", "eager"): 28}  # ms
 
     def steps_of(size: str, how: str) -> None:
         small = ["model.hidden_size=24", "model.num_heads=2", f"train.compile={how != 'eager'}"]
@@ -236,7 +252,7 @@ def host(check: Check, options: Options) -> None:
             for name, turn in check.turns(calls_of(arms), options.pairs).items():
                 milliseconds = 1e3 * turn.median / BLOCK
                 facts = {"stages": stages(*arms[name]), "ms_a_block": milliseconds / len(run.network.blocks)}
-                check.add(f"{size}'s depth, {name}, {how}", milliseconds, "ms", **facts)
+                check.add(f"{size}'s depth, {name}, {how}", milliseconds, "ms", predicted.get((size, how)), **facts)
 
     for size in ("S",) if CPU else ("S", "XL"):
         for how in ("eager", "compiled") if CPU else ("eager", "compiled", "graphed"):
@@ -245,8 +261,10 @@ def host(check: Check, options: Options) -> None:
 
 def steps(check: Check, options: Options) -> None:
     """Measure training steps of each DiT size, with and without token routes: speed, memory, time by kind of kernel."""
+    predictions = PREDICTED_STEPS["H100" if "H100" in device_name(DEVICE) else "H200"]
 
     def steps_of(size: str, micro: int | None) -> None:
+        dense, routed, ratio = predictions[size]
         with opened(*words_of(size, f"train.micro_batch_size={micro or 'null'}")) as run:
             arms = kinds_of(run)
             result = measure(arms, options.pairs)
@@ -254,12 +272,13 @@ def steps(check: Check, options: Options) -> None:
                 check.fail(f"{size}, {name}", reason)
             for name, row in result["kinds"].items():
                 facts = {key: row[key] for key in ("ms", "mfu", "peak_gb", "first_turn_s", "stages")}
+                predicted = {"dense": dense, "routed": routed}.get(name)
                 planned = planned_bytes(*arms[name], result["compiled"]) / 1e9
-                check.add(f"{size}, {name}: peak memory", row["peak_gb"], "GB", planned=planned)
-                check.add(f"{size}, {name}", row["images_per_s"], "images/s", micro_batch=micro, **facts)
+                check.add(f"{size}, {name}: peak memory", row["peak_gb"], "GB", planned, planned=planned)
+                check.add(f"{size}, {name}", row["images_per_s"], "images/s", predicted, micro_batch=micro, **facts)
                 if "ratio" in row:
                     facts = {key: row[key] for key in ("ratio_95", "ideal", "of_ideal")}
-                    check.add(f"{size}, dense over {name}", row["ratio"], "times", **facts)
+                    check.add(f"{size}, dense over {name}", row["ratio"], "times", ratio, **facts)
                 for kind, seconds in time_by_kind(partial(take_steps, *arms[name], 2)).items():
                     check.add(f"{size}, {name}: {kind}", 1e3 * seconds / 2, "ms a step")
 
@@ -393,7 +412,7 @@ def peers(check: Check, options: Options) -> None:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 of_diffusers(latents[:1], first, first.long())
             flops = counter.get_total_flops() / forward_flops(run, cfg)
-            check.add(f"{size}: FLOPs of diffusers' DiT", flops, "of ours")
+            check.add(f"{size}: FLOPs of diffusers' DiT", flops, "of ours", 1.0)
             if compiled:
                 theirs.compile(dynamic=False)
                 compile_blocks(plain.compiled())  # which a copy is not
@@ -416,16 +435,17 @@ def kinds(check: Check, options: Options) -> None:
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
 
-    def beside(name: str) -> None:
+    def beside(name: str, predicted: float) -> None:
         model, *more = name.split()
         with opened(*shape, "model=dit") as run, opened(*shape, f"model={model}", *more) as other:
             turns = check.turns(calls_of({"dit": (run, run.cfg), name: (other, other.cfg)}), options.pairs)
         if len(turns) == 2:
             facts = {"ms": 1e3 * turns[name].median / BLOCK, "held_gb": turns[name].held / 1e9}
-            check.add(f"{name} over dit", statistics.median(turns[name].over(turns["dit"])), "times", **facts)
+            times = turns[name].over(turns["dit"])
+            check.add(f"{name} over dit", statistics.median(times), "times", predicted, **facts)
 
-    for name in OTHERS:
-        check.attempt(name, partial(beside, name))
+    for name, predicted in OTHERS.items():
+        check.attempt(name, partial(beside, name, predicted))
 
 
 def sampling(check: Check, options: Options) -> None:
