@@ -18,13 +18,13 @@ from test_optimizer import Watch
 
 import routing_module
 import train
-from dit import DiT
 from tread.checkpoints import checkpoint
 from tread.checkpoints.run_log import RunLog, differences
 from tread.data.dataset import LatentDataset
 from tread.data.latents import LatentSpec
 from tread.data.writer import write_dataset
 from tread.evaluation.scorers import EMBEDDED
+from tread.models.embedders import LabelEmbedder
 from tread.reports.report import troubles_of
 from tread.reports.runs import find_run
 from tread.runtime.signals import Stop
@@ -119,7 +119,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path, monkeypatch):
             training_step(run)
 
     monkeypatch.setattr(failures, "training_step", watched)
-    monkeypatch.setattr(DiT, "check_inputs", lambda *_: None)
+    monkeypatch.setattr(LabelEmbedder, "check", lambda *_: None)
     monkeypatch.setattr(routing_module, "readable", lambda _: False)
     launch(tmp_path, "train.micro_batch_size=4", "optim.clip_norm=1", "ema.power=[0.1]", "train.steps=2")
     assert len(watch.seen) > 100 and any("fused_adamw" in name for name in watch.seen)

@@ -105,8 +105,17 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
     """Return the error for an unknown key; it suggests our name of another codebase's key, or the most similar key."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
-    nearest = difflib.get_close_matches(_with_stars(key), known, n=1, cutoff=0.5)
-    more = f"the nearest known one is {nearest[0]!r}" if nearest else "--help all prints all"
+    spelt = _with_stars(key)
+
+    def likeness(other: str) -> float:
+        (section, _, name), (other_section, _, other_name) = spelt.rpartition("."), other.rpartition(".")
+        alike = difflib.SequenceMatcher(None, section, other_section).ratio()  # a key's last part counts most
+        return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
+
+    nearest = max(known, key=likeness)
+    names = (other.rpartition(".")[2] for other in (key, nearest))
+    alike = difflib.SequenceMatcher(None, *names).ratio() >= 0.5
+    more = f"the nearest known one is {nearest!r}" if alike else "--help all prints all"
     return ValueError(f"unknown setting {key!r}; {more}")
 
 
