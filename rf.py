@@ -7,6 +7,7 @@ as in the released TREAD code, not uniform. All random numbers are arguments. RF
 Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Literal
@@ -192,8 +193,8 @@ class RF(Process):
         network: Network,
         noise: Tensor,
         y: Condition,
-        strong: Routes,
-        weak: Routes,
+        strong: Routes | Callable[[int], Routes],
+        weak: Routes | Callable[[int], Routes],
         scale: float = 1.0,
         steps: int = 50,
         solver: str = "euler",
@@ -202,11 +203,12 @@ class RF(Process):
         """Draw samples (B, C, S, S) float64 by Sparse Guidance (arXiv 2601.01608). It combines two predictions of the
         data by one network with different routes: D_weak + scale·(D_strong − D_weak).
 
-        strong, weak  the routes of each prediction: pairs (Route, indices (B, K) of the kept tokens).
+        strong, weak  the routes of each prediction: pairs (Route, indices (B, K) of the kept tokens), or a function
+                      from the number of the denoiser call in sampling (0, 1, …) to such pairs.
         scale         the guidance weight ω; 1: D_strong alone.
         weak_y        labels for D_weak; None: y, as in Sparse Guidance.
         """
         denoise = partial(self.denoise, network)
-        strong_branch = Branch(denoise, y, lambda call: strong)
-        weak_branch = Branch(denoise, y if weak_y is None else weak_y, lambda call: weak)
-        return solve(solver, guided(strong_branch, weak_branch, lambda call: scale), noise, self.schedule(steps))
+        by_call = [routes if callable(routes) else (lambda call, fixed=routes: fixed) for routes in (strong, weak)]
+        branches = Branch(denoise, y, by_call[0]), Branch(denoise, y if weak_y is None else weak_y, by_call[1])
+        return solve(solver, guided(*branches, lambda call: scale), noise, self.schedule(steps))

@@ -12,7 +12,6 @@ for models that can't be edited in tread/routing/hooks.py. This file needs only 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,26 +26,21 @@ Grid = tuple[int, int]  # rows and columns of tokens
 
 class Table(dict):
     """A dict of named entries, to which users may add. An entry must be an instance of `kind`; with kind=None it may be
-    an instance of any class, but not itself a class. Raises TypeError for other entries, and ValueError if plugins
-    in two files set the same entry."""
+    an instance of any class, but not itself a class. Raises TypeError for other entries."""
 
     def __init__(self, kind: type | None, entries: Mapping | tuple = ()) -> None:
         super().__init__(entries)
-        self.kind, self.plugins = kind, {}  # name → path of the plugin that set its entry
+        self.kind = kind
 
-    def __setitem__(self, name: str, entry: object, depth: int = 1) -> None:
+    def __setitem__(self, name: str, entry: object) -> None:
         if isinstance(entry, type) if self.kind is None else not isinstance(entry, self.kind):
             must = "no class, but an object of it" if self.kind is None else f"of {self.kind}"
             raise TypeError(f"the table's entry {name!r} is {entry!r}, but must be {must}")
-        caller = sys._getframe(depth).f_globals.get("__name__", "")  # the name of a plugin's module is its path
-        if caller.endswith(".py") and self.plugins.setdefault(name, caller) != caller:
-            both = f"{self.plugins[name]} and {caller}"
-            raise ValueError(f"the table's entry {name!r} is set by {both}: use them in processes of their own")
         super().__setitem__(name, entry)
 
     def __ior__(self, entries: Mapping) -> "Table":
         for name, entry in entries.items():
-            self.__setitem__(name, entry, depth=2)
+            self[name] = entry
         return self
 
 
@@ -81,7 +75,9 @@ class Route:
             raise ValueError(f"selection_ratio is {self.selection_ratio}, but must lie in [0, 1)")
         if self.fp32 not in FP32_CHOICES:
             raise ValueError(f"fp32 is {self.fp32!r}, but must be one of {', '.join(FP32_CHOICES)}")
-        if self.rejoin not in REJOINS and not hasattr(self.rejoin, "__index__"):
+        if hasattr(self.rejoin, "__index__"):
+            object.__setattr__(self, "rejoin", self.rejoin.__index__())
+        elif self.rejoin is not None and self.rejoin not in REJOINS:
             names = ", ".join(name for name in REJOINS if name)
             raise ValueError(f"rejoin is {self.rejoin!r}, but must be null, a block, {names} or a plugin's")
         if RULES:
@@ -99,7 +95,8 @@ class Route:
     def resolve(self, depth: int) -> "Route":
         """Return this route for a network of `depth` blocks, with negative indices, fp32="auto" and rejoin=None made
         explicit. Raises ValueError for indices out of range or order, and for fp32="next" if no block follows."""
-        given = {"start": self.start, "end": self.end, "rejoin": self.saved_before}
+        rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
+        given = {"start": self.start, "end": self.end, "rejoin": rejoin}
         for name, index in given.items():
             if not -depth <= index < depth:
                 raise ValueError(f"route {name} {index} is out of range for {depth} blocks, -{depth} to {depth - 1}")
@@ -113,8 +110,8 @@ class Route:
             fp32 = "end" if depth - 1 - end <= 3 else "off"
         if fp32 == "next" and end + 1 == depth:
             raise ValueError(f'fp32 is "next", but no block follows route end {end} of {depth} blocks')
-        named = isinstance(self.rejoin, str)
-        return replace(self, start=start, end=end, fp32=fp32, rejoin=self.rejoin if named else rejoin)
+        named = self.rejoin if isinstance(self.rejoin, str) else rejoin
+        return replace(self, start=start, end=end, fp32=fp32, rejoin=named)
 
     @property
     def fp32_block(self) -> int | None:
@@ -124,12 +121,12 @@ class Route:
     @property
     def rejoins(self) -> "Rejoin":
         """How the skipped tokens return: REJOINS[rejoin] if `rejoin` is a name like "stale", else REJOINS[None]."""
-        return REJOINS.get(self.rejoin, REJOINS[None])
+        return REJOINS[self.rejoin if isinstance(self.rejoin, str) else None]
 
     @property
     def saved_before(self) -> int:
-        """Index of the block before which skipped tokens are saved."""
-        return self.start if self.rejoin in REJOINS else self.rejoin
+        """Index of the block before which skipped tokens are saved. Valid only for a route that `resolve` returned."""
+        return self.rejoin if isinstance(self.rejoin, int) else self.start
 
     def __str__(self) -> str:
         """Describe a resolved route: "r(2→8)", "r(2→8), rejoin=stale" or "r(2→8), rejoins as before block 1"."""
@@ -175,19 +172,23 @@ def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor
     return ids_keep.sort(dim=1).values if sort else ids_keep
 
 
-def check_ids(ids_keep: Tensor, batch: int, tokens: int) -> None:
+def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
     """Raise ValueError unless ids_keep is (batch, K) int64, K > 0, and a sample's indices are distinct and below
-    `tokens`. Index values are checked on a CPU only, to avoid a GPU synchronisation."""
-    fits = ids_keep.ndim == 2 and len(ids_keep) == batch and 0 < ids_keep.shape[1] <= tokens
+    `tokens` (None: N is unknown). Index values are checked on a CPU only, to avoid a GPU synchronisation."""
+    shape, most = tuple(ids_keep.shape), "" if tokens is None else f", K at most {tokens} tokens"
+    fits = ids_keep.ndim == 2 and shape[0] == batch and 0 < shape[1] <= (tokens or shape[1])
     if not fits or ids_keep.dtype != torch.int64:
-        given = f"ids_keep has shape {tuple(ids_keep.shape)}, {ids_keep.dtype}"
-        raise ValueError(f"{given}, but must be ({batch}, K) int64, K from 1 to {tokens}")
+        raise ValueError(f"ids_keep has shape {shape}, {ids_keep.dtype}, but must be ({batch}, K) int64, K > 0{most}")
     if readable(ids_keep) and batch:
-        low, high = int(ids_keep.min()), int(ids_keep.max())
-        if low < 0 or high >= tokens:
-            raise ValueError(f"ids_keep names tokens {low} to {high}, but they are 0 to {tokens - 1}")
-        if (ids_keep.sort(dim=1).values.diff(dim=1) == 0).any():
-            raise ValueError("ids_keep names a token twice in a sample: name each token once")
+        ordered = ids_keep.sort(dim=1).values
+        low, high = int(ordered.min()), int(ordered.max())
+        if low < 0 or (tokens is not None and high >= tokens):
+            known = "begin at 0" if tokens is None else f"are 0 to {tokens - 1}"
+            raise ValueError(f"ids_keep names tokens {low} to {high}, but they {known}")
+        twice = (ordered[:, 1:] == ordered[:, :-1]).nonzero()
+        if len(twice):
+            row, column = twice[0].tolist()
+            raise ValueError(f"ids_keep names token {ordered[row, column]} twice in sample {row}: name each token once")
 
 
 def readable(values: Tensor) -> bool:
@@ -224,6 +225,9 @@ class GatherRows(torch.autograd.Function):
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
     """Gather the kept tokens in the order of ids_keep: (B, N, …), (B, K) → (B, K, …). Raises ValueError unless ids_keep
     is int64 and, checked on a CPU only, each sample's indices are distinct and below N."""
+    given, batch = len(ids_keep), len(tokens)
+    if given != batch:
+        raise ValueError(f"ids of {given} samples for tokens of {batch}: each sample needs its own row (see expand)")
     check_ids(ids_keep, *tokens.shape[:2])
     if torch.compiler.is_compiling() or not tokens.is_contiguous():  # torch.compile traces no Function with a jvp
         index = ids_keep.view(*ids_keep.shape, *[1] * (tokens.ndim - 2)).expand(-1, -1, *tokens.shape[2:])
@@ -239,7 +243,7 @@ def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
         said = f"{tuple(kept.shape)} kept tokens for ids of shape {tuple(ids_keep.shape)}"
         raise ValueError(f"{said} and all tokens of shape {tuple(saved.shape)}: each needs one id and the same width")
     rows, kept = _rows(ids_keep, saved), kept.flatten(0, 1).to(saved.dtype)
-    return saved.flatten(0, 1).index_copy(0, rows, kept).view_as(saved)
+    return saved.flatten(0, 1).index_copy(0, rows, kept).view(saved.shape)
 
 
 def _rows(ids_keep: Tensor, tokens: Tensor) -> Tensor:
@@ -273,10 +277,10 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
         named = f"the route {route.start}→{route.end} selects by {route.select!r}"
         raise ValueError(f'{named}, but these blocks need a grid of tokens: it takes select="row"')
     whole = ids_keep.shape[1] % width == 0
-    if readable(ids_keep):
-        first = ids_keep[:, ::width]  # of each row
-        rows = (first[:, :, None] + torch.arange(width)).flatten(1)
-        whole = torch.equal(ids_keep, rows) and not (first % width).any() and bool((first.diff(dim=1) > 0).all())
+    if whole and readable(ids_keep):
+        rows = ids_keep.view(len(ids_keep), -1, width)
+        whole = bool((rows == rows[..., :1] + torch.arange(width)).all() and (rows[..., 0] % width == 0).all())
+        whole = whole and bool((rows[..., 0].diff(dim=1) > 0).all())
     if not whole:
         rows = f"whole rows of the {grid[0]}×{width} grid in raster order"
         raise ValueError(f"ids_keep of the route {route.start}→{route.end} are not {rows}; row_ids draws such")
@@ -387,9 +391,10 @@ def run_blocks(
     for index, block in enumerate(blocks):
         saved |= {route.end: (tokens, times_written(tokens)) for route in resolved if route.saved_before == index}
         if route := starting.get(index):
-            chosen = given[index] = settle_ids(route, given[index], tokens[:, leading:], grid or layout)
-            record.ids = list(given.values())
-            ids_keep = keep_prefix(chosen, leading)
+            chosen = record.ids[list(given).index(index)] = settle_ids(
+                route, given[index], tokens[:, leading:], grid or layout
+            )
+            ids_keep = keep_prefix(chosen, leading) if leading else chosen
             if route.rejoins.removes:
                 shape = None if grid is None else kept_grid(route, chosen, grid)
                 seen, ids_here = [gather_tokens(tensor, ids_keep) for tensor in along], chosen
@@ -413,8 +418,6 @@ def run_blocks(
 
 def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
     """Shift the indices by `prefix` and put 0..prefix−1 before them: (B, K) → (B, prefix + K)."""
-    if not prefix:
-        return ids_keep
     first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
     return torch.cat([first, ids_keep + prefix], dim=1)
 

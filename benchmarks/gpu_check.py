@@ -49,7 +49,7 @@ from tread.models.backbone import count_parameters
 from tread.models.cost_constants import SIZES
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, device_name, set_tf32, wait_for
-from tread.runtime.files import check_file, write_json
+from tread.runtime.files import check_file
 from tread.runtime.schema import Count
 from tread.training.costs import memory
 from tread.training.draws import active_routes
@@ -107,14 +107,15 @@ class Check:
     began: float = field(default_factory=time.perf_counter)
 
     def add(self, name: str, measured: float, unit: str, predicted: float | None = None, **more: object) -> None:
-        """Print a number beside its prediction, if any, and record both, with further facts `more` for the JSON."""
+        """Record a number, with further facts `more` for the JSON, and print it beside its prediction, if any."""
         predicted = None if CPU else predicted
         expected = "" if predicted is None else f"  (predicted {predicted:,.4g})"
-        row = {"measured": measured, "unit": unit, "predicted": predicted, **more}
-        self._write(name, f"{measured:>12,.4g} {unit}{expected}", row)
+        print(f"  {name:<52} {measured:>12,.4g} {unit}{expected}", flush=True)
+        self._write(name, {"measured": measured, "unit": unit, "predicted": predicted, **more})
 
     def fail(self, name: str, reason: str) -> None:
-        self._write(name, f"not measured: {reason}", {"failed": reason})
+        print(f"  {name:<52} not measured: {reason}", flush=True)
+        self._write(name, {"failed": reason})
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
         """Run the measurements in `work`, or record under `name` why they failed or that the part's time is over."""
@@ -130,7 +131,8 @@ class Check:
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
         """Time the functions in `calls` {name: function} in turns, `rounds` times each. Returns {name: times and
         memory} of those that worked, and records why others failed."""
-        turns = take_turns(calls, rounds, failed := {})
+        failed: dict[str, str] = {}
+        turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
             self.fail(name, reason)
         return turns
@@ -139,11 +141,10 @@ class Check:
     def rows(self) -> dict[str, dict]:
         return self.result[self.part]["rows"]
 
-    def _write(self, name: str, said: str, row: dict) -> None:
-        print(f"  {name:<52} {said}", flush=True)
+    def _write(self, name: str, row: dict) -> None:
         self.rows[name] = row
         if self.path:
-            write_json(self.path, self.result)
+            self.path.write_text(json.dumps(self.result, indent=1) + "\n")
 
 
 def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
@@ -156,8 +157,9 @@ def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
     return call
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=torch.float32 if CPU else torch.bfloat16)
+def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = dtype or (torch.float32 if CPU else torch.bfloat16)
+    return torch.randn(shape, device=DEVICE, dtype=dtype)
 
 
 def machine(check: Check, options: Options) -> None:
@@ -284,15 +286,12 @@ def steps(check: Check, options: Options) -> None:
 
     for size in options.sizes or ("XL", "S", "B", "L"):
         for micro in (None, 128, 64):  # takes the largest micro-batch that fits into memory
-            for name in rows_of(size, check.rows):
+            for name in [name for name in check.rows if name.split(",")[0] == size]:
                 del check.rows[name]
             check.attempt(size, partial(steps_of, size, micro))
-            if not any(row.get("failed") == "out of memory" for row in rows_of(size, check.rows).values()):
+            own = [row for name, row in check.rows.items() if name.split(",")[0] == size]
+            if not any(row.get("failed") == "out of memory" for row in own):
                 break
-
-
-def rows_of(size: str, rows: dict[str, dict]) -> dict[str, dict]:
-    return {name: row for name, row in rows.items() if re.split("[,:]", name)[0] == size}
 
 
 def planned_bytes(run: Run, cfg: Settings, compiled: bool) -> int:
@@ -356,7 +355,7 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
     """Time gathering tokens in two ways: by elements, and by rows as gather_tokens does. Also time the EMA update of
     the weights, and its lower bound: one lerp over a flat tensor of as many numbers."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
-    x = torch.randn(batch, tokens, SIZES[size], device=DEVICE, requires_grad=True)
+    x = random(batch, tokens, SIZES[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
     with opened(*words_of(size, "train.compile=false")) as run:
         zero = torch.zeros((), device=DEVICE)
@@ -519,14 +518,13 @@ def main() -> None:
         if options.part in (None, part.__name__):
             began = time.perf_counter()
             print(f"{part.__name__}: {part.__doc__.splitlines()[0]}", flush=True)
-            rows = {}
-            if options.sizes and part in (steps, variants, peers):  # the other sizes' numbers stay
-                earlier = result.get(part.__name__, {"rows": {}})
-                facts = {key: earlier[key] for key in ("commit", "torch", "time", "note") if key in earlier}
-                others = {*SIZES} - {*options.sizes}
-                rows = {name: facts | row for size in others for name, row in rows_of(size, earlier["rows"]).items()}
+            earlier = result.get(part.__name__, {}) if options.sizes and part in (steps, variants, peers) else {}
+            facts = {key: earlier[key] for key in ("commit", "torch", "time", "note") if key in earlier}
+            kept = [name for name in earlier.get("rows", {}) if re.split("[,:]", name)[0] not in options.sizes]
+            rows = {name: facts | earlier["rows"][name] for name in kept}
             result[part.__name__] = {**circumstances(), "rows": rows}
-            part(Check(part.__name__, minutes, path, result), options)
+            check = Check(part.__name__, minutes, path, result)
+            part(check, options)
             print(f"  {time.perf_counter() - began:.0f} s\n")
 
 

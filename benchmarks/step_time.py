@@ -21,19 +21,17 @@ if __name__ == "__main__":
 
 import statistics
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
 from unittest.mock import patch
 
 import torch
 from scipy import stats
-from timing import DEVICE, begin, circumstances, composed, options_of, random_dataset, seconds, take_turns
+from timing import DEVICE, begin, circumstances, composed, options_of, random_dataset, seconds, take_turns, write
 
 from tread.checkpoints.ema import EMA
 from tread.data.columns import TextSpec
@@ -43,8 +41,6 @@ from tread.models.architectures import ARCHITECTURES, NetworkOptions
 from tread.models.backbone import count_parameters
 from tread.models.conditions import Text
 from tread.runtime.device import peak_flops
-from tread.runtime.files import write_json
-from tread.runtime.schema import Range
 from tread.runtime.signals import Stop
 from tread.training import settings, step
 from tread.training.run import Run
@@ -58,8 +54,12 @@ Kinds = dict[str, tuple[Run, settings.Settings]]  # name of a kind of step → a
 @dataclass(frozen=True)
 class Options:
     beside: str = ""
-    pairs: Annotated[int, Range("be at least 6, for an interval of the median", lambda pairs: pairs >= 6)] = 24
+    pairs: int = 24
     out: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.pairs < 6:
+            raise ValueError(f"pairs is {self.pairs}, but an interval of the median needs 6")
 
 
 def main() -> None:
@@ -74,17 +74,15 @@ def main() -> None:
             kinds[name] = run, run.cfg
         result = measure(kinds, options.pairs)
     show(result)
-    if options.out:
-        write_json(Path(options.out), result)
+    write(options.out, result)
 
 
 def open_run(folder: Path, overrides: Sequence[str]) -> Run:
     """Start a run as train.py does, in `folder`, on random latents (and texts) of the config's shapes."""
     fixed = [f"dataset.path={folder}/data", f"results={folder}", "dataset.heldout=null", "sampling.decode=false"]
     fixed += ["dataset.embedded=null", "eval.demo_samples=0", "init_from=null", "train.steps=1000000"]
-    config = composed([*overrides, *fixed])
-    words = config["text"]["encoder"] == "words"
-    config["text"]["encoder"] = "words" if words else "random"
+    words = composed("config", [*overrides, *fixed])["text"]["encoder"] == "words"
+    config = composed("config", [*overrides, *fixed, f"text.encoder={'words' if words else 'random'}"])
     cfg = settings.read(config)
     shape, count = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size), 4 * cfg.train.batch_size
     random_dataset(folder / "data", shape, cfg.dataset.num_classes, count, count)
@@ -100,10 +98,9 @@ def open_run(folder: Path, overrides: Sequence[str]) -> Run:
 def random_text(folder: Path, count: int, words: bool) -> None:
     """Write a random caption for each of a dataset's `count` samples: 4 to 77 embeddings from N(0, 1), as wide as CLIP
     ViT-L's; with words=True, 2 to 13 word indices, padded to 16, as in the emoji dataset."""
+    spec = TextSpec("random", None, 77, 768, 768)
     if words:
         spec = TextSpec("words", None, 16, None, None, (BEGIN, UNKNOWN, *map(str, range(2, 2000))))
-    else:
-        spec = TextSpec("random", None, 77, 768, 768)
     least, most = (2, 13) if words else (4, 77)
     draws = torch.Generator().manual_seed(0)
 
@@ -130,21 +127,25 @@ def kinds_of(run: Run) -> Kinds:
 
     def routed(fp32: str) -> settings.Settings:
         routes = tuple(replace(route, fp32=fp32) for route in cfg.model.routes)
-        return replace(cfg, model=replace(cfg.model, routes=routes), train=replace(cfg.train, routes_until=None))
+        return routes_until(None, replace(cfg, model=replace(cfg.model, routes=routes)))
 
-    dense = replace(cfg, train=replace(cfg.train, routes_until=0))
-    kinds = {"dense": (run, dense), "routed": (run, routed("off"))}
+    kinds = {"dense": (run, routes_until(0, cfg)), "routed": (run, routed("off"))}
     if run.precision == "bf16" and not cfg.model.masks:
         kinds["routed, fp32: end"] = run, routed("end")
     return kinds
 
 
+def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
+    """Return the settings with token routes only in the steps before step `last`; None: in all steps."""
+    return replace(cfg, train=replace(cfg.train, routes_until=last))
+
+
 def measure(kinds: Kinds, pairs: int) -> dict:
     """Time each kind of step `pairs` times, in turns. Returns a dict for JSON: the device, versions and sizes, and
-    "kinds", {name: times, speeds, memory, and "ratio": the time of "dense" divided by this one's}."""
+    "kinds", {name: times, speeds, memory, and "ratio": the first kind's time divided by this one's}."""
     failed: dict[str, str] = {}
     turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
-    run, dense = kinds["dense"]
+    (first, (run, dense)), *_ = kinds.items()
     batch, peak = run.cfg.train.batch_size, peak_flops(DEVICE, run.precision)
     rows = {}
     for name, turn in turns.items():
@@ -152,8 +153,8 @@ def measure(kinds: Kinds, pairs: int) -> dict:
         row = rows[name] = {"ms": 1000 * turn.median / BLOCK, "peak_gb": memory / 1e9, "first_turn_s": turn.first}
         row |= {"images_per_s": 1000 * batch / row["ms"], "flops_per_s": 3000 * flops * batch / row["ms"]}
         row["mfu"] = peak and row["flops_per_s"] / peak
-        if name != "dense" and "dense" in turns:
-            ratios, ideal = turns["dense"].over(turn), forward_flops(run, dense) / flops
+        if name != first and first in turns:
+            ratios, ideal = turns[first].over(turns[name]), forward_flops(run, dense) / flops
             row |= {"ratio": statistics.median(ratios), "ratio_95": interval(ratios), "ideal": ideal}
             row |= {"of_ideal": row["ratio"] / ideal, "of_ideal_95": [bound / ideal for bound in row["ratio_95"]]}
     for name, row in rows.items():
@@ -202,7 +203,7 @@ def interval(ordered: Sequence[float]) -> list[float]:
 
 def held_by(run: Run) -> int:
     """Return the bytes of a run's weights, their EMA and the optimizer's state."""
-    networks = [chain(network.parameters(), network.buffers()) for network in (run.wrapped, run.ema.network)]
+    networks = [[*network.parameters(), *network.buffers()] for network in (run.wrapped, run.ema.network)]
     states = [filter(torch.is_tensor, state.values()) for state in run.optimizer.state.values()]
     return sum(tensor.nbytes for tensor in chain(*networks, *states))
 
@@ -210,16 +211,7 @@ def held_by(run: Run) -> int:
 def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
     """Return the fraction of a step that "data wait", "forward", "backward", "optimizer", "EMA" and the "rest" take.
     Steps take longer than usual, as each stage waits for the device."""
-    spent: dict[str, float] = defaultdict(float)
-
-    def timed(function: Callable, stage: str) -> Callable:
-        def call(*arguments: object) -> object:
-            outputs = []
-            spent[stage] += seconds(lambda: outputs.append(function(*arguments)))
-            return outputs[0]
-
-        return call
-
+    spent: dict[str, float] = {}
     with ExitStack() as patches:
         patches.enter_context(patch.object(run, "graphs", None))  # a CUDA graph would replay all stages at once
         for stage, owner, name in (
@@ -229,10 +221,22 @@ def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
             ("optimizer", step, "optimizer_step"),
             ("EMA", EMA, "update"),
         ):
-            patches.enter_context(patch.object(owner, name, timed(getattr(owner, name), stage)))
+            patches.enter_context(patch.object(owner, name, timed(getattr(owner, name), stage, spent)))
         total = seconds(partial(take_steps, run, cfg, STAGED))
     spent["rest"] = total - sum(spent.values())
     return {stage: taken / total for stage, taken in spent.items()}
+
+
+def timed(function: Callable, stage: str, spent: dict[str, float]) -> Callable:
+    """Wrap a function so that the seconds of each call are added to spent[stage]."""
+
+    def call(*arguments: object) -> object:
+        outputs = []
+        taken = seconds(lambda: outputs.append(function(*arguments)))
+        spent[stage] = spent.get(stage, 0.0) + taken
+        return outputs[0]
+
+    return call
 
 
 def show(result: dict) -> None:

@@ -1,5 +1,6 @@
 """Tools of the benchmarks: options, random data, calls timed in turns, peak memory, and the machine's description."""
 
+import json
 import os
 import platform
 import re
@@ -7,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,16 +39,20 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
     """Return a benchmark's own options on the command line, as an instance of the dataclass `kind`, and the other
     words: train.py's overrides. Raises ValueError for unknown options and, with others=False, for overrides."""
-    names = schema.known_keys(kind)
+    names = [item.name for item in fields(kind)]
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in (*own, "--cpu")]
     if unknown := [word for word in rest if not re.match("~|--|[^-].*=", word)]:
         raise ValueError(f"{unknown[0]!r} is no option; --help has them")
-    schema.check_overrides(rest, [*names, *settings.known_keys(), "experiment"] if others else names)
-    options = schema.read(OmegaConf.to_container(OmegaConf.from_dotlist(own)), kind)
-    if getattr(options, "out", None):
-        check_file(options.out)
-    return options, rest
+    schema.check_overrides(rest, [*names, *([*settings.known_keys(), "experiment"] if others else [])])
+    for word in [word for word in own if word.startswith("out=")]:
+        check_file(word.partition("=")[2])
+    return schema.read(OmegaConf.to_container(OmegaConf.from_dotlist(own)), kind), rest
+
+
+def write(path: str | None, result: dict) -> None:
+    if path:
+        check_file(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def begin(main: Callable[[], None]) -> None:
@@ -57,10 +62,10 @@ def begin(main: Callable[[], None]) -> None:
         main()
 
 
-def composed(overrides: Sequence[str]) -> dict:
-    """Compose train.py's config with overrides, and return it as nested dicts."""
+def composed(name: str, overrides: Sequence[str]) -> dict:
+    """Compose configs/<name>.yaml of this checkout with overrides, and return it as nested dicts."""
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        return OmegaConf.to_container(compose("config", overrides=settings.add_unstated(overrides)), resolve=True)
+        return OmegaConf.to_container(compose(name, overrides=settings.add_unstated(overrides)), resolve=True)
 
 
 def random_dataset(folder: Path, shape: tuple[int, int, int], classes: int, count: int, per_shard: int) -> None:
@@ -102,24 +107,24 @@ def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
     """Measure functions, `calls` {name: function}. A turn calls each once, in an order that the next turn reverses: two
-    turns for Turns.first and held, then `rounds` for Turns.seconds. An error in a function is raised or, if `failed`
-    is given, adds {name: error} to it, and the function is left out from then on."""
+    turns for Turns.first and held, then `rounds` for Turns.seconds. An error in a function raises ValueError or, if
+    `failed` is given, adds {name: error} to it, and the function is left out from then on."""
     costs, held = {name: [] for name in calls}, {}
     watched = -2 if DEVICE.type == "cuda" else -1  # the turn that gives Turns.held
-
-    def call(name: str) -> None:
-        costs[name].append(seconds(calls[name]))
-
     for turn in range(-2, rounds):
         for name in [*costs][:: -1 if turn % 2 else 1]:
+
+            def call(name: str = name) -> None:
+                costs[name].append(seconds(calls[name]))
+
             try:
                 if turn == watched:
-                    held[name] = most_allocated(partial(call, name))
+                    held[name] = most_allocated(call)
                 else:
-                    call(name)
+                    call()
             except Exception as error:  # memory, kernels and compilers raise many types
                 if failed is None:
-                    raise
+                    raise ValueError(f"{name}: {why_failed(error)}") from error
                 failed[name] = why_failed(error)
                 del costs[name]
                 torch.cuda.empty_cache()
@@ -145,8 +150,9 @@ def most_allocated(work: Callable[[], object]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
-    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"), default=0)
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(allocated, default=0)
 
 
 def why_failed(error: Exception) -> str:
@@ -169,11 +175,11 @@ def circumstances() -> dict[str, str]:
 
 def command() -> str:
     """Return the command line. Absolute paths become relative to this checkout or, outside it, just their last name."""
-    words = ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
+    words = []
     for word in sys.argv[1:]:
         key, equals, value = word.rpartition("=")
         path = Path(value)
         if path.is_absolute():
-            value = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+            value = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
         words.append(f"{key}{equals}{value}")
-    return " ".join(words)
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])

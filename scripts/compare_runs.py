@@ -49,9 +49,9 @@ def show(groups: Sequence[comparison.SeedGroup]) -> None:
     for group in groups:
         if len(group.runs) > 1 or group.name != group.runs[0].folder.name:
             print(f"{group.name}: {', '.join(str(run.folder) for run in group.runs)}")
-        for run in group.runs:
-            if run.step < run.config["train"]["steps"]:
-                print(f"warning: {run.folder} is at step {run.progress}")
+    for run in (run for group in groups for run in group.runs):
+        if run.step < run.config["train"]["steps"]:
+            print(f"warning: {run.folder} is at step {run.progress}")
     for text in comparison.cautions(groups):
         print(f"warning: {text}")
     for text in comparison.verdicts(groups):

@@ -60,22 +60,30 @@ def main(options: Options) -> None:
         raise FileExistsError(f"out={out} is there already; choose another folder")
     if options.push is not None:
         check_repository(options.push)
-    source = checkpoint.find(options.checkpoint)
-    source.verify(options.weights)
-    revision = {"revision": source.revision} if source.revision else {}  # of a repository on the hub
-    info = record(source.info | revision, options.paths, options.autoencoder)
-    write = export_for_diffusers if options.format == "diffusers" else export
-    print(write(source, info, out, options))
+    if options.format == "diffusers":
+        print(export_for_diffusers(options))
+    else:
+        print(account(export(options), options))
     if options.push is not None:
         print(f"  uploaded: {push(out, options.push)}")
 
 
-def export_for_diffusers(source: checkpoint.Checkpoint, info: dict, out: Path, options: Options) -> str:
-    """Write a folder that diffusers loads, with the record `info`, and return a text to print. Raises ValueError or
-    OSError if the checkpoint does not fit the options, or if writing fails; then nothing is left of the folder."""
+def published(source: checkpoint.Checkpoint, options: Options) -> dict:
+    """Return the content of the info.json to write: the source checkpoint's, edited by `record`. If the checkpoint
+    is from the Hugging Face hub, the hub's revision is added."""
+    revision = {"revision": source.revision} if source.revision else {}
+    return record(source.info | revision, options.paths, options.autoencoder)
+
+
+def export_for_diffusers(options: Options) -> str:
+    """Write a folder that diffusers loads, and return a text to print. Raises ValueError or OSError if the checkpoint
+    does not fit the options, or if writing fails; then nothing is left of the folder."""
     from tread.checkpoints import diffusers_export  # imported here because diffusers takes seconds
 
-    saved, tensors = open_network(source, options.weights), as_dtype(source.tensors(options.weights), options.dtype)
+    source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
+    source.verify(options.weights)
+    saved, info = open_network(source, options.weights), published(source, options)
+    tensors = as_dtype(source.tensors(options.weights), options.dtype)
     name = options.autoencoder or source.info["latents"]["autoencoder"]  # not shortened, as info may have it
     inside = name if diffusers_export.goes_inside(name, options.include_autoencoder) else None
     check_place(out.parent, sum(value.nbytes for value in tensors.values()))
@@ -87,12 +95,14 @@ def export_for_diffusers(source: checkpoint.Checkpoint, info: dict, out: Path, o
     return f"{options.out}: {options.weights} weights of step {source.step} in {options.dtype}\n  {loads}"
 
 
-def export(source: checkpoint.Checkpoint, info: dict, out: Path, options: Options) -> str:
-    """Write a checkpoint with one kind of weights, options.weights, and the record `info`; return a text to print.
-    options.public adds a file with MaskDiT's released parameter names. Raises ValueError or OSError if the checkpoint
-    does not fit the options, or if writing fails; then nothing is left of the folder."""
+def export(options: Options) -> checkpoint.Checkpoint:
+    """Write a checkpoint with one kind of weights, options.weights, and return it. options.public adds a file with
+    MaskDiT's released parameter names. Raises ValueError or OSError if the checkpoint does not fit the options, or if
+    writing fails; then nothing is left of the folder."""
+    source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
+    source.verify(options.weights)
     name = f"{options.weights}.safetensors"
-    stated = source.info["files"][name]
+    info, stated = published(source, options), source.info["files"][name]
     copied = options.dtype == stored_dtype(info) and "adapter" not in source.info  # LoRA's are merged
     tensors = {} if copied and not options.public else as_dtype(source.tensors(options.weights), options.dtype)
     theirs = public_names(tensors) if options.public else {}
@@ -113,13 +123,14 @@ def export(source: checkpoint.Checkpoint, info: dict, out: Path, options: Option
             saved = open_network(source, options.weights)
             told = card(saved, info, options.dtype, False, options.license, options.push)
             (partial / "README.md").write_text(told, encoding="utf-8")
-    return account(source.step, info, stated["bytes"], options)
+    return checkpoint.find(out)
 
 
-def account(step: int, info: dict, size: int, options: Options) -> str:
-    """Return a text to print: the exported checkpoint's weights and size in bytes, and the commands that use it."""
-    raw, dtype = " weights=model" * (options.weights == "model"), stored_dtype(info)
-    lines = [f"{options.out}: {options.weights} weights of step {step} in {dtype}, {size_text(size)}"]
+def account(exported: checkpoint.Checkpoint, options: Options) -> str:
+    """Return a text to print: the exported checkpoint's weights and size, and the commands that use it."""
+    info, raw = exported.info, " weights=model" * (options.weights == "model")
+    size = size_text(info["files"][f"{options.weights}.safetensors"]["bytes"])
+    lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored_dtype(info)}, {size}"]
     if options.public:
         lines += [f"  {options.weights}-public.safetensors there has the names of MaskDiT's released files"]
     lines += [f"  python sample.py checkpoint={options.out}{raw}"]

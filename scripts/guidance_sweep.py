@@ -32,7 +32,7 @@ from tread.evaluation.scoring import ScoringOptions, ScoringPlan, plan_scoring, 
 from tread.runtime import schema
 from tread.runtime.cli import door, open_door
 from tread.runtime.device import use_precision
-from tread.runtime.distributed import share_work
+from tread.runtime.distributed import Processes, share_work
 from tread.runtime.files import check_place, explain_failure
 
 STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # default fractions of skipped tokens
@@ -72,8 +72,6 @@ class Sweep:
 
 @door(stopped="stopped; start it again to go on with the settings that are missing")
 def main(tree: dict) -> None:
-    """Check all settings, score each, then write the table and the figures. Raises ValueError or OSError for settings
-    that can't be scored, and if a file can't be read or written."""
     for name in Point._fields:
         if any(word.lstrip("+").startswith(f"guidance.{name}=") for word in sys.argv[1:]):
             raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] in its place")
@@ -81,7 +79,12 @@ def main(tree: dict) -> None:
         raise ValueError("guidance=sg_… sets the ratios, which a sweep changes: take guidance=sparse")
     sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
     options = read_options(tree)
-    processes = share_work(None, options.cpu_threads)
+    run(sweep, options, share_work(None, options.cpu_threads))
+
+
+def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
+    """Check all settings, score each, then write the table and the figures. Raises ValueError or OSError for settings
+    that can't be scored, and if a file can't be read or written."""
     options, paths = processes.from_main(lambda: scoring.settle_paths(options))
     check(sweep, options, paths)
     options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed
@@ -102,7 +105,7 @@ def main(tree: dict) -> None:
     records = {}
     with tqdm(total=len(chosen), desc="guidance sweep", unit="setting", disable=not processes.main) as progress:
         for point, scored in chosen.items():
-            (records[point],) = scoring.run(scored, processes, metric)
+            (records[point],) = scoring.run(scored, processes)
             if processes.main and metric not in records[point]:
                 raise ValueError(f"sweep.metric is {metric}, but: {records[point]['unavailable'].get(metric)}")
             progress.update()
@@ -112,15 +115,17 @@ def main(tree: dict) -> None:
 
 def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
     """Raise ValueError for options that can't make a sweep, such as several checkpoint `paths`, or guidance=none."""
-    guidance = options.guidance
-    if options.out is None:
-        raise ValueError("out=… is needed: the folder for the table, the figures and each setting's score")
-    if len(paths) != 1 or options.save_reference or options.samples:
-        raise ValueError("a sweep scores one checkpoint=…; save_reference and samples are fid.py's")
-    if guidance.kind == "none":
-        raise ValueError("guidance=none has nothing to sweep; choose a kind: guidance=cfg, sparse, …")
-    if not guidance.row.routed and (sweep.strong or sweep.weak):
-        raise ValueError(f"guidance={guidance.kind} has no ratios to sweep")
+    guidance, others = options.guidance, options.save_reference or options.samples
+    refused = {
+        "out=… is needed: the folder for the table, the figures and each setting's score": options.out is None,
+        f"a sweep is over one checkpoint, but checkpoint={options.checkpoint} names {len(paths)}": len(paths) != 1,
+        "a sweep scores a checkpoint; save_reference and samples are fid.py's": others,
+        "guidance=none has nothing to sweep; choose a kind: guidance=cfg, sparse, …": guidance.kind == "none",
+        f"guidance={guidance.kind} has no ratios to sweep": not guidance.row.routed and (sweep.strong or sweep.weak),
+    }
+    for message, holds in refused.items():
+        if holds:
+            raise ValueError(message)
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
@@ -130,7 +135,8 @@ def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
     metric = sweep.metric or next(iter(allowed), None)
     if metric not in allowed:
-        raise ValueError(f"sweep.metric is {metric}, but must be one of those scored here: {', '.join(allowed)}")
+        given = "a reference" if reference else "no reference"
+        raise ValueError(f"sweep.metric is {metric}, but with {given} there are {', '.join(allowed)}")
     return metric
 
 
@@ -173,22 +179,21 @@ def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
     """Return a panel per metric against ω: a line for each noise interval and pair of fractions of skipped tokens (in
     the strong and the weak branch), and a flat line for `baseline`, the scores without guidance."""
     settings: dict[str, list[Point]] = {}
-    count = next(iter(records.values()))["count"]
     for point in sorted(records, key=lambda point: point.scale):
         ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""
-        interval = f"{within(point.interval, 'within ')}, " if point.interval else ""
-        settings.setdefault(ratios + interval, []).append(point)
+        settings.setdefault(ratios + within(point.interval, "within "), []).append(point)
     panels = []
     for name, metric in METRICS.items():
         lines = []
         for setting, points in settings.items():
             scored = [point for point in points if records[point].get(name) is not None]
             cost = f"{max(records[point]['flops_relative'] for point in points):.2f} times the FLOPs"
-            if scored:
-                scores = [records[point][name] for point in scored]
-                lines.append(Line(f"{setting}{cost}", [point.scale for point in scored], scores))
+            called = ", ".join(filter(None, (setting.removesuffix(", "), cost)))
+            line = Line(called, [point.scale for point in scored], [records[point][name] for point in scored])
+            lines += [line] if scored else []
         if lines:
             levels = {"no guidance": baseline[name]} if baseline.get(name) is not None else {}
+            count = next(iter(records.values()))["count"]
             panels.append(Panel(f"{metric.label}, {count:,} samples", "ω", metric.title, lines, levels=levels))
     return panels
 

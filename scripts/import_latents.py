@@ -35,13 +35,9 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
     labels, text, by = samples.labels, samples.text, samples.statistics
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}
     plan["labels_sha256"] = content_hash(labels.tobytes())
-    normalize = {}
+    factors, normalize = {"mean": latents.scale, "std": abs(latents.scale)}, {}
     if by is not None:
-        scale = latents.scale
-        normalize["normalize_by"] = {
-            "mean": [scale * mean for mean in by["mean"]],
-            "std": [abs(scale) * std for std in by["std"]],
-        }
+        normalize["normalize_by"] = {key: [factor * value for value in by[key]] for key, factor in factors.items()}
     if text is not None:
         plan["captions"] = content_hash(text.counts.tobytes())
         plan["captions_of"] = options.captions and str(Path(options.captions).resolve())
@@ -61,8 +57,8 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
         guessed = options.num_classes is None and options.classes is None
         print(f"  classes   {len(latents.classes)}{', from the largest label' * guessed}")
     else:
-        known = "" if text.captions else ", whose words are not known"
-        print(f"  text      {text.spec.describe()}, {text.counts.sum():,} captions{known}")
+        known = "with the captions as words" if text.captions else "the captions as words unknown"
+        print(f"  text      {text.spec.describe()}, {text.counts.sum():,} captions, {known}")
         print(f"  stores    {size_text(text_bytes)} of text")
     if samples.normalize:
         print(f"  normal    dataset.normalize=true takes {STATISTICS if by else f'measured ones: no {STATISTICS}'}")
@@ -73,7 +69,7 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
             for index in ranges[number]:
                 stored.append(samples.read(index))
                 if (shape := stored[-1].shape) != (first := latents.stored_shape):
-                    raise ValueError(f"{options.source}: sample {index} has shape {shape}, but the first has {first}")
+                    raise ValueError(f"{samples.name(index)} has shape {shape}, but the first sample has {first}")
                 done(1)
             writer.write(number, np.stack(stored), labels[ranges[number]])
 

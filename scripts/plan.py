@@ -69,12 +69,11 @@ def show(cfg: Settings, options: Options) -> None:
     until, images = cfg.train.routes_until, cfg.train.batch_size // options.devices
     routes = cfg.model.resolved_routes if until != 0 else ()
     constants, measured = constants_of(options.device)
-    kinds = {"all tokens": ()} | ({"routed": routes} if routes else {})
-    columns = [column(cfg, network, kind, images, options, constants) for kind in kinds.values()]
+    columns = [column(cfg, network, kind, images, options, constants) for kind in ((), routes)[: 2 if routes else 1]]
     parameters, trained = count_parameters(network), count_parameters(network, trained=True)
     some = "" if trained == parameters else f", {trained:,} of them trained"
     print(f"{cfg.name}: {parameters:,} parameters{some}, {network.num_tokens} tokens, batch {cfg.train.batch_size}")
-    print("\n" + " " * 34 + "".join(f"{head:>14}" for head in kinds))
+    print("\n" + " " * 34 + "".join(f"{head:>14}" for head in ("all tokens", "routed")[: len(columns)]))
     for name in columns[0]:
         print(f"{name:<34}" + "".join(f"{each[name]:>14}" for each in columns))
     stored, each = ("uint8", 1) if cfg.dataset.embedded == "cifar10" else ("fp16", 2)  # bytes of a number
@@ -85,16 +84,16 @@ def show(cfg: Settings, options: Options) -> None:
         print(f"steps from {until:,} on run all tokens, in FLOPs and hours; their memory is that of all tokens")
     if cfg.train.ratio_schedule and routes:
         print("train.ratio_schedule is not planned: routed steps have the route's selection_ratio")
-    known = f"memory and times are those of bf16, times of compiled blocks{measured}"
+    known = "memory and times are those of bf16, times of compiled blocks" + (f"; {measured}" if measured else "")
     print("times are those of plain forward and backward passes alone" if options.device == "this" else known)
 
 
 def constants_of(device: str) -> tuple[Constants, str]:
-    """Return a device's constants for predicted times, and a text that names the measured ones ("" if none were)."""
+    """Return a device's constants for predicted times, and a line that names the measured ones ("" if none were)."""
     file = max(RESULTS.glob(f"gpu_*{device}*.json"), default=None)
     constants = measured_constants(json.loads(file.read_text()), DEVICES[device]) if file else PREDICTED
     names = [name for name, value in constants._asdict().items() if value != getattr(PREDICTED, name)]
-    return constants, f"; times: {', '.join(names)} as measured in {file.name}" if names else ""
+    return constants, f"times: {', '.join(names)} as measured in {file.name}" if names else ""
 
 
 def column(

@@ -36,9 +36,14 @@ class Options:
 
 @door(Options, "stopped; nothing was written")
 def main(options: Options) -> None:
-    """Write a folder with a checkpoint whose only weights are the EMA of width options.sigma_rel. Raises ValueError or
-    OSError if the run has no snapshot at options.step, if snapshots do not fit each other or the network, if the folder
-    exists, or if writing fails."""
+    folder = write_average(options)
+    print(f"{folder}: python sample.py checkpoint={folder}")
+
+
+def write_average(options: Options) -> Path:
+    """Write a folder with a checkpoint whose only weights are the EMA of width options.sigma_rel, and return the
+    checkpoint's path. Raises ValueError or OSError if the run has no snapshot at options.step, if snapshots do not fit
+    each other or the network, if the folder exists, or if writing fails."""
     run = Path(options.run).expanduser()
     snapshots = posthoc_ema.usable(run, options.step)
     step, stored = snapshots[-1].step, posthoc_ema.profiles(snapshots)
@@ -60,7 +65,8 @@ def main(options: Options) -> None:
         f"  rounding  {rounding:.2%} of a parameter, from fp16 in storage"
     )
     if fit > POOR_FIT:
-        print(f"warning: {widths} fit σ_rel {options.sigma_rel:g} poorly; a width between the stored ones fits better")
+        between = "a width between theirs fits better"
+        print(f"warning: the stored averages fit σ_rel {options.sigma_rel:g} poorly; {between}")
     if rounding > COARSE:
         times = rounding / posthoc_ema.FP16_ROUNDING
         print(f"warning: fp16's rounding is multiplied by {times:.0f}; a width near the stored ones is cleaner")
@@ -70,7 +76,7 @@ def main(options: Options) -> None:
     info = {key: value for key, value in source.info.items() if key not in OF_THE_MOMENT}
     with explain_failure(out), whole_folder(out) as partial:
         saved = checkpoint.save(partial, step, {"ema": state}, {**info, "posthoc": facts})
-    print(f"{out / saved.name}: python sample.py checkpoint={out / saved.name}")
+    return out / saved.name
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
+import json
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -25,7 +26,7 @@ from tread.evaluation.similarity import adjacent, noised_states, open_latents, s
 from tread.routing.ids import describe_route
 from tread.runtime.cli import door, open_door
 from tread.runtime.device import device_name, use_cores, use_precision
-from tread.runtime.files import check_place, explain_failure, write_json
+from tread.runtime.files import check_place, explain_failure, write_whole
 from tread.runtime.schema import Count, CountOrZero
 from tread.runtime.tensor_files import Weights
 from tread.runtime.versions import versions
@@ -61,9 +62,10 @@ def main(options: Options) -> None:
     tokens, grid = model.network.num_tokens, model.network.grid
     words = ", ".join(describe_route(route, tokens, grid) for route in routes)
     levels = saved.process.evaluation_levels(options.noise_levels)
-    print(f"  checkpoint  {saved.found.folder}: {KINDS[saved.weights]} weights of step {saved.found.step:,}")
-    print(f"  samples     {options.samples:,} pairs of the {len(data):,} samples in {data.folder} and a noise level")
-    print(f"  levels      {len(levels)} noise levels, {saved.process.level_name} {levels[0]:.3g} to {levels[-1]:.3g}")
+    weights = f"{KINDS[saved.weights]} weights of step {saved.found.step:,}, {saved.cfg.model.depth} blocks"
+    print(f"  checkpoint  {saved.found.folder}: {weights}")
+    at = f"{len(levels)} noise levels, {saved.process.level_name} {levels[0]:.3g} to {levels[-1]:.3g}"
+    print(f"  samples     {options.samples:,} pairs of the {len(data):,} samples in {data.folder} and {at}")
 
     matrices = {}
     for name, seen in ({"dense": ()} | ({"routed": routes} if routes else {})).items():
@@ -74,8 +76,8 @@ def main(options: Options) -> None:
         matrix = matrices[name] = similarity(tqdm(batches, desc=name, total=count, unit="batch", leave=False))
         if matrix.diagonal().isnan().any():
             raise ValueError(f"the tokens of {called} are not finite: the network's weights are broken")
-        near, far = adjacent(matrix), matrix[0, -1]
-        print(f"  {called:<10}  {near:.4f} from a block to the next, {far:.4f} from the embedding to the end{told}")
+        ends = f"{matrix[0, -1]:.4f} from the embedding to the end{told}"
+        print(f"  {called:<10}  {adjacent(matrix):.4f} from a block to the next, {ends}")
     if not routes:
         print("  routed      no: the network has no route; routes=… compares under one, see configs/similarity.yaml")
     record = {
@@ -93,11 +95,12 @@ def main(options: Options) -> None:
         "versions": versions(),
     }
     titles = dict(zip(("all tokens", words.replace(", ", "\n")), (matrix.numpy() for matrix in matrices.values())))
-    names, label = ["in", *range(len(model.network.blocks))], "behind block (in: the embedding)"
-    write_json(folder / "similarity.json", record)
+    files = [folder / "similarity.json", folder / "similarity.png"]
     with explain_failure(folder):
-        save_heat_maps(folder / "similarity.png", titles, {}, names, names, (label, label))
-    print(f"  written     {folder}/similarity.json, {folder}/similarity.png")
+        write_whole(files[0], json.dumps(record, indent=1) + "\n")
+        names, label = ["in", *range(len(model.network.blocks))], "behind block (in: the embedding)"
+        save_heat_maps(files[1], titles, {}, names, names, (label, label))
+    print(f"  written     {', '.join(map(str, files))}")
 
 
 def as_json(matrix: Tensor) -> list[list[float | None]]:

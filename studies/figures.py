@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from studies.paired import ENOUGH, EQUAL, along, by_seed, cost_ratio, differences, estimate, paired, partners
-from studies.results import Made, Results, curve, finished, gather, missing, series
+from studies.paired import ENOUGH, EQUAL, Estimate, along, curve, differences, estimate, last_difference, paired, series
+from studies.results import Made, Results, finished, gather, missing
 from studies.study import HERE, Planned, Study, plan, read_study, training_memory
 from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
 from tread.evaluation.metric_table import METRICS, feature_metrics
@@ -54,9 +54,11 @@ def table(study: Study, results: Results) -> str:
     notes. If study.figure is "balance", there is a table per metric instead, with both means and differences."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
-    compared = [*(name for name, metric in METRICS.items() if metric.compared), "precision", "recall"]
+    compared = [name for name, metric in METRICS.items() if metric.compared]
+    compared += ["precision", "recall"]
     metrics = measured((*study.metrics, *compared), results)
     of_inception = {"alignment.encoder=inception", "model.class_token=2048"}
+    taught = {arm for arm in results if of_inception & {*study.arms[arm].overrides}}
     columns = {
         "arm": {arm: arm for arm in results},
         "seeds": {arm: f"{len(runs)}" for arm, runs in results.items()},
@@ -64,33 +66,30 @@ def table(study: Study, results: Results) -> str:
         "training FLOPs": {arm: f"{p['flops']:.3g}" for arm, each in ends.items() for p in each[::-1] if "flops" in p},
         "seconds alone": seconds_alone(results),
     }
-    values = {METRICS[metric].title: {} for metric in metrics}
-    for metric, cells in zip(metrics, values.values()):
-        for arm, each in last_values(results, metric).items():
-            cells[arm] = f"{estimate(each)}" + f" ({len(each)})" * (len(each) < len(results[arm]))
-            if metric in feature_metrics() and of_inception & {*study.arms[arm].overrides}:
-                cells[arm] += " †"
-    scores = [(arm, score) for arm, runs in results.items() for run in runs for score in run["scores"]]
-    counts = {arm: score["count"] for arm, score in scores if "count" in score}
-    differing = []
-    if study.figure == "balance":
-        against = {arm: (arm, other) for arm, other in study.against.items()}
-        samples = {"samples": {arm: f"{count:,}" for arm, count in counts.items()}}
-        for metric, (title, cells) in zip(metrics, values.items()):
-            less = difference_columns(results, against, [metric], " against its pair, at")
-            arms, more = (networks_of(study, results), {}) if METRICS[metric].of == "heldout" else (results, samples)
-            differing += grid(columns | more | {title: cells} | less, [arm for arm in arms if arm in cells])
-    lines = differing[:]
+    cells = {}
+    for metric in metrics:
+        marked = taught if metric in feature_metrics() else ()
+        last = last_values(results, metric).items()
+        said = {arm: f"{estimate(e)}" + f" ({len(e)})" * (len(e) < len(results[arm])) for arm, e in last}
+        cells[metric] = {METRICS[metric].title: {arm: cell + " †" * (arm in marked) for arm, cell in said.items()}}
+    last = {arm: run["scores"][-1] for arm, runs in results.items() for run in runs if run["scores"]}
+    counted = {"samples": {arm: f"{score['count']:,}" for arm, score in last.items() if "count" in score}}
+    lines = []
+    for metric in metrics if study.figure == "balance" else ():
+        pairs = paired_columns(study, results, [metric], tuple(EQUAL))
+        arms, more = (networks_of(study, results), {}) if METRICS[metric].of == "heldout" else (results, counted)
+        having = [arm for arm in arms if arm in cells[metric][METRICS[metric].title]]
+        lines += grid(columns | more | cells[metric] | pairs, having)
+    differing = lines[:]
     if not lines:
-        pairs = {pair_name(*pair): pair for pair in study.pairs}
-        less = difference_columns(results, pairs, [name for name in metrics if name in compared], ",")
-        less = {title: cells for title, cells in less.items() if cells}
-        names = [name for name in pairs if any(name in cells for cells in less.values())]
-        seeds = {name: f"{len(partners(*(results[arm] for arm in pairs[name])))}" for name in names}
-        differing = grid({"pair": {name: name for name in names}, "seeds": seeds} | less, names)
-        lines = grid(columns | values | FIGURES[study.figure].columns(study, results), results) + differing
+        columns |= {title: column for each in cells.values() for title, column in each.items()}
+        lines = grid(columns | FIGURES[study.figure].columns(study, results), results)
+        differing = grid(*pair_columns(study, results, [name for name in metrics if name in compared]))
+        lines += differing
     lines += outcome(study, results)
 
+    scores = [score for runs in results.values() for run in runs for score in run["scores"]]
+    counts = {score["count"] for score in scores if "count" in score}
     notes = ["± is the standard deviation over the seeds; – is not measured."]
     fewer = re.search(r" \(\d+\)[ †]*\|", "".join(lines)) is not None
     notes += ["A number of seeds in brackets: as many have that score."] * fewer
@@ -100,7 +99,7 @@ def table(study: Study, results: Results) -> str:
         notes.append("No seconds: no run is on record as alone on its device.")
     if counts:
         scored = "KID and FID" if {*metrics} & {*feature_metrics()} else "Scores"
-        notes.append(f"{scored} are of {' or '.join(f'{count:,}' for count in sorted({*counts.values()}))} samples.")
+        notes.append(f"{scored} are of {' or '.join(f'{count:,}' for count in sorted(counts))} samples.")
     if any("†" in line for line in lines):
         notes.append("† The Inception network of KID and FID was the teacher of these, too: see the evaluation loss.")
     return "\n".join([*lines, " ".join(notes)]) + "\n"
@@ -122,30 +121,28 @@ def seconds_alone(results: Results) -> dict[str, str]:
     """Return {arm: mean seconds of training, less the first step} of arms whose runs had a device to themselves."""
     cells = {}
     for arm, runs in results.items():
-        alone = all((run["timed_on"] or ())[1:] == (1,) for run in runs)
+        alone = runs and all(run["timed_on"] is not None and run["timed_on"][1:] == (1,) for run in runs)
         last = [max(curve(run, "loss", "steady_seconds"), default=0) for run in runs]
-        if last and alone and all(last):
+        if alone and all(last):
             cells[arm] = f"{statistics.mean(last):,.0f}"
     return cells
 
 
-def difference_columns(
-    results: Results, pairs: Mapping[str, tuple[str, str]], metrics: Sequence[str], words: str
-) -> Columns:
-    """Return a column for each metric at equal training images, FLOPs and seconds, titled "<metric><words> equal …".
-    Its rows are `pairs` {row: (arm, the arm that it is compared with)}, its cells differences, paired by seed."""
-    columns = {}
-    for metric, equal in product(metrics, EQUAL):
-        less = {name: paired(results, *pair, metric, equal) for name, pair in pairs.items()}
-        cells = {name: each.signed() for name, each in less.items() if each}
-        columns[f"{METRICS[metric].title}{words} equal {equal}"] = cells
-    return columns
-
-
-def last_difference(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's last value of a metric minus another's last, at equal images or not; None if one has none."""
-    ends = [[*curve(each, metric, "images").values()][-1:] for each in (run, other)]
-    return ends[0][0] - ends[1][0] if all(ends) else None
+def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tuple[Columns, list[str]]:
+    """Return the columns and row names of a table of differences between compared arms, paired by seed. Columns are
+    each metric at equal training images, FLOPs and seconds; rows are the pairs with runs to compare."""
+    cells: dict[tuple[str, str], dict[str, Estimate]] = {}
+    for (metric, name), (arm, other) in product(product(metrics, EQUAL), study.pairs):
+        if less := paired(results.get(arm, ()), results.get(other, ()), metric, name):
+            cells.setdefault((metric, name), {})[pair_name(arm, other)] = less
+    names = [pair_name(*pair) for pair in study.pairs]
+    names = [name for name in names if any(name in each for each in cells.values())]
+    most = {name: max(each[name].seeds for each in cells.values() if name in each) for name in names}
+    columns = {"pair": {name: name for name in names}, "seeds": {name: f"{most[name]}" for name in names}}
+    for (metric, equal), each in cells.items():
+        title = f"{METRICS[metric].title}, equal {equal}"
+        columns[title] = {name: less.signed() for name, less in each.items()}
+    return columns, names
 
 
 def outcome(study: Study, results: Results) -> list[str]:
@@ -167,6 +164,18 @@ def outcome(study: Study, results: Results) -> list[str]:
     words = {True: "beats it", False: "does not beat it"}[signs == [1] * len(signs)]
     verdict = "too few seeds for a verdict" if None in signs else f"{rule['arm']} {words}"
     return [f"By the rule, against the best rival, {best}: {'; '.join(said)}: {verdict}.", ""]
+
+
+def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal: Sequence[str]) -> Columns:
+    """Return a column for each metric at each quantity in `equal`: "images", "FLOPs" or "seconds" of training. Its
+    cells hold an arm's metric minus that of the arm it is compared with, at an equal quantity."""
+    columns = {}
+    for metric, name in product(metrics, equal):
+        pairs = {arm: (runs, results.get(study.against.get(arm), ())) for arm, runs in results.items()}
+        less = {arm: paired(*pair, metric, name) for arm, pair in pairs.items()}
+        cells = {arm: each.signed() if each else "–" for arm, each in less.items()}
+        columns[f"{METRICS[metric].title} against its pair, at equal {name}"] = cells
+    return columns
 
 
 COLOURS = {  # an arm's own overrides → its colour in every study
@@ -222,9 +231,11 @@ def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, k
         save_panels(path, panels, columns, "\n".join(filter(None, [study.headline, key])), width)
 
 
-def over_training(study: Study, results: Results, metric: str, axes: Sequence[str]) -> list[Panel]:
+def over_training(
+    results: Results, metric: str, axes: Sequence[str], colour: Mapping[str, str] | None = None
+) -> list[Panel]:
     """Return a panel per axis ("images", "flops" or "steady_seconds" of training, as in jobs.py) with each arm's mean
-    over the seeds, ± one standard deviation."""
+    over the seeds, ± one standard deviation. `colour` maps arms to colours; the chart chooses those of other arms."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
     units = {
@@ -236,7 +247,7 @@ def over_training(study: Study, results: Results, metric: str, axes: Sequence[st
         lines = []
         for arm, runs in results.items():
             points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
-            lines += [mean_line(arm, points, colours(study)[arm])] if points else []
+            lines += [mean_line(arm, points, (colour or {}).get(arm))] if points else []
         panels.append(Panel("", label, METRICS[metric].label, lines))
     return panels
 
@@ -262,14 +273,14 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
     """Draw each metric over training, and its differences between compared arms at equal images and at equal FLOPs."""
     panels = []
     for metric in measured(study.metrics, results):
-        panels += over_training(study, results, metric, ("images",)) + less_panels(study, results, metric)
+        panels += over_training(results, metric, ("images",), colours(study)) + less_panels(study, results, metric)
     _save(study, path, panels, 3, "shaded: a standard deviation by seed; of differences, the 95% interval")
 
 
 def draw_differences(study: Study, results: Results, path: Path) -> None:
     """Draw each metric's differences between compared arms over training, at equal images and at equal FLOPs."""
-    panels = [panel for metric in measured(study.metrics, results) for panel in less_panels(study, results, metric)]
-    _save(study, path, panels, key="shaded: 95% intervals of three seeds")
+    panels = [less_panels(study, results, metric) for metric in measured(study.metrics, results)]
+    _save(study, path, [*chain(*panels)], key="shaded: 95% intervals of three seeds")
 
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
@@ -279,7 +290,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
     panels = []
     for metric in measured(study.metrics[:1], networks):
-        panels += over_training(study, networks, metric, ("images", "flops", *timed))
+        panels += over_training(networks, metric, ("images", "flops", *timed), colours(study))
     _save(study, path, panels + balance_panels(study, results))
 
 
@@ -319,7 +330,7 @@ def precision_columns(study: Study, results: Results) -> Columns:
     first, columns = next(iter(study.arms)), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
     for metric in ("fid", "kid", "recall"):
-        ends = [{run["seed"]: run["points"][-1] for run in results[arm]} for arm in scaled]
+        ends = [{run["seed"]: end for run in results[arm] if (end := run["points"][-1])} for arm in scaled]
         cells = {}
         for arm in (arm for arm in results if arm not in scaled and arm.rpartition(", ")[2] not in study.ways):
             less = []
@@ -343,8 +354,8 @@ def chance(study: Study, results: Results, metric: str, name: str = "images") ->
     "images" or "FLOPs" (`name`): a smaller difference at one seed may be chance. It is pooled over the study's pairs;
     if these have too few seeds, and study.scale is not "demo", it is that of the published study "convergence" at the
     number of images nearest to this study's last. None if it is unknown."""
-    each = [paired(results, *pair, metric, name) for pair in study.pairs]
-    each = [less for less in each if less and less.spread is not None]
+    pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
+    each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
         known = gather(plan(read_study(NOISE_OF, "small")), finished(HERE / "none"))
         last = max(point["images"] for runs in results.values() for run in runs for point in run["points"])
@@ -368,19 +379,31 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
     if not (metrics := measured(study.metrics, results)):
         return []  # no run has come to its first evaluation
     for metric, name in [(metrics[0], "images"), (metrics[0], "FLOPs"), *((m, "images") for m in metrics[1:])]:
-        rows = {pair: by_seed(results, *pair, metric, name) for pair in study.pairs}
+        by, *axis = EQUAL[name]
+        rows = {pair: differences(*(results.get(arm, ()) for arm in pair), by, metric, *axis) for pair in study.pairs}
         rows, lines = {pair: less for pair, less in rows.items() if less}, []
         for place, ((arm, _), less) in enumerate(rows.items()):
             lines.append(Line("", less, [place] * len(less), colour=colour[arm]))
             mean = estimate(less)
             if mean.sign is not None:
                 lines.append(Line("", [mean.mean], [place], [mean.half], colour=colour[arm]))
+        names = tuple(pair_name(*pair) for pair in rows)
+        title = f"{METRICS[metric].title}, at equal {name}"
         if rows:
-            title, label = f"{METRICS[metric].title}, at equal {name}", f"{METRICS[metric].title} less its pair's"
-            names = tuple("" if len(panels) % 2 else pair_name(*pair) for pair in rows)  # named on the left
             band = chance(study, results, metric, name)
+            names = names if not panels or len(panels) % 2 == 0 else ("",) * len(names)
+            label = f"{METRICS[metric].title} less its pair's"
             panels.append(Panel(title, label, "", lines, names=names, noise=band, levels={"": 0.0}))
     return panels
+
+
+def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
+    """Return one run's training "flops" or "steady_seconds" (`axis`, as in jobs.py), divided by another's; None if
+    either is unknown, or if seconds were not measured on the same device."""
+    if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
+        return None
+    ends = [max(curve(each, "loss", axis), default=0) for each in (run, other)]
+    return ends[0] / ends[1] if all(ends) else None
 
 
 def ladder_columns(study: Study, results: Results) -> Columns:
@@ -388,29 +411,34 @@ def ladder_columns(study: Study, results: Results) -> Columns:
     predicted, as a CPU does not measure it. A column "published" has the text that study.published gives for an arm's
     change, such as "4.58 → 4.65"; it is left out if there is none."""
     trainings = {run.arm: run.training for run in plan(study)}
-    flops, seconds, memory = {}, {}, {}
+    cells: Columns = {title: {} for title in ("FLOPs, ratio", "seconds, ratio", "memory by plan, ratio")}
     for arm, other in study.against.items():
-        for cells, axis in ((flops, "flops"), (seconds, "steady_seconds")):
-            if ratios := differences(results.get(arm, ()), results.get(other, ()), cost_ratio, axis):
-                cells[arm] = f"{statistics.fmean(ratios):.3f}"
+        for title, axis in (("FLOPs, ratio", "flops"), ("seconds, ratio", "steady_seconds")):
+            if mean := estimate(differences(results.get(arm, ()), results.get(other, ()), cost_ratio, axis)):
+                cells[title][arm] = f"{mean.mean:.3f}"
         if results.get(arm) and arm in networks_of(study, results):
-            memory[arm] = f"{training_memory(trainings[arm]) / training_memory(trainings[other]):.2f}"
+            ratio = training_memory(trainings[arm]) / training_memory(trainings[other])
+            cells["memory by plan, ratio"][arm] = f"{ratio:.2f}"
     rungs = {arm: re.sub(r"^(\+ |\w+, )", "", arm) for arm in results}
     known = {arm: study.published[rung] for arm, rung in rungs.items() if rung in study.published}
-    columns = {"FLOPs, ratio": flops, "seconds, ratio": seconds, "memory by plan, ratio": memory}
-    return columns | ({"published": known} if known else {})
+    return cells | ({"published": known} if known else {})
+
+
+def sampling_flops(results: Results) -> dict[str, float]:
+    """Return {arm of the study: FLOPs to draw one sample}."""
+    return {arm: runs[0]["scores"][-1]["flops"] for arm, runs in results.items() if runs and runs[0]["scores"]}
 
 
 def guidance_columns(study: Study, results: Results) -> Columns:
-    scores = {arm: runs[0]["scores"] for arm, runs in results.items() if runs}
-    return {"FLOPs a sample": {arm: f"{each[-1]['flops']:.3g}" for arm, each in scores.items() if each}}
+    return {"FLOPs a sample": {arm: f"{flops:.3g}" for arm, flops in sampling_flops(results).items()}}
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
     """Draw each metric against the guidance scale ω: a line per network and kind of guidance; y axes start at 0."""
-    panels, colour, others = [], colours(study), iter(OTHERS)
+    known, panels, colour = sampling_flops(results), [], colours(study)
+    others = iter(OTHERS)
     for metric in study.metrics:
-        ends, over_scale = last_values(results, metric), {}
+        ends, over_scale = last_values({arm: results[arm] for arm in known}, metric), {}
         for arm, values in ends.items():
             network, guidance = arm.partition(", ")[::2]
             kind, scale = guidance.rpartition(" ")[::2]
@@ -434,8 +462,9 @@ LOSS_GAP = "training loss above the dense one's"
 def training_loss(run: Made) -> float | None:
     """Return the training loss averaged over the last fifth of the training's steps; None if there are no records."""
     losses = curve(run, "loss", "images")
-    ends = np.maximum([0, *losses], (1 - LAST) * max(losses, default=0))
-    return statistics.fmean(losses.values(), np.diff(ends)) if losses else None
+    ends = [max(images, (1 - LAST) * max(losses)) for images in losses]
+    weights = [end - before for before, end in zip([(1 - LAST) * max(losses, default=0), *ends], ends)]
+    return statistics.fmean(losses.values(), weights) if losses else None
 
 
 def training_gap(run: Made, other: Made) -> float | None:
@@ -449,24 +478,17 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
     return {LOSS_GAP: {arm: estimate(less).signed() for arm, less in gaps.items() if less}}
 
 
-def places(results: Results) -> dict[str, tuple[int, int]]:
-    """Return {arm: (first, last) block of the route that its name tells}, without "dense"."""
-    return {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
-
-
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
     """Draw how much arms with a route differ from the one without, over the number of blocks in the route: in the
     training loss, and in the other metrics at equal images."""
+    lengths = {arm: 1 - int(np.subtract(*map(int, re.findall(r"\d+", arm)))) for arm in results if arm != "dense"}
     panels = []
     for metric in study.metrics:
-        points, band = [], None if metric == "loss" else chance(study, results, metric)
-        for arm, (start, end) in places(results).items():
-            if metric == "loss":
-                less = differences(results[arm], results["dense"], training_gap)
-            else:
-                less = by_seed(results, arm, "dense", metric, "images")
-            points += [(end - start + 1, less)] if less else []
+        by, *names = (training_gap,) if metric == "loss" else (EQUAL["images"][0], metric)
+        less = {arm: differences(results[arm], results["dense"], by, *names) for arm in lengths}
+        points = [(lengths[arm], values) for arm, values in less.items() if values]
         if points:
+            band = chance(study, results, metric) if metric != "loss" else None
             title = f"{METRICS[metric].title}, less the dense one's"
             line = mean_line("routes", points, "C1", interval=True)
             panels.append(Panel(title, "blocks of the route", "", [line], levels={"even": 0.0}, noise=band))
@@ -476,20 +498,21 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
 def draw_placement(study: Study, results: Results, path: Path) -> None:
     """Draw heat maps over a route's first and last block: each metric minus that without a route, at equal images and
     at equal FLOPs, and the FLOPs divided by those without a route."""
-    place, maps = places(results), {}
-    starts, ends = (sorted(set(each)) for each in zip(*place.values()))
-    for metric, equal in product(study.metrics, ("images", "FLOPs")):
-        less = {place[arm]: paired(results, arm, "dense", metric, equal) for arm in place}
-        title = f"{METRICS[metric].title} less the dense one's,\nat equal {equal}"
-        maps[title] = {where: each.mean for where, each in less.items() if each}
-    flops = last_means(results, "flops")
-    ratios = {place[arm]: flops[arm] / flops["dense"] for arm in place if {arm, "dense"} <= {*flops}}
-    maps["training FLOPs over\nthe dense one's"] = ratios
-    maps = {
-        title: np.array([[known.get((start, end), np.nan) for end in ends] for start in starts])
-        for title, known in maps.items()
-        if known
-    }
+    places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
+    starts, ends = (sorted(set(each)) for each in zip(*places.values()))
+    maps = {}
+    for metric, name in [*product(study.metrics, ("images", "FLOPs")), ("flops", "")]:
+        cells, flops = np.full((len(starts), len(ends)), np.nan), last_means(results, metric)
+        for arm, (start, end) in places.items():
+            if metric == "flops" and {arm, "dense"} <= {*flops}:
+                cells[starts.index(start), ends.index(end)] = flops[arm] / flops["dense"]
+            elif metric != "flops" and (less := paired(results[arm], results["dense"], metric, name)):
+                cells[starts.index(start), ends.index(end)] = less.mean
+        if not np.isnan(cells).all():
+            title = "training FLOPs over\nthe dense one's"
+            if name:
+                title = f"{METRICS[metric].title} less the dense one's,\nat equal {name}"
+            maps[title] = cells
     if maps:
         (first, cells), *others = maps.items()
         labels = ("last block of the route", "first block of the route")

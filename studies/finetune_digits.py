@@ -11,30 +11,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT)]
 
 import subprocess
-from dataclasses import dataclass
 
 import numpy as np
-from omegaconf import OmegaConf
 
 import tread
 from tread.data.writer import write_dataset
 from tread.evaluation.scorers import judge_digits
 from tread.preparing.digits import MEANING, digits_parts
-from tread.runtime import schema
-from tread.runtime.cli import answer_help, explained
-from tread.runtime.schema import Count
+from tread.runtime.cli import explained
 
 KNOWN = 7
-
-
-@dataclass(frozen=True)
-class Options:
-    out: str = "results/finetune-digits"
-    steps: Count = 2500
-    seeds: Count = 1
 
 
 def train(out: Path, name: str, steps: int, *overrides: str) -> None:
@@ -54,27 +43,34 @@ def main(out: Path, steps: int, seeds: int) -> None:
         write_dataset(part, latents, [(pixels[few].reshape(-1, 1, 1, 8, 8) / 8 - 1, labels[few])])
     seven = [f"dataset.path={part}", "dataset.embedded=null", f"dataset.num_classes={KNOWN}", "dataset.heldout=null"]
     kept = "init_classes={" + ",".join(f"{digit}:{digit}" for digit in range(KNOWN)) + "}"
-    short = steps // 10
-    trained = {"taught": f"{short} after {steps} on 0 to 6", "nothing": f"{short}", "whole": f"{steps}"}
-    asked, cells = np.arange(10).repeat(100), {name: ("", "") for name in trained}
+    short, rows = steps // 10, {}
     for seed in range(seeds):
         train(out, f"seven-{seed}", steps, *seven, f"seed={seed}")
         train(out, f"taught-{seed}", short, f"init_from={out}/seven-{seed}", kept, f"seed={seed}")
         train(out, f"nothing-{seed}", short, f"seed={seed}")
         train(out, f"whole-{seed}", steps, f"seed={seed}")
-        for name, told in cells.items():
+        for name in ("taught", "nothing", "whole"):
             drawn = tread.load(out / f"{name}-{seed}").sample(range(10), range(100), output="pt", steps=18)
-            pictures = (drawn * 255).round().byte().numpy()
-            judged = [judge_digits(pictures[part], asked[part]) for part in (asked < KNOWN, asked >= KNOWN)]
-            cells[name] = [f"{cell} {each['label_agreement']:.3f}" for cell, each in zip(told, judged)]
-    table = "| network | steps | agreement of 0 to 6 | of 7, 8 and 9 |\n|---|---|---|---|\n"
-    table += "".join(f"| {name} | {trained[name]} |{old} |{new} |\n" for name, (old, new) in cells.items())
-    (out / "table.md").write_text(table)
-    print(table, end="")
+            pictures, asked = (drawn * 255).round().byte().numpy(), np.arange(10).repeat(100)
+            for which, chosen in (("old", asked < KNOWN), ("new", asked >= KNOWN)):
+                agreement = judge_digits(pictures[chosen], asked[chosen])["label_agreement"]
+                rows.setdefault((name, which), []).append(agreement)
+    trained = {"taught": f"{short} after {steps} on 0 to 6", "nothing": f"{short}", "whole": f"{steps}"}
+    lines = ["| network | steps | agreement of 0 to 6 | of 7, 8 and 9 |", "|---|---|---|---|"]
+    for name, told in trained.items():
+        both = (" ".join(f"{value:.3f}" for value in rows[name, which]) for which in ("old", "new"))
+        lines.append(f"| {name} | {told} | {' | '.join(both)} |")
+    (out / "table.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    answer_help(__doc__)
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__.strip())
+        sys.exit(0)
     with explained("stopped"):
-        options = schema.read(OmegaConf.to_container(OmegaConf.from_cli()), Options)
-        main(Path(options.out), options.steps, options.seeds)
+        given = {"out": "results/finetune-digits", "steps": "2500", "seeds": "1"}
+        given |= (typed := dict(word.partition("=")[::2] for word in sys.argv[1:]))
+        if unknown := typed.keys() - {"out", "steps", "seeds"}:
+            raise ValueError(f"unknown option {', '.join(unknown)}: there are out, steps and seeds")
+        main(Path(given["out"]), int(given["steps"]), int(given["seeds"]))

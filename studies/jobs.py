@@ -6,9 +6,10 @@ import re
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from studies.study import ROOT, Planned, Score, Training, training_flops
 from tread.checkpoints.run_log import RunLog
 from tread.evaluation.metric_table import names_of
 from tread.runtime.device import usable_cores
-from tread.runtime.files import Lock, write_json
+from tread.runtime.files import Lock, explain_failure, write_whole
 from tread.runtime.signals import INTERRUPTED
 
 # KEPT: keys of metrics.jsonl that result.json keeps; LEFT_OUT: keys of a score's JSON that it drops
@@ -84,38 +85,32 @@ class Job:
         if not path.exists():
             return None
         read = json.loads(path.read_text())
-        return {"words": [*score.words]} | {key: value for key, value in read.items() if key not in LEFT_OUT}
+        return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
 
     def write_result(self, at_once: int | None = None) -> None:
         """Write result.json from what exists: the training's records, and all scores, keyed by Score.key. `at_once` is
         the number of runs that shared the machine while this one was trained; None: it was not trained now."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
-        if starts := log.starts():
-            records, points = log.records(), {}
-            steady = steady_seconds(records)
-            for record in records:
-                step = record["step"]
-                point = points.setdefault(step, {"images": step * self.training.batch_size})
-                point |= {key: record[key] for key in KEPT if key in record}
-                if step in steady:
-                    point["steady_seconds"] = steady[step]
-            versions = starts[-1].get("versions", {})
-            result |= {
-                "key": self.training.key,
-                "seed": self.training.seed,
-                "overrides": self.training.overrides,
-                "trained": self.trained,
-                "points": [points[step] for step in sorted(points)],
-                "device": " and ".join(sorted({str(start.get("device")) for start in starts})),
-                "torch": versions.get("torch"),
-                "commit": versions.get("git"),
-                "at_once": sorted({*result.get("at_once", ()), at_once} - {None}),
-            }
+        for start in log.starts()[-1:]:
+            points: dict[int, dict] = {}
+            steady = steady_seconds(log.records())
+            for record in log.records():
+                images = record["step"] * self.training.batch_size
+                kept = {key: record[key] for key in KEPT if key in record}
+                kept |= {"steady_seconds": steady[record["step"]]} if record["step"] in steady else {}
+                points.setdefault(record["step"], {"images": images}).update(kept)
+            training = {"key": self.training.key, "seed": self.training.seed, "overrides": self.training.overrides}
+            result |= training | {"trained": self.trained, "points": [points[step] for step in sorted(points)]}
+            versions = start.get("versions", {})
+            devices = sorted({str(each.get("device")) for each in log.starts()})
+            result |= {"device": " and ".join(devices), "torch": versions.get("torch"), "commit": versions.get("git")}
+            result["at_once"] = sorted({*result.get("at_once", ()), *([at_once] if at_once else [])})
         if result:
             scores = {score.key: record for score in self.scores if (record := self.record(score)) is not None}
             result["scores"] = result.get("scores", {}) | scores
-            write_json(path, result)
+            with explain_failure(self.folder):
+                write_whole(path, json.dumps(result, indent=1) + "\n")
 
 
 def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
@@ -131,25 +126,25 @@ def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
     """Return a job per training, with the scores of all runs that share it. A training that any study has begun at this
     scale stays in its folder; a new one goes to `place`, this study's folder <results>/<study>/<scale>."""
-    jobs: dict[str, Job] = {}  # by the training's key
+    by_key, jobs = defaultdict(list), []
     for run in runs:
-        key = run.training.key
-        if key not in jobs:
-            begun = sorted(results.glob(f"*/{place.name}/*-{key}"))
-            jobs[key] = Job(run.training, (), begun[0] if begun else place / run.folder)
-        scores = dict.fromkeys((*jobs[key].scores, *run.scores))
-        jobs[key] = replace(jobs[key], scores=tuple(scores))
-    return [*jobs.values()]
+        by_key[run.training.key].append(run)
+    for key, same in by_key.items():
+        begun = sorted(results.glob(f"*/{place.name}/*-{key}"))
+        scores = dict.fromkeys(score for run in same for score in run.scores)
+        jobs.append(Job(same[0].training, tuple(scores), begun[0] if begun else place / same[0].folder))
+    return jobs
 
 
 def costs_of(jobs: Sequence[Job]) -> str:
     """Return a text on the cost of the jobs: a line per training, and the sum."""
-    lines, flops = [], [training_flops(job.training) for job in jobs]
-    for job, each in zip(jobs, flops):
+    lines, whole = [], 0
+    for job in jobs:
         drawn = sum(int(score.words[-1].partition("=")[2]) for score in job.scores)
+        whole += (each := training_flops(job.training))
         images = f"{job.training.images:>12,} images{' at most' * bool(job.training.seconds)}"
         lines.append(f"  {job.folder.name:<40}{images}, {each:.4e} FLOPs, {drawn:,} samples")
-    return "\n".join([*lines, f"  in all {sum(job.training.images for job in jobs):,} images, {sum(flops):.4e} FLOPs"])
+    return "\n".join([*lines, f"  in all {sum(job.training.images for job in jobs):,} images, {whole:.4e} FLOPs"])
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None], part: Part = "both") -> list[str]:
@@ -232,14 +227,14 @@ class Children:
         self.running.add(child)
         if self.stopped:
             child.terminate()
-        while over and child.poll() is None:
+        asked = over is None
+        while not asked and child.poll() is None:
             time.sleep(PAUSE)
-            if over():
+            if asked := over():
                 child.terminate()
-                break
         code = child.wait()
         self.running.discard(child)
         if code and not (code == INTERRUPTED and over and over()):
-            lines = log.read_bytes()[began:].decode(errors="replace").strip().splitlines() or [""]
+            lines = re.split(r"[\r\n]+", log.read_bytes()[began:].decode(errors="replace").strip())
             said = next((line for line in reversed(lines) if line.startswith("error")), lines[-1])
             raise ValueError(f"{command[0]} ended with {code}: {said}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from studies.results import Made, Results, curve, series
+from studies.results import Made
 
 LEVEL = 0.95  # of all intervals
 ENOUGH = 3  # seeds below which there is no verdict
@@ -40,7 +40,7 @@ class Estimate:
         """−1 or 1 if the whole interval is below or above 0, 0 if it includes 0; None with fewer than 3 seeds."""
         if self.seeds < ENOUGH:
             return None
-        return (self.mean > self.half) - (self.mean < -self.half)
+        return 0 if abs(self.mean) <= self.half else int(math.copysign(1, self.mean))
 
     def __str__(self) -> str:
         """Format the mean and standard deviation, "1.0203 ± 0.0011", or a single seed's value."""
@@ -73,53 +73,58 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(mean, seeds, spread, error, float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1)) * error)
 
 
+def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
+    """Return {x: value} of a run's metric, by the `axis` "images", "flops" or "steady_seconds" (as in jobs.py)."""
+    return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
+
+
+def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
+    """Return (point, [each run's value of the metric]) for each number of images where every run has the metric. The
+    point is the first run's: its images, FLOPs and metrics."""
+    curves = [curve(run, metric, "images") for run in runs]
+    points = runs[0]["points"] if runs else []
+    shared = [point for point in points if all(point["images"] in each for each in curves)]
+    return [(point, [each[point["images"]] for each in curves]) for point in shared]
+
+
 def interpolate(values: Mapping[float, float], place: float) -> float | None:
     """Interpolate {FLOPs or seconds: value} at `place`, linearly in their logarithm; None outside their range."""
     within = len(values) > 1 and min(values) <= place <= max(values)
     return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
 
 
-def comparable(run: Made, other: Made, axis: str) -> bool:
-    """Return whether two runs can be compared by `axis`: by "steady_seconds" only if measured on the same device."""
-    return axis != "steady_seconds" or (run["timed_on"] is not None and run["timed_on"] == other["timed_on"])
+def last_difference(run: Made, other: Made, metric: str) -> float | None:
+    """Return one run's last value of a metric minus another's last, at equal images or not; None if one has none."""
+    ends = [[*curve(each, metric, "images").values()][-1:] for each in (run, other)]
+    return ends[0][0] - ends[1][0] if all(ends) else None
+
+
+def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
+    """Return one run's metric minus another's at the most images for which both have it; None if there are none."""
+    both = series([run, other], metric)
+    return both[-1][1][0] - both[-1][1][1] if both else None
 
 
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
-    """Return one run's metric minus another's at the most images, FLOPs or seconds that both reach; `axis` is "images",
-    "flops" or "steady_seconds" (as in jobs.py). Between two values the metric is interpolated, but not by images. None
-    if one has no value there, or if the seconds may be from different devices. Runs that end within 1% of the same
-    seconds are compared at their ends; runs that end within 1% of the same FLOPs only if the metric can't be
-    interpolated there and can't be compared at equal images either."""
-    if axis == "images":
-        both = series([run, other], metric)
-        return both[-1][1][0] - both[-1][1][1] if both else None
-    if not comparable(run, other, axis):
+    """Return one run's metric minus another's at the most FLOPs or seconds that both reach; `axis` is "flops" or
+    "steady_seconds" (as in jobs.py). None if one has no value there, or if the seconds may be from different devices.
+    Runs that end within 1% of the same seconds are compared at their ends; runs that end within 1% of the same FLOPs
+    only if the metric can't be interpolated there and `at_equal_images` can't compare it either."""
+    if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
     ends = [max(each, default=0) for each in curves]
     here, there = (interpolate(each, min(ends)) for each in curves)
-    alone = None in (here, there) and at_equal(run, other, metric, "images") is None
+    alone = None in (here, there) and at_equal_images(run, other, metric) is None
     if (alone or axis == "steady_seconds") and 0 < max(ends) < 1.01 * min(ends):
         return curves[0][ends[0]] - curves[1][ends[1]]
     return None if None in (here, there) else here - there
 
 
-def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
-    """Return one run's training "flops" or "steady_seconds" (`axis`, as in jobs.py), divided by another's; None if
-    either is unknown, or if seconds were not measured on the same device."""
-    ends = [max(curve(each, "loss", axis), default=0) for each in (run, other)]
-    return ends[0] / ends[1] if all(ends) and comparable(run, other, axis) else None
-
-
-def partners(runs: Sequence[Made], others: Sequence[Made]) -> list[tuple[Made, Made]]:
-    """Return the pairs of a run and another one of the same seed."""
-    by_seed = {run["seed"]: run for run in others}
-    return [(run, by_seed[run["seed"]]) for run in runs if run["seed"] in by_seed]
-
-
 def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *names: str) -> list[float]:
     """Return by(run, other, *names) for pairs of runs with equal seeds, leaving out the pairs where it is None."""
-    found = [by(*pair, *names) for pair in partners(runs, others)]
+    by_seed = {run["seed"]: run for run in others}
+    found = [by(run, by_seed[run["seed"]], *names) for run in runs if run["seed"] in by_seed]
     return [less for less in found if less is not None]
 
 
@@ -127,25 +132,25 @@ def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) 
     """Compare runs of equal seeds: return (point, [a run's metric minus that of its partner in `others`, one per seed])
     for each number of training images where all have the metric. The point is the first run's record there: images,
     FLOPs, metrics. The partner's metric is read at equal images or, with axis="flops", interpolated at the run's."""
-    pairs, found = partners(runs, others), []
-    curves = [curve(other, metric, axis) for _, other in pairs]
-    for point, values in series([run for run, _ in pairs], metric):
+    by_seed = {run["seed"]: curve(run, metric, axis) for run in others}
+    runs, found = [run for run in runs if run["seed"] in by_seed], []
+    for point, values in series(runs, metric):
         read = dict.get if axis == "images" else interpolate
-        levels = [read(each, point.get(axis, 0)) for each in curves]
+        levels = [read(by_seed[run["seed"]], point.get(axis, 0)) for run in runs]
         if None not in levels:
             found.append((point, [value - level for value, level in zip(values, levels)]))
     return found
 
 
-EQUAL = {"images": "images", "FLOPs": "flops", "seconds": "steady_seconds"}  # what is equal → `at_equal`'s axis
+EQUAL = {  # quantity at which two runs are compared → the function that does it, and its argument `axis`
+    "images": (at_equal_images,),
+    "FLOPs": (at_equal, "flops"),
+    "seconds": (at_equal, "steady_seconds"),
+}
 
 
-def by_seed(results: Results, arm: str, other: str, metric: str, equal: str) -> list[float]:
-    """Return one arm's metric minus another's for each seed that both have, at equal "images", "FLOPs" or "seconds"
-    (`equal`)."""
-    return differences(results.get(arm, ()), results.get(other, ()), at_equal, metric, EQUAL[equal])
-
-
-def paired(results: Results, arm: str, other: str, metric: str, equal: str) -> Estimate | None:
-    """Return the estimate of what `by_seed` returns; None if no seed can be compared."""
-    return estimate(by_seed(results, arm, other, metric, equal))
+def paired(runs: Sequence[Made], others: Sequence[Made], metric: str, equal: str) -> Estimate | None:
+    """Return the estimate of one arm's metric minus another's, paired by seed, at equal "images", "FLOPs" or "seconds"
+    (`equal`); None without pairs. An arm is given by its runs, one per seed."""
+    by, *axis = EQUAL[equal]
+    return estimate(differences(runs, others, by, metric, *axis))

@@ -61,33 +61,19 @@ def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[
     is {training's hash: its result.json}. A run whose training an earlier arm has too must have all its scores."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
-    for arm in results:
+    for arm, each in results.items():
         begun = [run for run in runs if run.arm == arm and run.training.key in made]
         complete, new = [run for run in begun if is_made(run, made)], [r for r in begun if r.training.key not in shown]
         trained = [run for run in new if made[run.training.key]["trained"]]
         furthest = sorted(new, key=lambda run: len(made[run.training.key]["points"]))[-1:]
         most = max(complete, trained, key=len)  # a training that is not scored yet still shows its losses
-        results[arm] = [_made(run, made[run.training.key]) for run in most or furthest]
+        each += [_made(run, made[run.training.key]) for run in most or furthest]
         shown.update(run.training.key for run in begun)
     return results
 
 
-def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric, by the `axis` "images", "flops" or "steady_seconds" (as in jobs.py)."""
-    return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
-
-
-def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
-    """Return (point, [each run's value of the metric]) for each number of images where every run has the metric. The
-    point is the first run's: its images, FLOPs and metrics."""
-    curves = [curve(run, metric, "images") for run in runs]
-    points = runs[0]["points"] if runs else []
-    shared = [point for point in points if all(point["images"] in each for each in curves)]
-    return [(point, [each[point["images"]] for each in curves]) for point in shared]
-
-
 def _made(run: Planned, record: dict) -> Made:
-    points = {point["step"]: point for point in record["points"]}
+    points = {point["step"]: dict(point) for point in record["points"]}
     scores = [record["scores"][score.key] for score in run.scores if score.key in record["scores"]]
     known = {
         axis: [(0, 0), *((step, point[axis]) for step, point in sorted(points.items()) if axis in point)]
@@ -100,9 +86,9 @@ def _made(run: Planned, record: dict) -> Made:
             if counted[1:]:  # after the last record, where a time budget ended: extrapolated in proportion to steps
                 beyond = max(1.0, step / counted[-1][0])
                 point[axis] = round(beyond * float(np.interp(step, *zip(*counted))), 3)
+        point |= points.get(step, {})
         numbers = {name: score.get(name) for name in METRICS}  # "precision" may also be a dtype, such as "bf16"
-        numbers = {name: each for name, each in numbers.items() if isinstance(each, int | float)}
-        points[step] = point | points.get(step, {}) | numbers
-    at_once = record.get("at_once", [])
+        points[step] = point | {name: each for name, each in numbers.items() if isinstance(each, int | float)}
+    at_once, ordered = record.get("at_once", []), [points[step] for step in sorted(points)]
     timed_on = (record.get("device"), *at_once) if len(at_once) == 1 else None
-    return Made(seed=record["seed"], points=[points[step] for step in sorted(points)], scores=scores, timed_on=timed_on)
+    return Made(seed=record["seed"], points=ordered, scores=scores, timed_on=timed_on)

@@ -87,9 +87,8 @@ def run(options: Options) -> None:
     made = finished(results, options.again)
     if unknown := {*options.arms} - {*study.arms}:
         raise ValueError(f"study {study.name} has no arm {', '.join(unknown)}, but {', '.join(study.arms)}")
-    arms = options.arms or study.arms
-    asked = {*arms, *(f"{arm}, {way}" for arm in arms for way in study.ways)}
-    asked |= {trial for arm in arms for trial in study.trials.get(arm, {}).values()}
+    asked = {*options.arms, *(f"{arm}, {way}" for arm in options.arms for way in study.ways)}
+    asked = asked.union(*(study.trials.get(arm, {}).values() for arm in options.arms)) or {*study.arms}
 
     def left_to_make(runs: Sequence[Planned]) -> list[Job]:
         return jobs_of([run for run in runs if run.arm in asked and not is_made(run, made)], place, results)

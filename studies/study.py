@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,6 @@ from tread.evaluation.metric_table import METRICS
 from tread.models.architectures import TextSettings
 from tread.models.backbone import Backbone
 from tread.runtime import schema
-from tread.runtime.plugins import import_plugins, plugin_hashes
 from tread.runtime.schema import Count, CountOrZero, Positive
 from tread.training import costs, settings
 
@@ -41,7 +40,7 @@ class Arm:
     overrides  overrides for train.py; {data} stands for the data's folder, {75%} for that fraction of the run's steps.
     images     number of images to train on, with repetition.
     flops      number of training FLOPs after which to end, instead of after `images`; None: after `images`.
-    seeds      number of seeds.
+    seeds      number of seeds, which are first_seed, first_seed + 1, ….
     evaluate   images between evaluation losses.
     save       images between checkpoints.
     score      images between scores, a multiple of `save`; 0: only the last checkpoint is scored.
@@ -65,6 +64,7 @@ class Arm:
     needs: str | None
     seconds: Count | None = None
     flops: Positive | None = None
+    first_seed: CountOrZero = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Study:
     against    {name of an arm: name of the arm that it is compared with}.
     besides    further pairs {name of an arm: name of the arm that it is compared with}.
     figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
-    headline   the figure's title: a sentence on what the results at the scale small show, if there is one, or `title`.
+    seen       a sentence on what the results at the scale small show, the title of their figure; "": none.
     trials     {arm: {override: name of an arm that tries it}}. The arm is then trained, with other seeds, with the
                override whose trial ended with the best value of metrics[0].
     rule       {"arm": …, "rivals": […], "metrics": […]}, fixed before the runs: the arm must beat the best rival.
@@ -92,11 +92,11 @@ class Study:
     against: dict[str, str]
     figure: str
     metrics: tuple[str, ...]
-    headline: str
-    ways: tuple[str, ...]
-    besides: dict[str, str]
-    trials: dict[str, dict[str, str]]
+    ways: tuple[str, ...] = ()
     rehearsal: dict = field(default_factory=dict)
+    besides: dict[str, str] = field(default_factory=dict)
+    seen: str = ""
+    trials: dict[str, dict[str, str]] = field(default_factory=dict)
     rule: dict = field(default_factory=dict)
     published: dict[str, str] = field(default_factory=dict)
 
@@ -104,6 +104,11 @@ class Study:
     def pairs(self) -> list[tuple[str, str]]:
         """All pairs (arm, the arm that it is compared with)."""
         return [*self.against.items(), *self.besides.items()]
+
+    @property
+    def headline(self) -> str:
+        """The figure's title: `seen` at the scale small, unless it is empty; otherwise `title`."""
+        return self.seen if self.seen and self.scale == "small" else self.title
 
 
 @dataclass(frozen=True)
@@ -127,14 +132,13 @@ class Training:
 
     @property
     def cfg(self) -> settings.Settings:
-        """The settings that train.py will read, but with any seed, and "data" as the path of the data, for {data}."""
-        return settings_of(*self.overrides)
+        """The settings that train.py will read, but with "data" as the path of the data, for {data}."""
+        return replace(settings_of(*self.overrides), seed=self.seed)
 
     @property
     def key(self) -> str:
-        """A hash of the seed, the time budget, the plugins and the overrides (the last of each, in sorted order)."""
-        beside = filter(None, (self.seconds, plugins_of(self.overrides)))
-        return _hash([sorted(_last_words(self.overrides)), self.seed, *beside])
+        """A hash of the seed, the time budget and the overrides (the last of each setting, in sorted order)."""
+        return _hash([sorted(_last_words(self.overrides)), self.seed, *([self.seconds] if self.seconds else [])])
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class Score:
 
     @property
     def key(self) -> str:
-        return _hash([self.step, self.script, sorted(self.words), *filter(None, [plugins_of(self.words)])])
+        return _hash([self.step, self.script, sorted(self.words)])
 
 
 @dataclass(frozen=True)
@@ -193,24 +197,30 @@ def read_study(name: str, scale: ScaleName) -> Study:
     own_scale = tree.pop("scales", {}).get(scale, {})
     if scale not in shared and not own_scale:
         raise ValueError(f"studies/{name}.yaml has no scale {scale}")
-    base = {"overrides": [], "scoring": [], "scored_by": tree.pop("scored_by", "fid.py")}
-    if not own_scale.pop("alone", False):
-        base |= shared.get(own_scale.pop("like", scale), {})
-    if "scoring" in own_scale:
-        base["scoring"] = []
+    below = None if own_scale.pop("alone", False) else shared.get(own_scale.pop("like", scale))
     changed, ways = own_scale.pop("arms", {}), tree.pop("ways", {}) | own_scale.pop("ways", {})
     ways = {way: scored for way, scored in ways.items() if scored is not None}
     choose, instead = own_scale.pop("choose", tree.pop("choose", None)) or {}, own_scale.pop("instead", {})
-    base = _over(base, own_scale)
-    against, besides, figure = tree.pop("against", {}), tree.pop("besides", {}), tree.pop("figure", {})
+    base = (below or {"overrides": [], "scoring": []}) | {"scored_by": tree.pop("scored_by", "fid.py")}
+    base = _over(base | ({"scoring": []} if "scoring" in own_scale else {}), own_scale)
+    only = {way: scored.pop("only", None) for way, scored in ways.items()}
     arms, trials, said_arms = {}, {}, tree.pop("arms")
-    only = {way: scored.pop("only", said_arms) for way, scored in ways.items()}
+    against, besides, figure = (
+        tree.pop("against", {}),
+        tree.pop("besides", {}),
+        {"kind": None, "metrics": ()} | tree.pop("figure", {}),
+    )
     for arm, said in said_arms.items():
         said = said_arms[arm] = dict(said) if isinstance(said, dict) else {"overrides": said}
         if below := said.pop("over", None):
+            if below not in said_arms:
+                raise ValueError(f"studies/{name}.yaml: arm {arm} is over {below}, which is no arm")
             against.setdefault(arm, below)
-            above = said_arms.get(below, {})
-            said |= _over({key: above.get(key, []) for key in ("overrides", "scoring")}, said)
+            said |= _over({key: said_arms[below].get(key, []) for key in ("overrides", "scoring")}, said)
+    chosen = bool(choose) or any("choose" in said for said in said_arms.values())
+    named = {*against, *against.values(), *besides, *besides.values(), *changed}
+    if unknown := named - {*said_arms, *(f"{arm}, {way}" for arm in said_arms for way in ways)}:
+        raise ValueError(f"studies/{name}.yaml names {', '.join(sorted(unknown))}, which are not among its arms")
     for arm, said in said_arms.items():
         if arm in changed and changed[arm] is None:
             continue
@@ -220,33 +230,20 @@ def read_study(name: str, scale: ScaleName) -> Study:
         for word in (f"{key}={value}" for key, values in tries.items() for value in values):
             tried = trials.setdefault(arm, {})[word] = f"{arm}, {word}"
             arms[tried] = schema.read(_over(whole | {"samples": 0, "seeds": 1}, {"overrides": [word]}), Arm)
-        arms[arm] = schema.read(whole, Arm, f"arms.{arm}.")
-        for way, scored in ways.items():
-            if arm in only[way]:
-                called = f"{arm}, {way}"
-                arms[called] = schema.read(_over(whole, scored | changed.get(called, {})), Arm, f"arms.{called}.")
-    for arm in arms.values():
-        plugins_of((*arm.overrides, *arm.scoring))  # which may define metrics
-    named = {
-        *against,
-        *against.values(),
-        *besides,
-        *besides.values(),
-        *changed,
-        *tree.get("rule", {}).get("rivals", ()),
-    }
-    known_arms = {*said_arms, *(f"{arm}, {way}" for arm in said_arms for way in ways)}
-    metrics, known_keys = figure.get("metrics", ()), [item.name for item in fields(Study)]
-    for there, known in ((tree, known_keys), (metrics, METRICS), (named, known_arms)):
-        if unknown := {*there} - {*known}:
-            raise ValueError(f"studies/{name}.yaml: unknown {', '.join(sorted(unknown))}")
+        whole |= {"first_seed": 1} if chosen else {}
+        own_ways = {f"{arm}, {way}": scored for way, scored in ways.items() if only[way] is None or arm in only[way]}
+        own_ways = {called: scored | changed.get(called, {}) for called, scored in own_ways.items()}
+        for called, scored in {arm: {}, **own_ways}.items():
+            arms[called] = schema.read(_over(whole, scored), Arm, f"arms.{called}.")
     against |= {f"{arm}, {way}": f"{other}, {way}" for arm, other in against.items() for way in ways}
     against, besides = ({a: b for a, b in each.items() if {a, b} <= {*arms}} for each in (against, besides))
-    headline = (scale == "small" and figure.get("seen")) or tree["title"]
-    drawn = {"figure": figure.get("kind"), "metrics": metrics, "headline": headline}
-    return Study(
-        name, scale, arms=arms, against=against, besides=besides, trials=trials, ways=(*ways,), **drawn, **tree
-    )
+    wanted = ({*tree}, {item.name for item in fields(Study)}), ({*figure["metrics"]}, {*METRICS})
+    for there, known in (*wanted, ({*tree.get("rule", {}).get("rivals", ())}, {*said_arms})):
+        if unknown := sorted(there - known):
+            raise ValueError(f"studies/{name}.yaml: unknown {', '.join(unknown)}")
+    drawn = {"figure": figure["kind"], "metrics": figure["metrics"], "seen": figure.get("seen", "")}
+    compared = {"against": against, "besides": besides, "trials": trials}
+    return Study(name, scale, arms=arms, ways=(*ways,), **compared, **drawn, **tree)
 
 
 def rehearsed(study: Study) -> Study:
@@ -277,11 +274,9 @@ def plan(study: Study, seeds: int | None = None, made: Mapping | None = None, gu
     guess  whether an arm takes the first value until then, instead.
     """
     arms = {name: _chosen(study, name, made) or (_chosen(study, name, None) if guess else None) for name in study.arms}
-    trials = _trials(study)
-    counts = {name: 1 if name in trials else seeds or arm.seeds for name, arm in arms.items() if arm}
+    counts = {name: 1 if name in _trials(study) else seeds or arm.seeds for name, arm in arms.items() if arm}
     order = [(name, number) for number in range(max(counts.values())) for name in counts if number < counts[name]]
-    used = {name: bool(trials) and name not in trials for name in counts}  # whether trials had the first seed
-    return [_planned(name, arms[name], used[name] + number) for name, number in order]
+    return [_planned(name, arms[name], arms[name].first_seed + number) for name, number in order]
 
 
 def _trials(study: Study) -> set[str]:
@@ -310,17 +305,17 @@ def _planned(name: str, arm: Arm, seed: int) -> Planned:
     last, evaluate, save = (round(count / batch) for count in (arm.images, arm.evaluate, arm.save))
     if arm.flops:
         last = max(1, int(arm.flops) // training_flops(Training(plain, 0, 1, batch)))
-    words = [_fractions(word, last, str) for word in arm.overrides]
+    words = [_fractions(word, lambda fraction: str(round(last * fraction))) for word in arm.overrides]
     words += [f"train.steps={last}", f"every.evaluate={evaluate}", f"every.save={save}", f"every.sample={last}"]
     training = Training((*words, "eval.demo_samples=0"), seed, last, batch, arm.seconds)
-    if not arm.samples:
-        return Planned(name, training, ())
-    count = "samples" if arm.scored_by == "scripts/similarity.py" else "num_samples"
-    words = [_fractions(word, last / save, lambda saves: f"{{step {saves * save}}}") for word in arm.scoring]
-    between = arm.score // arm.save * save or last
-    earlier = [*range(between, last, between)][: 1 if arm.seconds else None]
-    scores = [Score(step, arm.scored_by, (*words, f"{count}={arm.samples}")) for step in (*earlier, last)]
-    return Planned(name, training, tuple(scores))
+    scores = ()
+    if arm.samples:
+        count = "samples" if arm.scored_by == "scripts/similarity.py" else "num_samples"
+        nearest = partial(_fractions, written=lambda fraction: f"{{step {round(last * fraction / save) * save}}}")
+        words, between = (*map(nearest, arm.scoring), f"{count}={arm.samples}"), arm.score // arm.save * save or last
+        earlier = [*range(between, last, between)][: 1 if arm.seconds else None]
+        scores = tuple(Score(step, arm.scored_by, words) for step in (*earlier, last))
+    return Planned(name, training, scores)
 
 
 @cache
@@ -352,32 +347,16 @@ def _last_words(*overrides: Sequence[str]) -> list[str]:
     return list({word.partition("=")[0]: word for words in overrides for word in words}.values())
 
 
-def _fractions(word: str, whole: float, written: Callable[[int], str]) -> str:
-    """Return `word` with each percentage in braces, such as {75%}, replaced by written(75% of `whole`, rounded)."""
-    return re.sub(r"\{(\d+)%\}", lambda match: written(round(whole * (int(match[1]) / 100))), word)
+def _fractions(word: str, written: Callable[[float], str]) -> str:
+    """Return the override `word` with each percentage in braces, such as {75%}, replaced by written(0.75)."""
+    return re.sub(r"\{(\d+)%\}", lambda match: written(int(match[1]) / 100), word)
 
 
 @cache
 def settings_of(*overrides: str) -> settings.Settings:
     """Return the settings that train.py reads from overrides. Raises ValueError for unknown keys or wrong values."""
-    plugins_of(overrides)
     schema.check_overrides(overrides, [*settings.known_keys(), "experiment"])
-    return settings.read(_composed(*settings.add_unstated(overrides)))
-
-
-def plugins_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Import the plugins that overrides, or the experiment that they name, ask for. Return {file or module: sha256}."""
-    named = [word for word in overrides if re.match("(experiment|plugins)=", word)]
-    plugins = _composed(*named)["plugins"] if named else []
-    import_plugins(plugins)
-    return plugin_hashes(plugins)
-
-
-@cache
-def _composed(*overrides: str) -> dict:
-    """Compose train.py's config; plugins become absolute paths, from the folder where train.py will be run."""
+    words = settings.add_unstated(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        config = compose("config", overrides=[override.replace("{data}", "data") for override in overrides])
-    tree = OmegaConf.to_container(config, resolve=True)
-    plugins = [str(ROOT / Path(name).expanduser()) if name.endswith(".py") else name for name in tree["plugins"]]
-    return tree | {"plugins": plugins}
+        composed = compose("config", overrides=[override.replace("{data}", "data") for override in words])
+    return settings.read(OmegaConf.to_container(composed, resolve=True))

@@ -74,7 +74,7 @@ def test_what_can_not_be_combined_is_refused_with_the_reason(runs, tmp_path, com
     for strong, guidance, message in (
         (dit, Guidance("sparse", 1.5, weak=0.5), "trained without a route"),
         (dit, Guidance("cfg"), "no null class"),
-        (tread, Guidance("sparse", weak=0.5, checkpoint=str(runs / "digits-dit")), "weak leaves.*without a route"),
+        (tread, Guidance("sparse", weak=0.5, checkpoint=str(runs / "digits-dit")), "weak branch.*without a route"),
         (tread, Guidance("sparse_cfg", checkpoint=str(runs / "digits-dit")), "no null class"),
         (tread, Guidance("autoguidance", checkpoint=str(tread.found.folder)), "is the network of checkpoint=… itself"),
         (tread, Guidance("autoguidance", checkpoint=str(tmp_path / "other")), "differ in shape"),
@@ -225,7 +225,7 @@ def test_a_sweep_of_a_kind_without_routes_draws_curves(runs, tmp_path, monkeypat
     """Scores that tell their setting: a line an interval, its points in the order of ω, the level that of none."""
     drawn = []
 
-    def score(options, processes, metric):
+    def score(options, processes):
         g = options.guidance
         value = 100 * g.scale + (g.interval or (0, 0))[1]
         return [{"frechet_pixels": value, "label_agreement": 0.5, "flops_relative": g.scale, "count": 20}]
@@ -252,7 +252,7 @@ def test_a_sweep_draws_each_value_in_its_place(runs, tmp_path, monkeypatch):
     """Scores that tell their setting: weak ratios are rows, strong ones columns, the best is the smallest distance."""
     drawn = {}
 
-    def score(options, processes, metric):
+    def score(options, processes):
         g = options.guidance
         value = 100 * g.scale + 10 * g.weak + g.strong
         return [{"frechet_pixels": value, "flops_relative": 2 - g.weak, "count": 20, "label_agreement": 0.5}]
@@ -286,7 +286,7 @@ def test_a_sweep_that_can_not_be_is_refused(runs, tmp_path):
         (*common, "guidance=sg_flops", "take guidance=sparse"),
         (*common, "sweep.strong=[0.9]", "sweep.weak=[0.5]", "above sweep.weak everywhere"),
         (*common, "sweep.weak=[0.9,0.94]", "sweep.strong=[0]", "keeps a single token"),
-        (*common, "sweep.metric=fid", "of those scored here: label_agreement, frechet_pixels"),
+        (*common, "sweep.metric=fid", "with no reference there are label_agreement, frechet_pixels"),
         (*common, "guidance.weak={schedule: cosine, start: 0.6, end: 0.0}", "set sweep.weak="),
         (*common, "reference=a", "save_reference=b.npz", "fid.py's"),
     )

@@ -1,9 +1,9 @@
 """Captions beside latents and their text, against arrays that were written by hand; draws against a naive count."""
 
+import pickle
 import shutil
 from collections import Counter
 from functools import partial
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.section_writer import TextWriter
-from tread.data.shards import Placement
+from tread.data.shards import PLACEMENTS
 from tread.data.writer import write_dataset
 from tread.models.conditions import Text
 from tread.runtime.distributed import split_batch
@@ -83,7 +83,7 @@ def same(a: Text, b: Text) -> bool:
 
 
 @pytest.mark.parametrize("spec", [WORDS, FROZEN], ids=["words", "frozen"])
-@pytest.mark.parametrize("placement", get_args(Placement))
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_reads_the_text_that_was_written(made, spec, placement):
     folder, texts = made
     data, text = LatentDataset(folder, "full", placement, text=spec.encoder), texts[spec.encoder]
@@ -95,8 +95,9 @@ def test_every_placement_reads_the_text_that_was_written(made, spec, placement):
     assert same(read.text, part(expected, FIRSTS[[22, 0, 7]]))
     assert same(read.rows(slice(1, 2)).text, part(expected, FIRSTS[[0]]))
     assert data.captions == CAPTIONS
-    with pytest.raises(IndexError, match=f"index {TOTAL} is out of bounds"):
+    with pytest.raises(IndexError, match=f"captions 0..{TOTAL}, but there are {TOTAL}"):
         data.encoded.read(np.array([0, TOTAL]))
+    assert same(pickle.loads(pickle.dumps(data)).batch(0, 1, 8).text, data.batch(0, 1, 8).text)
 
 
 def test_a_picture_comes_with_one_of_its_captions_all_of_them_alike_often(made):
@@ -179,7 +180,7 @@ def test_text_counts_where_memory_is_asked_for(folder, monkeypatch):
     """As much memory as the latents take: enough for them, and not for text besides."""
     monkeypatch.setattr("tread.data.shards.free_memory", lambda device: COUNT * 2 * 2 * 4 * 4 * 2)
     LatentDataset(folder, placement="ram")
-    with pytest.raises(ValueError, match="dataset.placement=mmap needs none"):
+    with pytest.raises(ValueError, match="dataset.placement=ram needs more"):
         LatentDataset(folder, placement="ram", text=FROZEN.encoder)
 
 

@@ -4,10 +4,10 @@ the dataset's own batches, whatever the placement and however far it reads ahead
 import gc
 import mmap
 import os
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
-from tread.data.shards import Placement
+from tread.data.shards import PLACEMENTS
 from tread.data.writer import write_dataset
 from tread.runtime.distributed import split_batch
 from tread.runtime.files import sha256
@@ -168,7 +168,7 @@ def test_writing_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):
 # ------------------------------------------------------------------------------------------- the loader
 
 
-@pytest.mark.parametrize("placement", get_args(Placement))
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_reads_what_was_written(folder, placement):
     stored, labels = (np.concatenate(parts) for parts in zip(arrays(20), arrays(33), arrays(5)))
     data = LatentDataset(folder, verify="full", placement=placement)
@@ -183,7 +183,7 @@ def test_every_placement_reads_what_was_written(folder, placement):
     assert data.read(np.zeros(0, dtype=np.int64)).stored.shape == (0, 2, 4, 4)
 
 
-@pytest.mark.parametrize("placement", get_args(Placement))
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_what_is_not_there_is_not_read(folder, placement):
     data = LatentDataset(folder, placement=placement)
     for indices, view in (([58], 0), ([-1], 0), ([0], 2), ([0], -1)):
@@ -235,12 +235,10 @@ def test_what_is_expected_covers_what_is_read(folder):
 
     data = LatentDataset(folder)
     batch = data.batch(3, 5, 8, slice(2, 8))
-    for shard in data._parts["stored"]._arrays:
+    for shard in data._latents._arrays:
         shard._mmap = Announced()
     data.expect(3, 5, 8, slice(2, 8))
-    announced = [
-        (number, *range_) for number, shard in enumerate(data._parts["stored"]._arrays) for range_ in shard._mmap
-    ]
+    announced = [(number, *range_) for number, shard in enumerate(data._latents._arrays) for range_ in shard._mmap]
     assert len(announced) == 6 and all(option == mmap.MADV_WILLNEED for _, option, _, _ in announced)
     assert all(start % mmap.PAGESIZE == 0 for _, _, start, _ in announced)
     for index, stored in zip(batch.indices, batch.stored):
@@ -250,11 +248,20 @@ def test_what_is_expected_covers_what_is_read(folder):
         assert any(stored.numpy().tobytes() in part for part in parts)
 
 
+def test_another_process_opens_the_dataset_anew(folder):
+    data = LatentDataset(folder)
+    data.normalize(0.5)
+    again = pickle.loads(pickle.dumps(data))  # what a DataLoader's worker is sent
+    assert len(pickle.dumps(data)) < 3000
+    assert again.latents == data.latents != MEANING
+    assert torch.equal(again.batch(0, 0, 8).stored, data.batch(0, 0, 8).stored)
+
+
 def test_memory_that_is_not_there_is_not_asked_for(folder, monkeypatch):
     monkeypatch.setattr("tread.data.shards.free_memory", lambda device: 1000)
     LatentDataset(folder)
     for placement in ("ram", "device"):
-        with pytest.raises(ValueError, match="cpu has 1 kB free: dataset.placement=mmap needs none"):
+        with pytest.raises(ValueError, match=f"cpu has 1 kB of memory free: dataset.placement={placement}.*mmap"):
             LatentDataset(folder, placement=placement)
 
 
@@ -279,7 +286,7 @@ def test_a_dataset_of_imagenets_size_is_opened_by_its_labels_and_takes_little_me
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("placement", get_args(Placement))
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_gpu_gets_the_batches_of_each_step(folder, placement):
     """Copies overlap with work on the GPU, whose results must be those of the right samples."""
     device = torch.device("cuda")

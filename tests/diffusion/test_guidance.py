@@ -186,9 +186,9 @@ def test_networks_that_can_not_be_guided_so_are_refused():
     other = {"weak": 0.5, "checkpoint": "a"}
     assert_refused(
         check_trained_for,
-        (Guidance("sparse", weak=0.5), no_route, "guidance.weak leaves.*without a route.*force=true"),
-        (Guidance("sparse", strong=0.1, **other), no_route, whole, "guidance.strong leaves"),
-        (Guidance("sparse", **other), whole, no_route, "guidance.weak leaves"),
+        (Guidance("sparse", weak=0.5), no_route, "weak branch.*without a route.*force=true"),
+        (Guidance("sparse", strong=0.1, **other), no_route, whole, "strong branch"),
+        (Guidance("sparse", **other), whole, no_route, "weak branch"),
         (Guidance("cfg"), no_null, "label_drop=0 and knows no null class"),
         (Guidance("sparse_cfg"), no_null, "label_drop=0 and knows no null class"),
         (Guidance("sparse_uncond"), no_null, "label_drop=0 and knows no null class"),

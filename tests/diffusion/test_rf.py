@@ -143,6 +143,9 @@ def test_sample_tread_is_the_plain_loop_under_given_ids(tiny):
     assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
     actual = RF().sample_tread(tiny, noise, y, *routes, scale=1.5, steps=5, weak_y=torch.full_like(y, 10))
     assert_close(actual.float(), uncond, rtol=1e-4, atol=1e-5)
+    by_call = [lambda call, one=one: one for one in routes]
+    both = [RF().sample_tread(tiny, noise, y, *each, 1.5, 5) for each in (by_call, routes)]
+    assert torch.equal(*both)
     strong = RF().sample_tread(tiny, noise, y, *routes, steps=5)  # scale 1
     with torch.no_grad():
         expected = released_sample(tiny, noise, y, y, 5, 1.0, routes)

@@ -120,7 +120,7 @@ def test_help_of_shell_scripts_is_their_head(tmp_path, script):
         ("train.steps=1.5", "train.steps is 1.5, but must be int"),
         ("train.steps=1e21", "train.steps is 1000000000000000000000, but must lie in 1 to 10^12: more take decades"),
         ("eval.points=1e15", "eval.points is 1000000000000000, but must be positive and below 2³¹"),
-        ("model.hidden_size=1e8", "make 4.8e+17 parameters or more, and training takes 9.6e+06 TB"),
+        ("model.hidden_size=1e8", "make 4.8e+17 parameters or more, with gradients, optimizer and averages 9.6e+06 TB"),
         ("name=a=b=c", "name=a=b=c"),
         ("train.steps=1,2", "Ambiguous value for argument 'train.steps=1,2'"),
         ("train.steps=1,3", "3. For several runs, give one command for each value, each with its own name="),

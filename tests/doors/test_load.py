@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_said_before_anything_is_drawn(model):
         ({"classes": "x"}, "'x' is no class of .*there are 0, 1"),
         ({"classes": []}, "classes is empty"),
         ({"classes": 10}, "classes.0 is 10, but the classes are 0..9"),
-        ({"labels": [1]}, "labels gives one class for each seed"),
+        ({"labels": [1]}, "labels has 1 classes for 8 seeds"),
         ({"labels": [1] * 8, "classes": 1}, "in the place of classes"),
         ({"scale": 2}, "scale .* is given, but guidance=none"),
         ({"guidance": "best"}, "guidance is 'best', but must be one of autoguidance, cfg"),

@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused(rae):
     model = autoencoder.load_autoencoder(str(rae))
     with pytest.raises(ValueError, match="32 comes back as 16 from rae: use resolution=16"):
         autoencoder.encoded(model, "rae", 32, ("a",), "auto")
-    with pytest.raises(ValueError, match="store=moments needs an AutoencoderKL, which autoencoder=rae is not"):
+    with pytest.raises(ValueError, match="store=moments needs an AutoencoderKL, but rae is an AutoencoderRAE"):
         autoencoder.encoded(model, "rae", 16, ("a",), "moments")
 
 

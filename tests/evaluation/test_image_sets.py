@@ -33,7 +33,7 @@ def test_an_npz_is_read_by_rows_forward_and_back(tmp_path, pictures_of, save):
     found = open_pictures(tmp_path / "a.npz")
     assert (found.count, found.resolution) == (9, (16, 16)) and len(found.sha256) == 64
     for start, stop in ((0, 4), (4, 9), (7, 9), (2, 3), (8, 9), (0, 9)):
-        assert np.array_equal(found.read(start, stop, []), pictures[start:stop].transpose(0, 3, 1, 2))
+        assert np.array_equal(found.read(start, stop), pictures[start:stop].transpose(0, 3, 1, 2))
 
 
 def test_what_is_saved_is_what_adm_reads(tmp_path, pictures_of):
@@ -56,7 +56,7 @@ def test_folders_and_tars_hold_the_same_pictures(tmp_path, pictures_of):
     for path in (folder, tmp_path / "photos.tar", tmp_path / "photos.tar/photos/val"):
         found = open_pictures(path)
         assert found.count == 6 and found.resolution == (16, 16)
-        assert np.array_equal(found.read(1, 5, []), pictures[order][1:5].transpose(0, 3, 1, 2))
+        assert np.array_equal(found.read(1, 5), pictures[order][1:5].transpose(0, 3, 1, 2))
     before = open_pictures(folder).sha256
     Image.fromarray(pictures[0] // 2).save(folder / "class0/000.png")
     assert open_pictures(folder).sha256 != before
@@ -72,7 +72,7 @@ def test_photos_of_any_size_are_cropped_as_adm_does(tmp_path, pictures_of):
         open_pictures(folder)
     found = open_pictures(folder, crop=32)
     expected = [centre_crop(Image.fromarray(photo), 32) for photo in (photos[0], photos[2])]
-    assert found.count == 4 and np.array_equal(found.read(0, 2, []), np.stack(expected).transpose(0, 3, 1, 2))
+    assert found.count == 4 and np.array_equal(found.read(0, 2), np.stack(expected).transpose(0, 3, 1, 2))
     (folder / "class0/grey.png").unlink()
     with pytest.raises(ValueError, match=r"differ in size.*40×40.*100×100.*crop"):
         open_pictures(folder)
@@ -94,7 +94,7 @@ def test_a_crops_photos_are_read_as_asked_and_its_hash_says_how(tmp_path, pictur
         for alpha in ("white", "drop"):
             found = open_pictures(tmp_path, 16, orientation, alpha)
             hashes.add(found.sha256)
-            for photo, crop in zip(photos, found.read(0, 2, [])):
+            for photo, crop in zip(photos, found.read(0, 2)):
                 image = Image.new("RGB", (40, 40), "white")
                 image.paste(Image.fromarray(photo), mask=Image.fromarray(photo) if alpha == "white" else None)
                 turned = np.rot90(np.asarray(image), -1) if orientation == "exif" else np.asarray(image)
@@ -122,7 +122,7 @@ def test_damaged_files_are_named(tmp_path, pictures_of):
     spoilt[len(whole) // 2] ^= 255
     path.write_bytes(spoilt)
     with pytest.raises(ValueError, match="damaged.*CRC"):
-        open_pictures(path).read(0, 20, [])
+        open_pictures(path).read(0, 20)
     with zipfile.ZipFile(path, "w") as archive, archive.open("arr_0.npy", "w") as file:  # a head without its array
         np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (20, 16, 16, 3)})
     with pytest.raises(ValueError, match=r"arr_0 is not \(20, 16, 16, 3\)"):
@@ -166,18 +166,15 @@ def test_pictures_of_other_formats_are_not_passed_over(tmp_path, pictures_of):
 
 def test_every_process_reads_the_pictures_that_the_main_process_found(tmp_path, pictures_of):
     """One arrives, first by its name, before another process looks: its rows would be shifted by one."""
-    folder, main, other, told = (
-        write_folder(tmp_path / "photos", pictures_of(4, 16, 0)),
-        share_work("cpu"),
-        share_work("cpu"),
-        [],
-    )
+    folder = write_folder(tmp_path / "photos", pictures_of(4, 16, 0))
+    main, other, told = share_work("cpu"), share_work("cpu"), []
     main.from_main = lambda decide: told.append(decide()) or told[-1]
-    other.from_main = lambda decide: told[-1]
+    answers = iter(told)
+    other.from_main = lambda decide: next(answers)
     first = image_sets.open_pictures(folder, None, main)
     Image.fromarray(pictures_of(1, 16, 1)[0]).save(folder / "a.png")
     second = image_sets.open_pictures(folder, None, other)
-    assert first.count == second.count == 4 and np.array_equal(first.read(0, 4, []), second.read(0, 4, []))
+    assert first.count == second.count == 4 and np.array_equal(first.read(0, 4), second.read(0, 4))
 
 
 # ------------------------------------------------------------------------------------- references

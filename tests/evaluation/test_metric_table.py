@@ -20,7 +20,7 @@ from tread.reports.report import write_report
 MODULE = """
 from tread.evaluation.metric_table import METRICS, Metric
 
-def gap(reference, samples):
+def gap(reference, samples, seen):
     return (reference.mean() - samples.mean()).abs().item()
 
 METRICS["gap"] = Metric("my gap", "lower", unit="m", compute=lambda sets: sets.compare(gap, "gap"), needs="pictures")

@@ -36,9 +36,9 @@ def test_distortions_raise_the_distance(asset, tmp_path):
     weights = f"inception={asset('weights/inception-2015-12-05.nofc.safetensors')}"
     train, val = open_pictures(tar / "train"), open_pictures(tar / "val")
     chosen = np.linspace(0, train.count - 1, REFERENCE).round().astype(int)
-    reference = np.concatenate([train.read(i, i + 1, []) for i in chosen])
+    reference = np.concatenate([train.read(i, i + 1) for i in chosen])
     np.savez(tmp_path / "reference.npz", reference.transpose(0, 2, 3, 1))
-    photos, found = val.read(0, val.count, []).transpose(0, 2, 3, 1), {}
+    photos, found = val.read(0, val.count).transpose(0, 2, 3, 1), {}
     for kind in ("plain", "flipped", "blurred 1", "blurred 2", "noise 10", "noise 30", "JPEG q10"):
         np.savez(tmp_path / "samples.npz", np.stack([distorted(kind, photo, i) for i, photo in enumerate(photos)]))
         launch(tmp_path, "samples=samples.npz", "reference=reference.npz", weights)

@@ -105,7 +105,7 @@ def test_single_files_in_a_folder(tmp_path, drawn):
 def test_scoring_finds_the_same_pictures_in_the_batch_and_the_folder(tmp_path, drawn):
     for name, order in (("batch.npz", [0, 1, 2, 3, 4, 5]), ("single", [0, 3, 1, 4, 2, 5])):  # by seed, then by class
         launch(tmp_path, f"out={name}")
-        assert np.array_equal(open_pictures(tmp_path / name).read(0, 6, []).transpose(0, 2, 3, 1), drawn[order])
+        assert np.array_equal(open_pictures(tmp_path / name).read(0, 6).transpose(0, 2, 3, 1), drawn[order])
     with np.load(tmp_path / "batch.npz") as batch:
         assert batch.files == ["arr_0", "arr_1"] and batch["arr_0"].dtype == np.uint8
         assert np.array_equal(batch["arr_0"], drawn) and batch["arr_1"].tolist() == [1, 1, 1, 4, 4, 4]
@@ -115,7 +115,7 @@ def test_grey_pictures_become_rgb_where_they_are_scored_and_it_is_said(tmp_path)
     options = (f"checkpoint={DIGITS}", "steps=2", "classes=[3]", "seeds=0-1")
     for out in ("a.npz", "a"):
         assert "grey as RGB" in take_samples(tmp_path, *options, f"out={out}")
-        pictures = open_pictures(tmp_path / out).read(0, 2, [])
+        pictures = open_pictures(tmp_path / out).read(0, 2)
         assert pictures.shape == (2, 3, 8, 8) and (pictures == pictures[:, :1]).all()
     assert "grey" not in take_samples(tmp_path, *options)
     shown = Image.open(tmp_path / "samples.png")
@@ -187,8 +187,8 @@ def test_latents_are_those_of_the_pictures_and_have_their_address(tmp_path, draw
         (["save_latents=true", "out=x.png"], "save_latents=true writes a .safetensors file"),
         (["save_latents=true", "out="], "save_latents=true writes a .safetensors file"),
         (["out=x.safetensors"], "save_latents=true writes a .safetensors file"),
-        (["save_latents=true", "autoencoder=vae.pt"], "decodes no latents: leave it out, or autoencoder=…"),
-        (["decode=false", "autoencoder=vae.pt"], "decode=false decodes no latents: leave it out, or"),
+        (["save_latents=true", "autoencoder=vae.pt"], "decodes none: leave it out, or autoencoder=…"),
+        (["decode=false", "autoencoder=vae.pt"], "decode=false draws latents and decodes none: leave it out, or"),
         (["text_encoder=clip-l"], "text_encoder is given, but no prompt"),
         (["save_latents=true", "decode_precision=tf32"], "leave it out, or autoencoder=… and decode_precision=…"),
         (["decode_precision=fp16"], "decode_precision is 'fp16', but must be fp32, tf32 or bf16"),

@@ -6,8 +6,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 
-import conftest
-import guidance_sweep
 import numpy as np
 import pytest
 import torch
@@ -376,7 +374,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, pictures_
         ("samples=large.npz", "reference=reference.npz", "32×32, but reference.npz of 16×16"),
         ("checkpoint=results/raw", "reference=reference.npz", "holds no ema part.*weights=model"),
         ("checkpoint=results/a", "reference=reference.npz", "inception=nowhere", "nowhere is not there"),
-        ("checkpoint=results/a", "reference=reference.npz", "alpha=white", "alpha=… are for photos of crop="),
+        ("checkpoint=results/a", "reference=reference.npz", "alpha=white", "alpha=white is for .* crop="),
         ("checkpoint=results/a", "reference=cifar10", "crop=16", "crop=16 is for folders and tars of photos, but none"),
         ("reference=stats.npz", "save_reference=new.npz", "holds no pictures to make statistics of"),
         ("checkpoint=results/a", "reference=reference.npz", "out=reference.npz", "could not be written"),
@@ -387,10 +385,4 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, pictures_
         ("checkpoint=results/a", "reference=reference.npz", "decode_precision=bf16", "this network draws pixels"),
         ("checkpoint=hf:user/name", "reference=reference.npz", "hf:user/name has no folder of yours"),
     )
-    swept = ("checkpoint=results/a", "reference=stats.npz", "guidance=cfg", "sweep.scale=[2]", "out=sweep")
-    for metric in ("kid", "sfid"):
-        with pytest.raises(
-            SystemExit, match=f"{metric} can't be computed against stats.npz: the reference has statist"
-        ):
-            conftest.launch_door(guidance_sweep.main, "guidance_sweep", tmp_path, *swept, f"sweep.metric={metric}")
     assert not list((tmp_path / "results/a/step_0000003").glob("*fid*"))

@@ -64,5 +64,9 @@ def test_a_run_evaluates_and_is_sampled_as_it_trains(tmp_path):
     assert saved.load(CPU).network.residual == "bf16"
     del saved.found.info["config"]["train"]["residual"]
     assert saved.load(CPU).network.residual == "fp32"
-    told = launch(tmp_path, "train.residual=bf16", "train.precision=fp32", "train.steps=1", "name=fp32")
+    told = launch(tmp_path, "train.residual=bf16", "train.steps=1", "name=fp32")  # auto is fp32 on a CPU
     assert "warning: train.residual=bf16 has no effect: the run computes in fp32" in told
+
+
+def test_without_bf16_the_stream_has_none(read_config):
+    assert read_config().train.residual == "fp32"

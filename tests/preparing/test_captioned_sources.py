@@ -127,7 +127,7 @@ def test_years_are_chosen_and_a_split_may_be_divided(coco, prepare, tmp_path):
         shutil.copy(coco / f"annotations/captions_{split}.json", coco / f"captions_{other}.json")
     with pytest.raises(ValueError, match="captions of train2014, train2017, val2014, val2017: choose by root="):
         prepare(coco)
-    with pytest.raises(ValueError, match="holds out val2014/ itself: leave heldout=… out"):
+    with pytest.raises(ValueError, match="holds out val2014 itself: leave heldout=1 out"):
         prepare(coco, "root=2014", "heldout=1")
     prepare(coco, "root=2017")
     assert held(tmp_path / "data-heldout") == expected(VAL)
@@ -341,7 +341,7 @@ def test_tars_without_captions_have_no_classes(webdataset, tmp_path):
     (tmp_path / "wds").mkdir()
     with webdataset.TarWriter(str(tmp_path / "wds/0.tar")) as tar:
         tar.write({"__key__": "1", "png": picture(1), "cls": 3})
-    with pytest.raises(ValueError, match="tars need a text file beside each picture"):
+    with pytest.raises(ValueError, match="a tar's name is no class"):
         find_photos(tmp_path / "wds")
     shutil.copy(tmp_path / "wds/0.tar", tmp_path / "wds/1.tar")
     with pytest.raises(ValueError, match="root=val is of one source, but .* holds 2 tars: source=…/val[*].tar"):

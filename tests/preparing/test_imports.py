@@ -241,6 +241,7 @@ def test_headers_alone_are_read_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(imports, "_opened", lambda path: Watched(opened(path)))
     samples = KINDS["lightningdit"](tmp_path / "source", SimpleNamespace(flipped=True))
     assert np.array_equal(samples.read(5), stored("lightningdit")[5]) and taken == ["labels"] * 3
+    assert samples.name(5) == f"{LAST}, row 1,"
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -360,11 +361,11 @@ class Bomb:
 
 Z, NPY, LMDB = np.ones((4, 4, 4), np.float32), ROWS[5][0], "import the LMDB they were made from"
 FAULTS = {  # kind: fault → what is done to the source, what the message says, overrides
-    "maskdit_lmdb: odd length": (entries(length=b"13"), "halves of its 13"),
+    "maskdit_lmdb: odd length": (entries(length=b"13"), "first half of 13"),
     "maskdit_lmdb: halves differ": (entries(y_8=b"1"), "flipped=false"),
     "maskdit_lmdb: length too long": (entries(length=b"16"), "source has no entry y-14"),
     "maskdit_lmdb: torn entry": (entries(z_3=bytes(511)), "source.*z-3"),
-    "maskdit_lmdb: other size": (entries(z_5=bytes(128), z_12=bytes(128)), r"sample 5 has shape \(2, 8, 2, 2\)"),
+    "maskdit_lmdb: other size": (entries(z_5=bytes(128), z_12=bytes(128)), r"z-5 has shape \(2, 8, 2, 2\)"),
     "maskdit_lmdb: infinite": (entries(z_4=b"\0\0\x80\x7f" * 128), "not finite in float16"),
     "maskdit_lmdb: no LMDB": (place("data.mdb", b"text" * 4000), "source can't be opened as an LMDB"),
     "maskdit_lmdb: truncated": (shorten("data.mdb"), "source is truncated"),  # to read on would kill the process
@@ -372,9 +373,9 @@ FAULTS = {  # kind: fault → what is done to the source, what the message says,
     "tread_tar: pickled": (tar(latent=BOMB, cls=1), f"part-0003.tar: sample 7 has cls, latent, .*{LMDB}"),
     "tread_tar: pickle named npy": (tar(latent_npy=BOMB, cls=1), f"part-0003.tar: 7.latent.npy is damaged.*{LMDB}"),
     "tread_tar: moments": (tar(latent_npy=np.ones((8, 4, 4)), cls=1), rf"shape \(8, 4, 4\).* moments: {LMDB}"),
-    "tread_tar: other size": (tar(latent_npy=np.ones((4, 6, 6)), cls=1), r"sample \d+ has shape \(1, 4, 6, 6\), but"),
+    "tread_tar: other size": (tar(latent_npy=np.ones((4, 6, 6)), cls=1), r"7.latent.npy has shape \(1, 4, 6, 6\), but"),
     "tread_tar: no cls": (tar(latent_npy=Z), "part-0003.tar: sample 7 has latent.npy, but must have .* and cls"),
-    "tread_tar: compressed": (tar(True, latent_npy=Z, cls=1), "part-0003.tar is no tar, truncated, or compressed"),
+    "tread_tar: compressed": (tar(True, latent_npy=Z, cls=1), "part-0003.tar is no tar, or damaged"),
     "tread_tar: scale not said": (None, "can't be seen: say scale_applied=true if", "scale_applied=null"),
     "repa_npy: missing": (remove(NPY), f"source: labelled, but not there: {NPY}"),
     "repa_npy: label no number": (

@@ -90,9 +90,9 @@ def test_captions_stand_in_a_column(tmp_path, case):
 def test_captions_that_are_not_clear_are_refused(tmp_path):
     texts = {"caption": ["a", " ", "c", "d", "e"], "text": ["a", None, "c", "d", "e"]}
     rows = write_parquet(tmp_path / "train.parquet", **texts)
-    with pytest.raises(ValueError, match="columns of words caption, text: choose by captions="):
+    with pytest.raises(ValueError, match="columns caption, text: choose one by captions="):
         find_photos(tmp_path)
-    with pytest.raises(ValueError, match="has the columns of words caption, text: choose by captions="):
+    with pytest.raises(ValueError, match="captions=prompt: .* has the columns of words caption, text"):
         find_photos(tmp_path, captions="prompt")
     for column in texts:
         photos = find_photos(tmp_path, captions=column)
@@ -107,10 +107,10 @@ def test_captions_that_are_not_clear_are_refused(tmp_path):
 
 
 FAULTS = {  # columns, what the message says
-    "no pictures": ({"image": None}, "needs one Image column, or 'image', but has label"),
-    "no labels": ({"label": None}, "needs one ClassLabel column, or 'label', but has image"),
+    "no pictures": ({"image": None}, "has the columns label, but needs one Image column, or 'image'"),
+    "no labels": ({"label": None}, "has the columns image, but needs one ClassLabel column, or 'label'"),
     "names for labels": ({"label": list("abcde")}, "source.*label"),
-    "a label missing": ({"label": [0, 1, None, 1, 0]}, "must hold a class's number in each row"),
+    "a label missing": ({"label": [0, 1, None, 1, 0]}, "with 1 empty rows"),
     "a label of no class": ({"label": [0, 1, -1, 1, 0]}, r"source: labels lie in -1\.\.1"),
     "a row without a picture": ({"image": [None, *pixels(4)]}, "the row holds no picture"),
     "pictures elsewhere": ({"image": [{"bytes": None, "path": "a.png"}] * 5}, "a file that is not in the parquet"),

@@ -107,10 +107,10 @@ def test_numbers_are_their_own_names():
     assert label_table("a.csv", b"file,label\na.png,n03\nb.png,0\n") == {"a.png": "n03", "b.png": "0"}
 
 
-def test_a_labels_file_in_another_encoding_or_with_other_columns_is_refused():
+def test_a_labels_file_in_another_encoding_names_the_line():
     with pytest.raises(ValueError, match="can't be read: it has no 'file_name'. It must be .*header file,label"):
         label_table("a.csv", b"filename,class\na.png,3\n")
-    with pytest.raises(ValueError, match="labels file a.csv can't be read: 'utf-8' codec can't decode"):
+    with pytest.raises(ValueError, match="labels file a.csv: line 3 is not UTF-8"):
         label_table("a.csv", "\ufefffile,label\na.png,fée\n".encode() + "b.png,fée\n".encode("latin-1"))
 
 
@@ -143,7 +143,7 @@ def test_thousand_pictures_of_imagenet(asset, tmp_path):
 def test_imagenette(asset):
     photos = find_photos(asset("data/imagenette128.tar"), root="train")
     assert len(photos) == 9469 and len(photos.classes) == 10 and photos.classes[0] == "n01440764"
-    with pytest.raises(ValueError, match="such as root=train,"):
+    with pytest.raises(ValueError, match="root=train, root=val"):
         find_photos(asset("data/imagenette128.tar"))
 
 
@@ -204,14 +204,11 @@ def nested(*pictures):
 
 WRONG = {
     "nothing there": (lambda tree: tree / "nowhere", "is not there"),
-    "no root": (lambda tree: tree, "deeper than <class>/<picture>; .*such as root=train,"),
-    "roots further down": (
-        nested("a/x/ant/1.png", "b/y/1.png", "b/1.png"),
-        "choose the folder of classes, such as root=a/x, or move it$",
-    ),
+    "no root": (lambda tree: tree, "deeper than <class>/<picture>; .*root=train, root=val"),
+    "roots further down": (nested("a/x/ant/1.png", "b/y/1.png", "b/1.png"), "choose the folder of classes: root=a/x$"),
     "no folder of classes": (
         nested("ant/1.png", "ant/a/1.png", "ant/b/1.png", "bee/1.png", "bee/a/1.png"),
-        "ant/a/1.png lies .*or move it$",
+        "ant/a/1.png lies .*; move it there$",
     ),
     "one class": (nested("ant/1.png", "ant/2.png", "ant/x/1.png"), "used, 1 in all.*ant/x/1.png: it lies deeper"),
     "as many elsewhere": (

@@ -127,7 +127,7 @@ class GatedHanded(Gated):
 @pytest.mark.parametrize("kind", [Gated, GatedHanded])
 def test_a_gate_of_zeros_from_outside_hides_nothing(kind):
     model, gate = Network(kind), torch.zeros(3, WIDTH)
-    refused = pytest.raises(ValueError, match="block [03] .Gated.") if kind is Gated else nullcontext()
+    refused = pytest.raises(ValueError, match="block 3 .Gated.") if kind is Gated else nullcontext()
     with refused:
         check_positions(model.blocks, tokens(), gate)
     with refused, attach_routes(model.blocks, Route(2, 3), select_first).on(torch.rand(3, TOKENS)):
@@ -150,14 +150,15 @@ def equal(first: list, second: list) -> bool:
 
 @every_model
 def test_the_families_of_diffusers_pass_and_are_left_as_they_were(name):
-    """In training mode, with weights that ask for gradients; two more forwards for each block, once."""
+    """In training mode, with weights that ask for gradients; two more forwards for each class of blocks, once."""
     item = case(name)
     item.model.train()
     calls, routing = [], item.attach()
     for block in item.blocks:
         block.register_forward_pre_hook(lambda module, args: calls.append(type(module)))
+    kinds = {type(block) for block in list(item.blocks)[1:-1]}
     outputs, states = [], []
-    for extra in (2 * (len(item.blocks) - 2), 0):
+    for extra in (2 * len(kinds), 0):
         calls.clear()
         torch.manual_seed(0)  # models that drop labels draw
         with routing.on_ids(item.ids()):
@@ -187,8 +188,8 @@ def test_blocks_of_run_blocks_are_checked_by_a_function():
     check_positions([Bias(biased=False)], tokens())  # its zero buffers are not of places
     before = snapshot(handed)
     check_positions(handed.blocks, tokens(), along=[places])
-    assert equal(before, snapshot(handed)) and sum(len(block.calls) for block in handed.blocks) == 8
-    with pytest.raises(ValueError, match=r"block 0 \(Block\).*along="):
+    assert equal(before, snapshot(handed)) and sum(len(block.calls) for block in handed.blocks) == 2
+    with pytest.raises(ValueError, match=r"block 3 \(Block\).*along="):
         check_positions(alone.blocks, tokens())
     with pytest.raises(ValueError, match="block 1"):
         check_positions([nn.Identity(), lambda x: x + x.cumsum(1)], tokens())
@@ -196,23 +197,28 @@ def test_blocks_of_run_blocks_are_checked_by_a_function():
     assert run_blocks(handed.blocks, tokens(), routes=[(Route(1, 2), ids)], along=[places]).shape == (3, TOKENS, WIDTH)
 
 
-def test_each_block_is_checked():
-    """A single one makes its positions, by a switch deep inside it."""
-    model = nn.ModuleList(Switched(number, number == 2) for number in range(5))
-    refused = pytest.raises(ValueError, match=r"block 2 \(Switched\)")
+@pytest.mark.parametrize("own", [1, 2, None])
+def test_the_block_whose_settings_differ_most_from_the_last_of_its_class_is_checked_too(own):
+    """By a switch deep inside it, among blocks that all differ by their number, which alone is no reason."""
+    model = Network(Block)
+    model.blocks = nn.ModuleList(Switched(number, number == own) for number in range(5))
+    refused = pytest.raises(ValueError, match=rf"block {own} \(Switched\)") if own else nullcontext()
     with refused:
-        check_positions(model, tokens())
-    with refused, attach_routes(model, Route(1, 4)).on(torch.rand(3, TOKENS)):
-        [block(tokens()) for block in model]
+        check_positions(model.blocks, tokens())
+    assert sum(bool(block.calls) for block in model.blocks) == (2 if own else 1)
+    with refused, attach_routes(model.blocks, Route(1, 4)).on(torch.rand(3, TOKENS)):
+        model(tokens())
 
 
-def test_positions_made_from_some_layer_on_are_seen_there():
+def test_positions_made_from_some_layer_on_are_seen_in_the_last_block():
+    """By its number alone, which is no setting that differs."""
+
     class Late(Switched):
         def places(self, x: Tensor) -> Tensor:
             return Block.places(self, x) if self.number > 2 else torch.zeros(x.shape[1])
 
     model = nn.ModuleList(Late(number, False) for number in range(5))
-    with pytest.raises(ValueError, match=r"block 3 \(Late\)"):
+    with pytest.raises(ValueError, match=r"block 4 \(Late\)"):
         check_positions(model, tokens())
     with pytest.raises(ValueError, match=r"block 3 \(Late\)"), attach_routes(model, Route(1, 3)).on(torch.rand(3, 16)):
         [block(tokens()) for block in model]

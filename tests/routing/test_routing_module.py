@@ -169,8 +169,8 @@ def test_numbers_and_ids_that_would_choose_wrongly_are_refused():
         draw_ids(noise, 0.5)
     x, kept = torch.arange(16.0).view(2, 8, 1), torch.zeros(2, 3, 1)
     for rows, message in (
-        ([[5, 2, 7], [1, 4, 1]], "a token twice"),
-        ([[5, 2, 5], [1, 4, 7]], "a token twice"),
+        ([[5, 2, 7], [1, 4, 1]], "token 1 twice in sample 1"),
+        ([[5, 2, 5], [1, 4, 7]], "token 5 twice in sample 0"),
         ([[0, 1, 2], [6, 7, 8]], "tokens 0 to 8, but they are 0 to 7"),
         ([[0, 1, 2], [-1, 2, 3]], "tokens -1 to 3, but they are 0 to 7"),
     ):

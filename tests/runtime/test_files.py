@@ -41,7 +41,7 @@ def test_where_no_file_can_be_is_said_in_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
     assert check_file("new/folder/a.json") == Path("new/folder/a.json") and not list(Path("new/folder").iterdir())
-    for name, said in (("new", "names a folder"), ("x/", "names a folder"), ("file/x", "File exists: .file.")):
+    for name, said in (("new", "names a folder"), ("x/", "names a folder"), ("file/x", "file is a file, but")):
         with pytest.raises(OSError, match=f"^{name.replace('/x', '')} could not be written.*{said}"):
             check_file(name)
 

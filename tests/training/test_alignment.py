@@ -80,7 +80,7 @@ def test_which_blocks(depth, expected):
     assert Alignment(block=-1, teacher=0).resolve(depth) == ((depth - 1,), 0)
     assert Alignment(blocks=(-1, 0, depth - 1)).resolve(depth)[0] == tuple(sorted({0, depth - 1}))
     for name, value in (("block", depth), ("teacher", -depth - 1), ("blocks", depth)):
-        with pytest.raises(ValueError, match=f"alignment names block {value}, but the network has {depth} blocks"):
+        with pytest.raises(ValueError, match=f"alignment.{name} is {value}, but the network has {depth} blocks"):
             Alignment(**{name: (0, value) if name == "blocks" else value}).resolve(depth)
 
 
@@ -469,18 +469,13 @@ def test_what_does_not_fit_is_named_before_training(repa):
         ("alignment=repa", "alignment.encoder is null, but alignment=repa needs one"),
         (*REPA[:3], "model.patch_size=4", "features in .*digits/train have 4×4 tokens, but the network has 2×2"),
         (*REPA[:3], "alignment.source=live", "model.patch_size=1", "4×4.*8×8"),
-        ("alignment=self", "alignment.teacher=-7", "alignment names block -7"),
+        ("alignment=self", "alignment.teacher=-7", "alignment.teacher is -7"),
         ("alignment=self", "alignment.precision=fp16", "alignment.precision is 'fp16'"),
-        (
-            "alignment=self",
-            "alignment.block=1",
-            "alignment.blocks=[1,3]",
-            "alignment.block names one block, alignment.blocks",
-        ),
-        ("alignment=self", "alignment.blocks=[]", "alignment.blocks one or more: set one of the two keys"),
+        ("alignment=self", "alignment.block=1", "alignment.blocks=[1,3]", r"\[1,3\] and alignment.block 1: name one"),
+        ("alignment=self", "alignment.blocks=[]", "alignment.blocks is .* name one block or more"),
         ("alignment=self", "alignment.until=4", "alignment.fade=5", "alignment.fade is 5, but alignment.until 4"),
         ("alignment=none", "alignment.until=4", "alignment.until is 4, which belongs to alignment=repa or .*=self"),
-        (*REPA[:3], "alignment.teacher=3", "alignment.teacher is 3, which belongs to alignment=self, not .*=repa"),
+        (*REPA[:3], "alignment.teacher=3", "alignment.teacher is 3, which belongs to alignment=self, not to .*=repa"),
         ("alignment.encoder=dinov2-b", "alignment.encoder is dinov2-b, which belongs to alignment=repa, not .*=none"),
     )
     assert not (folder / "results/none").exists()

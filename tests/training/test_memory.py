@@ -15,7 +15,7 @@ def plan(import_benchmark):
     composed, settings = import_benchmark("timing").composed, import_benchmark("step_time").settings
 
     def trace(images, precision, *overrides, routed=False):
-        cfg = settings.read(composed(overrides))
+        cfg = settings.read(composed("config", overrides))
         with torch.device("meta"):
             network = build_network(cfg)
         routes = cfg.model.resolved_routes if routed else ()

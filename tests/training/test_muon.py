@@ -125,7 +125,7 @@ def test_whose_weights_are_muon_s(composed, name):
 def test_a_run_goes_on_bit_for_bit_and_says_which_is_which(tmp_path):
     options = [*MUON, "train.steps=4", "every.save=2", "every.evaluate=9", "every.sample=9", "dataset.heldout=null"]
     text = launch(tmp_path, *options, "name=one")
-    said = r"optimizer: muon for 18,432 parameters at \S+, \d+,\d+ parameters at \S+\n"
+    said = r"optimizer: muon for 24 block matrices \(18,432 parameters\), AdamW for the other \d+,\d+\n"
     assert re.search(said, text)
     one, parts = (tmp_path / "results" / name for name in ("one", "parts"))
     shutil.copytree(one / "step_0000002", parts / "step_0000002")

@@ -110,10 +110,10 @@ def test_a_folder_without_run_json_goes_on_by_its_checkpoint(begun):
 @pytest.mark.parametrize(
     ("typed", "shown"),
     [
-        (("run=results/digits-tred",), "results/digits-tred does not exist"),
-        (("run=results",), "results holds no run"),
-        (("run=results/digits-tread/latest",), "latest holds no run"),
-        (("run=data/digits",), "data/digits holds no run"),
+        (("run=results/digits-tred",), "results/digits-tred does not exist; near it: run=results/digits-tread"),
+        (("run=results",), "results holds no run; near it: run=results/digits-tread"),
+        (("run=results/digits-tread/latest",), "latest holds no run; near it: run=results/digits-tread"),
+        (("run=data/digits",), "data/digits holds no run; near it: no run either"),
         (("run=results/digits-tread", "name=x"), "so name=… and results=… can't be set beside it"),
         (("run=results/digits-tread", "resume=false"), "holds a run already"),
         (("run=results/digits-tread", "seed=1"), "  seed: 0 there, 1 here"),
@@ -144,7 +144,7 @@ def test_latents_that_changed_under_a_run_are_named(begun):
     os.utime(heldout, (int(shard.stat().st_mtime),) * 2)
     os.utime(shard, (0, 0))
     [line] = said("dataset.heldout=null")
-    assert f", {shard.stat().st_size} bytes of 1970-01-01 00:00:00+00:00. Its latents" in line
+    assert f", is {shard.stat().st_size} bytes of 1970-01-01 00:00:00+00:00. Its latents" in line
     assert any(line.endswith(text) for text in troubles_of(find_run(begun / RUN)))
     assert said("dataset.verify=full") == []
     content = bytearray(shard.read_bytes())
@@ -179,7 +179,8 @@ def test_what_was_not_typed_stays_and_says_how_to_take_it(begun):
     assert warnings(text) == [
         "warning: train.steps was 3, is 4",
         "warning: settings stay as the run has them: model.hidden_size 16 (not 96), optim.lr 0.003 (not 0.004), "
-        "every.log 1 (not 50); key=value changes one",
+        "every.log 1 (not 50); key=value changes one, but model.hidden_size can't change in a run, "
+        "so take another name=…",
     ]
     assert own(begun) == {**before, "train": {**before["train"], "steps": 4}}
 

@@ -31,7 +31,7 @@ from tread.runtime.signals import Stop
 from tread.training import failures
 from tread.training.run import Run
 from tread.training.run_folder import Claim, claim
-from tread.training.start import pinned, start
+from tread.training.start import start
 
 
 @pytest.fixture(scope="module")
@@ -276,9 +276,12 @@ def test_init_from_a_run_that_still_trains_is_the_checkpoint_of_now(tmp_path):
     for step in (1, 2):
         checkpoint.save(tmp_path, step, {"ema": {}}, {"config": {}})
     for source in (tmp_path, tmp_path / "latest"):
-        assert pinned(str(source)) == str(tmp_path / "step_0000002")
+        assert checkpoint.pinned(str(source)) == str(tmp_path / "step_0000002")
     for other in ("hf:ann/digits", "a.pt", str(tmp_path / "step_0000001")):
-        assert pinned(other) == other
+        assert checkpoint.pinned(other) == other
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("step_0000009")  # which is not there: it is told where it is opened
+    assert checkpoint.pinned(str(tmp_path / "latest")) == str(tmp_path / "latest")
 
 
 def test_differences():

@@ -253,12 +253,14 @@ def test_settings_that_have_no_effect_are_warned_of(read_config, overrides, warn
     said = settings_warnings(read_config(*overrides))
     warnings = [re.sub(r"=\S+ has no effect", " has no effect", line) for line in said]  # without the value
     assert len(warnings) == len(warned) and all(map(str.startswith, warnings, warned))
+    stated = {line.split()[0] for line in said if re.match(r"\S+=\S+ has no effect", line)}
+    assert stated <= {word.replace("1e-3", "0.001").replace("1e-5", "1e-05") for word in overrides}
 
 
 @pytest.mark.parametrize("given", ["rf.predicts=x", "rf.loss_of=noise", "rf.contrastive=0.05", "rf.train_shift=2.0"])
 def test_what_rectified_flow_alone_has_is_refused_for_edm(read_config, given):
     told = f"{given.replace('=', ' is ')}, but belongs to objective=rf, not to edm"
-    with pytest.raises(ValueError, match=f"^{told}$"):
+    with pytest.raises(ValueError, match=f"^{told}{'; for edm add ln s to edm.P_mean' * ('shift' in given)}$"):
         read_config(given)
     read_config("objective=rf", given)
 

@@ -463,7 +463,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_settings_typed_for_one_process_alone_are_refused(tmp_path):
     (tmp_path / "own.py").write_text(OWN_SETTINGS)
     done = run_python("own.py", ROOT / "train.py", *TINY, cwd=tmp_path, processes=2)
-    assert done.returncode == 1 and "seed: typed for some of the processes alone" in done.stderr, done.stderr
+    assert done.returncode == 1 and "seed is 0 in process 0, but 1 in process 1" in done.stderr, done.stderr
     assert not (tmp_path / "results").exists()
 
 

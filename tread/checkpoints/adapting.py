@@ -41,8 +41,8 @@ def new_classes(
     recorded = stored.source.info.get("latents", {}).get("classes", ()) if stored.source else ()
     names = tuple(recorded) or tuple(map(str, range(len(old) - 1)))
     pairs = [] if asked == "new" else [(_number(a, names), _number(b, tuple(classes))) for a, b in asked.items()]
-    for which, numbers, known in zip(("old", "new"), zip(*pairs), (names, classes)):
-        if twice := [number for number in numbers if numbers.count(number) > 1]:
+    for which, listed, known in (("old", [a for a, _ in pairs], names), ("new", [b for _, b in pairs], classes)):
+        if twice := [number for number in listed if listed.count(number) > 1]:
             raise ValueError(f"init_classes names the {which} class {known[twice[0]]!r} ({twice[0]}) twice")
     fits = old.shape[1] == table.shape[1]  # else `fit` will refuse the weights, and name the settings for their width
     rows = table.detach().clone() if fits else old.new_zeros(len(table), old.shape[1])
@@ -71,7 +71,7 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
     ValueError if the positions in the file are not the fixed ones."""
     before, recorded = old_side(stored), stored.recorded() or {}
     stretched = float(recorded.get("model.position_scale", 1.0))
-    for name in stored.state.keys() & POSITIONS:
+    for name in (name for name in POSITIONS if name in stored.state):
         given = stored.state[name].float()
         off = (given[0] - sincos_positions(given.shape[2], before, stretched)).abs().max().item()
         if off > ROUNDING:
@@ -84,8 +84,9 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
         how = "span the old range" if spanning else f"are {scale:g} apart, where {stretched:g} was"
     lines = [f"positions: {before}×{before} tokens where these weights were trained, {side}×{side} now: they {how}"]
     if side > before:
-        less = "in a larger picture the same noise hides less"
-        lines.append(f"{less}: rf.shift below 1, or a larger edm.P_mean, makes up for it")
+        lines += [
+            "in a larger picture the same noise hides less: rf.shift below 1, or a larger edm.P_mean, makes up for it"
+        ]
     source = stored.source
     if source is not None and "model" in source.info.get("config", {}):
         model = {**source.info["config"]["model"], "position_scale": scale}

@@ -32,7 +32,9 @@ def read_source(module: str) -> Source:
     source = Source(module, text.splitlines())
     for statement in ast.parse(text).body:
         match statement:
-            case ast.ImportFrom(module=origin, names=names):
+            case ast.ImportFrom(module=origin, level=level, names=names):
+                if level:
+                    origin = f"{module.rpartition('.')[0]}.{origin}"
                 source.imported |= {item.asname or item.name: (origin, item.name) for item in names}
             case ast.Import(names=names):
                 bound = {item: item.asname or item.name.partition(".")[0] for item in names}
@@ -44,7 +46,7 @@ def read_source(module: str) -> Source:
             case ast.Assign(targets=[ast.Tuple(elts=names)]):
                 for target in names:
                     source.defined.setdefault(target.id, []).append(statement)
-            case ast.AugAssign(target=ast.Name(id=name)):
+            case ast.AugAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name))]):
                 source.entered.append((name, statement))
     return source
 

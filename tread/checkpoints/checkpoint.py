@@ -81,6 +81,7 @@ def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
     for folder in _folders(run)[:-keep_last]:
         if not (keep_every and _step(folder) % keep_every == 0):
             gone = folder.with_name(f".{folder.name}.old")  # renamed first: a removal may be interrupted
+            shutil.rmtree(gone, ignore_errors=True)
             folder.rename(gone)
             shutil.rmtree(gone)
 
@@ -187,9 +188,9 @@ def find(path: Path | str) -> Checkpoint:
     if None not in stated and stated != ("checkpoint", VERSION):
         known = f"this code reads 'checkpoint' version {VERSION}"
         raise ValueError(f"{folder} is a {stated[0]!r} version {stated[1]}, but {known}")
+    if None in stated or not _is_complete(info):
+        raise Damaged(f"{file} is damaged: it lacks format, version, step, config, or a file's size and sha256", folder)
     try:
-        if None in stated or not _is_complete(info):
-            raise ValueError("it lacks format, version, step, config, or a file's size and sha256")
         for name in info["files"]:
             plain_name(name, file)
     except ValueError as error:
@@ -275,8 +276,15 @@ def _folders(run: Path) -> list[Path]:
 
 def newest(run: Path) -> Path | None:
     """Return a run's link `latest` or, if it leads nowhere, the checkpoint of the highest step; None if none exist."""
-    places = (run / "latest", *reversed(_folders(run)))
-    return next((place for place in places if (place / "info.json").is_file()), None)
+    steps = [path for path in _folders(run) if (path / "info.json").is_file()]
+    return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
+
+
+def pinned(source: str) -> str:
+    """Return init_from's `source`; for a run's folder or its link `latest`, the checkpoint to which `latest` leads now,
+    as a run that is still training moves it."""
+    path = newest(Path(source)) or Path(source)
+    return str(path.with_name(path.resolve().name)) if path.name == "latest" and path.is_dir() else source
 
 
 def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:

@@ -60,7 +60,7 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
     if paths == "short":
         content = shortened(content)
         latents["autoencoder"] = shortened(latents.get("autoencoder"))  # the only entry that may be a path
-    return content | {"latents": latents}
+    return {key: latents if key == "latents" else value for key, value in content.items()}
 
 
 def shortened(value: object) -> object:

@@ -62,7 +62,7 @@ class SavedNetwork:
     def without_weights(self, guidance: Guidance) -> Model:
         """Build the network, routed as by self.routes(guidance), on the meta device, to count tokens and FLOPs."""
         with torch.device("meta"):
-            return self.with_weights(build_network(self.cfg), guidance)
+            return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
         """Build the network in eval mode, with residual connections in the precision of its training, and load its
@@ -79,7 +79,8 @@ class SavedNetwork:
     def shifted(self, shift: float) -> "SavedNetwork":
         """Return this network with sampling times shifted by `shift` instead of rf.shift. Raises ValueError for EDM."""
         if self.cfg.objective != "rf":
-            raise ValueError(f"shift={shift:g} is for rectified flow, but {self.found.folder} was trained by EDM")
+            trained = f"{self.found.folder} was trained with objective={self.cfg.objective}"
+            raise ValueError(f"shift={shift:g} is for rectified flow, but {trained}")
         return replace(self, cfg=replace(self.cfg, rf=replace(self.cfg.rf, shift=shift)))
 
 
@@ -118,8 +119,9 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
             raise ValueError(f"{given} is the network of checkpoint=… itself")
         for name, ours in meaning(strong).items():
             if (theirs := meaning(weak)[name]) != ours:
-                said = f"{given} and {strong.found.folder} differ in {name}, so their predictions can't be combined"
-                raise ValueError(f"{said}\n  {str(theirs)[:200]}\n  {str(ours)[:200]}")
+                both = f"{given} and {strong.found.folder} differ in {name}"
+                values = f"{str(theirs)[:200]}\n  {str(ours)[:200]}"
+                raise ValueError(f"{both}, so their predictions can't be combined\n  {values}")
     for saved in (strong, weak) if guidance.row.routed else ():
         if saved and saved.cfg.model.masks:
             seen = f"{saved.found.folder} is MaskDiT, which sees mask tokens in their places"
@@ -134,15 +136,16 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
     row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} asks a network"
     for name, network in (("strong", strong), ("weak", other)):
         if any(ends_of(getattr(guidance, name))) and not network.trained_routes and not guidance.force:
-            said = f"guidance.{name} leaves tokens out of a network that was trained without a route"
-            raise ValueError(f"{said}; guidance.force=true allows it")
+            routes = f"{asks} with tokens routed around in the {name} branch, but it was trained without a route"
+            raise ValueError(f"{routes} (guidance.force=true allows it)")
     instead = "path_drop_class does" if row.drops_path else "sparse and autoguidance do"
     for sees_class, network in ((row.strong_class, strong), (row.weak_class, other)):
         if sees_class is False and network.label_drop == 0:
-            known = "trained with train.label_drop=0 and knows no null class"
-            raise ValueError(f"{asks} without a class, which was {known}; guidance={instead} not need one")
+            known = "it was trained with train.label_drop=0 and knows no null class"
+            raise ValueError(f"{asks} without a class, but {known}; guidance={instead} not need one")
     if row.drops_path and weak is None and strong.path_drop == 0:
-        raise ValueError(f"{asks} without its sparse part, but it was trained with train.path_drop=0, never so")
+        known = "it was trained with train.path_drop=0 and never ran so: it needs one above 0"
+        raise ValueError(f"{asks} without its sparse part, but {known}")
 
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:

@@ -68,7 +68,7 @@ def _compact(value: Tensor, name: str) -> Tensor:
     value = value.detach()
     if not value.isfinite().all():
         raise ValueError(f"{name} is not finite, so no average of it can be stored")
-    fits = (value.abs() <= torch.finfo(torch.float16).max).all()
+    fits = value.abs().amax() <= torch.finfo(torch.float16).max if value.numel() else True
     return value.to("cpu", torch.float16 if fits else torch.float32, copy=True).contiguous()
 
 

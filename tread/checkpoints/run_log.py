@@ -5,11 +5,13 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tread.checkpoints.checkpoint import newest, sweep
 from tread.runtime.files import Lock, write_json, write_whole
 from tread.runtime.plugins import plugin_hashes
+from tread.runtime.schema import written
 from tread.runtime.versions import now, versions
 
 
@@ -25,6 +27,15 @@ def differences(before: dict, now: dict, prefix: str = "", nothing: object = Non
         elif old != new:
             changed[prefix + key] = (old, new)
     return changed
+
+
+def check_alike(configs: Sequence[dict]) -> None:
+    """Raise ValueError if the settings of the processes differ, apart from train.cpu_threads."""
+    for rank, config in enumerate(configs):
+        for key, (first, other) in differences(configs[0], config).items():
+            if key != "train.cpu_threads":
+                said = f"{key} is {written(first)} in process 0, but {written(other)} in process {rank}"
+                raise ValueError(f"{said}: all need the same settings, and `results` and data that they share")
 
 
 def _by_number(value: object) -> dict | None:

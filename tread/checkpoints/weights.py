@@ -31,6 +31,7 @@ def fit(
     where: str,
     ours: Mapping[str, object] | None = None,
     recorded: Mapping[str, object] | None = None,
+    adapter: bool = False,
 ) -> dict[str, Tensor]:
     """Return the weights to load into a network, converted to its dtypes, after checking that they fit.
 
@@ -38,11 +39,11 @@ def fit(
     where     the file of the weights, for messages.
     ours      the network's settings by dotted name, to check those that shapes do not show; None: unchecked.
     recorded  the settings recorded with the weights, by dotted name; None: there is no record.
+    adapter   True: LoRA's adapters were merged into the weights; errors then don't list the tensors that differ.
 
     Position embeddings and rotary tables are constants: if the file lacks them, the network's own are used. Raises
     ValueError, which suggests settings that fit, if these constants, names, shapes or recorded settings differ.
     """
-    asked, named = ((settings or {}).get("model.architecture") for settings in (ours, recorded))
     ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
     tables = {name: state[name] for name in TABLES if name in state}
     refusal = f"the weights of {where} do not fit this network:"
@@ -60,8 +61,6 @@ def fit(
     ]
     hidden = ours.keys() - theirs.keys()
     unlike = {key: value for key, value in (recorded or {}).items() if key in hidden and ours[key] != value}
-    if named not in (None, asked) and not is_built_in(named):  # its names and shapes may be another one's
-        unlike["model.architecture"] = named
     turned = {key: theirs[key] for key in ("model.positions", "model.num_heads") if tables and key in theirs}
     if all(ours.get(key, value) == value for key, value in turned.items()):
         turned = {}
@@ -79,6 +78,8 @@ def fit(
         _check_numbers(whole, expected, where)
         check_tables(tables, expected["pos_embed"].shape[1], where)
         return {name: whole[name].to(expected[name].dtype) for name in expected}
+    if adapter:
+        refusal, problems = f"{refusal} they are an adapter (LoRA) of another network;", []
     problems.append(f"the file is of {describe(theirs)}")
     theirs |= unlike
     kind, plain = _kind_of(theirs), _usual(theirs)
@@ -90,14 +91,14 @@ def fit(
     ways = {"dataset.num_classes": "init_classes for other classes", "dataset.size": "init_positions for another size"}
     if others := [way for key, way in ways.items() if key in fitting]:
         problems.append(f"or train.py takes {', '.join(others)}")
-    raise ValueError("\n  ".join([refusal, *problems]))
+    raise ValueError(f"{refusal} {'; '.join(problems)}" if adapter else "\n  ".join([refusal, *problems]))
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
     """Raise ValueError for non-finite numbers, unexpected position embeddings, or a nonzero null class of MaskDiT."""
     if broken := [name for name in expected if not state[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
-    for name in expected.keys() & POSITIONS:
+    for name in (name for name in POSITIONS if name in expected):
         off = (state[name].float() - expected[name].float()).abs().max().item()
         if off > ROUNDING:
             said = f"the positions {name} of {where} are not the fixed 2-D sines and cosines that this network adds"
@@ -125,16 +126,12 @@ def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
     if rows := shapes.get("final_layer.linear.weight"):
         model["learn_sigma"] = rows[0] == 2 * patch_size**2 * channels
     dataset = {"channels": channels}
-    if rows := shapes.get(LABELS):
+    if rows := shapes.get("y_embedder.embedding_table.weight"):
         dataset = {"num_classes": rows[0] - 1, **dataset}  # one row is the null class
     if len(tokens := shapes.get("pos_embed", ())) == 3:
         dataset["size"] = math.isqrt(tokens[1]) * patch_size
     sections = {"model": model, "dataset": dataset}
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-
-
-def is_built_in(architecture: str) -> bool:
-    return getattr(ARCHITECTURES.get(architecture), "__module__", None) == NetworkOptions.__module__
 
 
 def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
@@ -199,7 +196,8 @@ class StoredWeights:
         Raises ValueError unless names, shapes and recorded settings match (with None: names and shapes alone)."""
         state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
         texts = text.decisive if model and text and model.takes_text else {}
-        return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded())
+        adapter = self.source is not None and "adapter" in self.source.info
+        return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded(), adapter)
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str | None = None) -> list[str]:
         """Return lines that warn of settings that differ from those of the weights' training, or that were not
@@ -245,7 +243,8 @@ class StoredWeights:
         pairs = {"the prediction": (told.get(recorded, recorded), told.get(predicts, predicts))}
         if recorded == predicts == "objective":
             pairs["objective"] = (theirs, cfg.objective)
-            for name, here in _conventions(cfg).items() if theirs == cfg.objective else ():
+        if recorded == predicts == "objective" and theirs == cfg.objective:
+            for name, here in _conventions(cfg).items():
                 key = name.partition(".")[2]
                 usual = getattr(type(process_of(cfg)), key)  # of a record older than the key
                 pairs[name] = (config.get(theirs, {}).get(key, usual), here)
@@ -256,10 +255,9 @@ class StoredWeights:
             pairs[f"latents.{name}"] = (stated.get(name, here), here)
         classes = stated.get("classes", ())
         if not _numbered(classes) and not _numbered(latents.classes):
-            unlike = [i for i, (there, here) in enumerate(zip(classes, latents.classes)) if there != here]
-            for i in unlike[:1]:
-                name = f"class {i} (the first of {len(unlike):,} that differ)"
-                pairs[name] = (repr(classes[i]), repr(latents.classes[i]))
+            unlike = [(i, *both) for i, both in enumerate(zip(classes, latents.classes)) if both[0] != both[1]]
+            for i, there, here in unlike[:1]:
+                pairs[f"class {i} (the first of {len(unlike):,} that differ)"] = (repr(there), repr(here))
         return pairs
 
 

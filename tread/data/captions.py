@@ -53,9 +53,8 @@ def read_captions(folder: Path, index: dict) -> list[list[str]]:
     file has changed; FileNotFoundError if the file is missing."""
     entry = index.get("captions")
     if entry is None:
-        raise ValueError(
-            f"{folder} has no captions: python scripts/prepare_text.py dataset={folder} captions=… adds them"
-        )
+        how = f"python scripts/prepare_text.py dataset={folder} captions=<file> encoder=…"
+        raise ValueError(f"{folder} has no captions: {how} adds them, a line of JSON for each sample")
     file = named_file(folder, entry["file"])
     check_sha256(file, entry["sha256"])
     return list(parse_captions(file))

@@ -61,9 +61,11 @@ def check_rows(
         shard = bisect.bisect_right(firsts, row) - 1
         at = row - firsts[shard]
         numbers = arrays[shard][at]
-        good = np.isfinite(numbers) if vocabulary is None else (0 <= numbers) & (numbers < len(vocabulary))
-        if not good.all():
-            fault = "numbers that are not finite" if vocabulary is None else "word numbers beyond its vocabulary"
+        if vocabulary is None:
+            good, fault = np.isfinite(numbers).all(), "numbers that are not finite"
+        else:
+            good, fault = 0 <= numbers.min() <= numbers.max() < len(vocabulary), "word numbers beyond its vocabulary"
+        if not good:
             raise ValueError(f"{folder / entries[shard]['file']}, row {at}, holds {fault}: replace it by {make}")
 
 
@@ -113,18 +115,21 @@ def open_features(
     dataset's latents. `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked.
     If `pooled` is given, open instead the features of each picture as a whole, which must have `pooled` channels.
     Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
-    section = {"encoder": "…", "pooled": None} | index.get("features", {})
-    make = f"python scripts/prepare_features.py dataset={folder} encoder={encoder or section['encoder']}"
-    if "features" not in index:
+    section = index.get("features")
+    named = encoder or (section["encoder"] if section else "…")
+    make = f"python scripts/prepare_features.py dataset={folder} encoder={named}"
+    if section is None:
         raise ValueError(f"{folder} has no features: {make} makes them")
     entries, shards = section["shards"], index["shards"]
-    spec = read({key: section[key] for key in FeatureSpec.__dataclass_fields__}, FeatureSpec, "features.")
+    stated = {"pooled": None} | section
+    spec = read({key: stated[key] for key in FeatureSpec.__dataclass_fields__}, FeatureSpec, "features.")
     if pooled and spec.pooled is None:
         raise ValueError(f"the features in {folder} lack those of pictures as a whole: {make} again=true makes both")
     if pooled not in (None, spec.pooled):
         raise ValueError(f"model.class_token is {pooled}, but {spec.encoder} in {folder} has {spec.pooled} channels")
     if encoder not in (None, spec.encoder):
-        raise ValueError(f"{folder} holds features of {spec.encoder}, not of {encoder}: {make} again=true makes those")
+        others = f"{folder} holds features of {spec.encoder}, not of {encoder}"
+        raise ValueError(f"{others}: ask for those, or replace them by {make} again=true")
     if spec.of != latents_hash(index) or len(entries) != len(shards):
         raise ValueError(f"the features in {folder} are of another dataset: replace them by {make} again=true")
     kind, hashed, row = "file", "sha256", (spec.grid**2, spec.width)
@@ -191,11 +196,12 @@ class TextSpec:
 
     def describe(self) -> str:
         """Return a short text on the encoder, the shape of its output and its fingerprint."""
-        what = f"tokens of {self.width}" if self.width else f"word numbers below {len(self.vocabulary):,}"
-        return f"text of {self.encoder}, {self.tokens} {what} (hash {str(self.fingerprint)[:8]})"
+        what = f"{self.tokens} tokens of {self.width}"
+        if self.width is None:
+            what = f"{self.tokens} word numbers below {len(self.vocabulary):,}"
+        return f"text of {self.encoder}, {what} (hash {str(self.fingerprint)[:8]})"
 
 
-@dataclass
 class EncodedText:
     """A dataset's captions, encoded by one encoder and opened for reading.
 
@@ -205,14 +211,12 @@ class EncodedText:
     null     the encoded empty caption, B = 1.
     """
 
-    spec: TextSpec
-    counts: np.ndarray
-    lengths: Tensor
-    rows: list[ShardRows]
-    null: Text
-
-    def __post_init__(self) -> None:
-        self.firsts = np.cumsum([0, *self.counts])[:-1]  # each sample's first caption
+    def __init__(
+        self, spec: TextSpec, counts: np.ndarray, lengths: np.ndarray, rows: list[ShardRows], null: Text
+    ) -> None:
+        self.spec, self.counts, self.rows, self.null = spec, counts, rows, null
+        self.firsts = np.cumsum([0, *counts])[:-1]
+        self._lengths = torch.from_numpy(lengths.astype(np.int64))
 
     def numbers(self, indices: np.ndarray, uniform: np.ndarray | float = 0.0) -> np.ndarray:
         """Return a caption number for each sample index; `uniform` in [0, 1) chooses among the sample's captions."""
@@ -221,8 +225,11 @@ class EncodedText:
 
     def read(self, numbers: np.ndarray, pin: bool = False) -> Text:
         """Return captions by their numbers (B,): tokens (B, T, C) float16 or (B, T) int64; `pin` page-locks them."""
+        numbers, count = np.asarray(numbers, dtype=np.int64), len(self._lengths)
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
+            raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {count:,}")
         tokens, *pooled = (rows.read(numbers, pin=pin) for rows in self.rows)
-        return as_text(self.spec, tokens, self.lengths[torch.from_numpy(numbers)], *pooled)
+        return as_text(self.spec, tokens, self._lengths[torch.from_numpy(numbers)], *pooled)
 
     def expect(self, numbers: np.ndarray) -> None:
         """Ask the operating system to load what `read` will need for the captions with these numbers."""
@@ -280,4 +287,4 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
         raise ValueError(f"the text of {encoder} in {folder} must have lengths in 1..{spec.tokens}; {make}")
     empty = (torch.from_numpy(np.array(arrays[-1])) for arrays in (tokens, lengths, *pooled))
     rows = [ShardRows([array[:, None] for array in arrays[:-1]]) for arrays in (tokens, *pooled)]
-    return EncodedText(spec, counts, torch.from_numpy(whole[:-1]), rows, as_text(spec, *empty))
+    return EncodedText(spec, counts, whole[:-1], rows, as_text(spec, *empty))

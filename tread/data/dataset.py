@@ -10,7 +10,6 @@ whether the stored numbers are on that scale already. A second view, if stored, 
 writer.py writes the format. Pictures and features beside the shards, which columns.py reads, are opened on request.
 """
 
-import copy
 import functools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -116,42 +115,42 @@ class LatentDataset:
         if self.flip and (
             self.features or self.class_token or self.latents.views > 1 or not holds_pixels(self.latents)
         ):
-            said = f"dataset.flip mirrors pixels stored in one view, without stored features, unlike {self.folder}"
             raise ValueError(
-                f"{said}: dataset.flip=false (prepare_latents.py flip=true stores a mirrored view of latents)"
+                f"dataset.flip mirrors pixels stored in one view, without stored features, but {self.folder} holds "
+                f"{self.latents.autoencoder}, {self.latents.views} views, features {self.features}: dataset.flip=false "
+                "(prepare_latents.py flip=true stores a mirrored view of latents)"
             )
-        rows = [self._parts["stored"], *(self.encoded.rows if self.encoded else ())]
-        place(rows, self.placement, self.device, self.folder)
+        place([self._latents, *(self.encoded.rows if self.encoded else ())], self.placement, self.device, self.folder)
 
     def _open(self, index: dict, full: bool) -> None:
         shards, self.labels = open_latents(self.folder, index, self.latents, full)
-        self._parts, self.encoded = (
-            {"stored": ShardRows(shards)},
-            None,
-        )  # fields of Batch that are read by index and view
+        self._latents, self._features, self._pictures, self.encoded = ShardRows(shards), None, None, None
+        self._class_tokens = None
         if self.text is not None:
             self.encoded = open_text(self.folder, index, self.text, full)
             self.text_spec = self.encoded.spec
         if self.features is not None:
-            self.feature_spec, self._parts["features"] = open_features(self.folder, index, self.features, full)
+            self.feature_spec, self._features = open_features(self.folder, index, self.features, full)
         if self.class_token is not None:
-            made, self._parts["class_token"] = open_features(self.folder, index, None, full, self.class_token)
+            made, self._class_tokens = open_features(self.folder, index, None, full, self.class_token)
             self.class_fingerprint = made.fingerprint
         if self.pictures and "pictures" in index:
-            self._parts["pictures"] = open_pictures(self.folder, index, full)
-            self.picture_size = index["pictures"][1]
+            self._pictures, self.picture_size = open_pictures(self.folder, index, full), index["pictures"][1]
         elif self.pictures and holds_pixels(self.latents):
             self.picture_size = self.latents.shape[1]
         elif self.pictures:
             again = "prepare it again by scripts/prepare_latents.py keep_pictures=true"
-            again += "; for prepare_features.py, you may instead name its photos by source=…"
             raise ValueError(f"{self.folder} keeps no pictures beside its latents: {again}")
+
+    def __reduce__(self) -> tuple:
+        # pickling sends the arguments, by which another process opens the files anew
+        how = (self.folder, "open", self.placement, self.device, self.features, self.pictures, self.text, self.flip)
+        return LatentDataset, (*how, self.class_token), {"latents": self.latents}
 
     def bare(self) -> "LatentDataset":
         """Return a copy that reads the same open files, but no pictures and no features except class tokens."""
-        bare = copy.copy(self)
-        bare.features, bare.pictures = None, False
-        bare._parts = {name: rows for name, rows in self._parts.items() if name in ("stored", "class_token")}
+        bare = object.__new__(LatentDataset)
+        vars(bare).update(vars(self), features=None, pictures=False, _features=None, _pictures=None)
         return bare
 
     def __len__(self) -> int:
@@ -164,7 +163,7 @@ class LatentDataset:
 
     def locate(self, index: int) -> tuple[Path, int]:
         """Return the file that holds the sample with this index, and its row in that file."""
-        return self._parts["stored"].locate(index)
+        return self._latents.locate(index)
 
     def normalize(self, std: float) -> None:
         """Scale each channel of the latents to mean 0 and standard deviation `std`, by the mean and std in index.json:
@@ -207,8 +206,9 @@ class LatentDataset:
     def expect(self, seed: int, step: int, batch_size: int, rows: Rows = slice(None)) -> None:
         """Ask the operating system to load what `batch` with these arguments will read."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
-        for part in self._parts.values():
-            part.expect(indices, views)
+        for part in (self._latents, self._features, self._pictures, self._class_tokens):
+            if part is not None:
+                part.expect(indices, views)
         if captions is not None:
             self.encoded.expect(captions)
 
@@ -226,15 +226,20 @@ class LatentDataset:
         they are the latents themselves (pixels).
         """
         indices, views = np.asarray(indices), np.asarray(views)
-        for numbers, count in ((indices, len(self)), (views, self.views)):
-            if numbers.size and not 0 <= numbers.min() <= numbers.max() < count:
-                raise IndexError(f"{self.folder} holds {len(self)} samples in {self.views} views, but not {numbers}")
-        parts = {name: rows.read(indices, views, pin) for name, rows in self._parts.items()}
-        if self.pictures and "pictures" not in parts:
-            parts["pictures"] = stored_pictures(parts["stored"], self.latents)
+        if len(indices) and not (0 <= indices.min() <= indices.max() < len(self) and 0 <= views.min()):
+            raise IndexError(f"indices {indices.min()}..{indices.max()}, but {self.folder} holds {len(self)} samples")
+        if views.size and views.max() >= self.views:
+            raise IndexError(f"view {views.max()}, but {self.folder} has {self.views} views")
+        stored = self._latents.read(indices, views, pin)
+        features = self._features and self._features.read(indices, views, pin)
+        pictures = self._pictures and self._pictures.read(indices, views, pin)
+        if self.pictures and pictures is None:
+            pictures = stored_pictures(stored, self.latents)
+        text = None
         if self.encoded is not None:
-            parts["text"] = self.encoded.read(self.encoded.numbers(indices) if captions is None else captions, pin)
-        return Batch(labels=torch.from_numpy(self.labels[indices]), indices=indices, **parts)
+            text = self.encoded.read(self.encoded.numbers(indices) if captions is None else captions, pin)
+        tokens = self._class_tokens and self._class_tokens.read(indices, views, pin)
+        return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text, tokens)
 
     @functools.cached_property
     def captions(self) -> list[list[str]]:

@@ -73,16 +73,18 @@ def files_of(folder: Path) -> dict[str, str]:
 def changed_files(folder: Path, before: dict[str, str], hashes_alone: bool) -> list[str]:
     """Return [a warning] if a dataset's files differ from `before`, an earlier result of files_of, else []. With
     `hashes_alone`, only hashes are compared, not sizes and times."""
-    now = files_of(folder)
-    if hashes_alone:
-        before, now = ({name: text.partition(",")[0] for name, text in files.items()} for files in (before, now))
-    changed = [name for name in before | now if before.get(name) != now.get(name)]
-    if not changed:
-        return []
-    was, is_now = (files.get(changed[0], "not there") for files in (before, now))
-    more = f" and {len(changed) - 1} more" * (len(changed) > 1)
-    said = f"{folder / changed[0]}{more} changed since the run began: was {was}, is {is_now}"
-    return [f"{said}. Its latents may be others: dataset.verify=full checks the hashes"]
+    now, changed = files_of(folder), {}
+    for name in before | now:
+        both = [files.get(name, "not there") for files in (before, now)]
+        if len({text.partition(",")[0] if hashes_alone else text for text in both}) > 1:
+            changed[name] = both
+    for name, (then, now) in [*changed.items()][:1]:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        if then.partition(", ")[0] == now.partition(", ")[0]:  # index.json records the same hash
+            then, now = (text.partition(", ")[2] for text in (then, now))
+        said = f"{folder / name}{more} changed since the run began: was {then}, is {now}"
+        return [f"{said}. Its latents may be others: dataset.verify=full checks the hashes"]
+    return []
 
 
 def damaged(path: Path, error: Exception) -> ValueError:

@@ -58,12 +58,14 @@ class LatentSpec:
 
     def __post_init__(self) -> None:
         if (self.content, self.spread) not in (("latents", None), ("moments", "logvar"), ("moments", "std")):
-            raise ValueError(f"{self.content!r} with spread {self.spread!r}: moments have logvar or std, latents null")
-        for name, kind in (("dtype", Stored), ("orientation", Orientation), ("alpha", Alpha), ("views", Literal[1, 2])):
+            given = f"content {self.content!r} with spread {self.spread!r}"
+            raise ValueError(f"{given}, but must be latents with spread null, or moments with spread logvar or std")
+        for name, kind in (("dtype", Stored), ("orientation", Orientation), ("alpha", Alpha)):
             check(name, getattr(self, name), kind)
         if self.dtype == "uint8" and not holds_pixels(self):
             raise ValueError("dtype is uint8, in which only pixels are stored")
-
+        if self.views not in (1, 2):
+            raise ValueError(f"views is {self.views}, but must be 1, or 2 with flipped copies")
         if self.scale == 0 or 0 in self.channel_scale:
             raise ValueError("scale is 0, but latents are (z − shift)·scale")
         if not len(self.channel_shift) == len(self.channel_scale) in (0, self.shape[0]):

@@ -24,7 +24,7 @@ class Loader:
     seed           decides the order of the data.
     micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
     beyond         number of samples to read past the end of each micro-batch, starting over at the global batch's end.
-    steps          the number of training steps, beyond which nothing is read ahead.
+    steps          the number of training steps, beyond which nothing is read ahead; None: no limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
     bare_from      the step from which on neither features nor pictures are read; None: they always are.
     """
@@ -36,14 +36,14 @@ class Loader:
         batch_size: int,
         micro_batches: Sequence[slice],
         device: torch.device,
-        steps: int = sys.maxsize,
+        steps: int | None = None,
         ahead: int | None = None,
         beyond: int = 0,
         bare_from: int | None = None,
     ) -> None:
         self.data, self.seed, self.batch_size = data, seed, batch_size
         self.bare, self.bare_from = data.bare(), sys.maxsize if bare_from is None else bare_from
-        self.steps = steps
+        self.steps = sys.maxsize if steps is None else steps
         first, last = micro_batches[0].start, micro_batches[-1].stop
         self.rows = np.arange(first, last + beyond) % batch_size if beyond else slice(first, last)
         self.pieces = [slice(rows.start - first, rows.stop - first + beyond) for rows in micro_batches]

@@ -19,7 +19,7 @@ from tread.data.columns import FeatureSpec, TextSpec, latents_hash, open_feature
 from tread.data.index import read_index
 from tread.data.shards import Stream
 from tread.data.store import ShardStore, differences, pieces_of
-from tread.models.conditions import Text, join, to
+from tread.models.conditions import Text, join
 from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure, plain_name, sync, write_json
 
@@ -179,22 +179,23 @@ class TextWriter(SectionWriter):
     def write(self, number: int, parts: Iterable[Text]) -> None:
         """Write a shard from parts of its text. Raises ValueError unless it fits `spec` and is finite in float16."""
         spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
-        text = to(reduce(join, parts), "cpu")
-        mask = text.mask.numpy()
+        text = reduce(join, parts)
+        mask = text.mask.cpu().numpy()
         lengths = mask.sum(axis=1).astype(np.int32)
         if not np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]) or not lengths.min():
             raise ValueError(f"{where} must begin with its words, at least one, and end with its padding")
         tokens = text.tokens.int() if spec.width is None else text.tokens.half()
-        arrays = {"file": tokens.numpy(), "lengths": lengths}
+        arrays = {"file": tokens.cpu().numpy(), "lengths": lengths}
         expected = {"file": (count, *spec.token_shape), "lengths": (count,)}
         if text.pooled is not None:
-            arrays["pooled"] = text.pooled.half().numpy()
+            arrays["pooled"] = text.pooled.half().cpu().numpy()
         if spec.pooled is not None:
             expected["pooled"] = (count, spec.pooled)
         if (shapes := {kind: array.shape for kind, array in arrays.items()}) != expected:
             raise ValueError(f"{where} has arrays of {shapes}, but must have {expected}")
         if not all(np.isfinite(array).all() for array in arrays.values()):
-            raise ValueError(f"{where} holds numbers that are not finite in float16: too large, or of broken weights")
+            broken = f"they are too large for it, or the weights of {spec.encoder} are broken"
+            raise ValueError(f"{where} holds numbers that are not finite in float16: {broken}")
         self.keep(number, arrays)
 
 

@@ -5,7 +5,7 @@ import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, get_args
 
 import numpy as np
 import psutil
@@ -17,6 +17,7 @@ from tread.data.latents import LatentSpec
 from tread.runtime.files import size_text
 
 Placement = Literal["mmap", "ram", "device"]
+PLACEMENTS = get_args(Placement)
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,8 @@ def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device 
     to = torch.device(device if placement == "device" else "cpu")
     needed, free = sum(part.nbytes for part in rows), free_memory(to)
     if needed > free:
-        said = f"{folder} takes {size_text(needed)} of memory, but {to} has {size_text(free)} free"
-        raise ValueError(f"{said}: dataset.placement=mmap needs none")
+        room = f"{folder} takes {size_text(needed)}, but {to} has {size_text(free)} of memory free"
+        raise ValueError(f"{room}: dataset.placement={placement} needs more; mmap does not")
     for part in rows:
         part.place(to)
 

@@ -101,11 +101,11 @@ class ShardStore:
     def missing(self, verify: Processes | None = None) -> list[int]:
         """Return the numbers of the shards still to be made. If `verify` is given, it shows a progress bar while all
         files are hashed, and shards with changed files count as missing."""
-        numbers = range(len(self.ranges))
-        if verify is None:
-            return [number for number in numbers if not self._note(number).exists()]
-        with verify.bar(f"checking {self.work.name}", self.rows(numbers)) as bar:
-            return [number for number in numbers if not self._is_whole(number, bar.update)]
+        there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
+        if verify is not None:
+            with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
+                there = [number for number in there if self._is_whole(number, bar.update)]
+        return sorted({*range(len(self.ranges))}.difference(there))
 
     def _is_whole(self, number: int, done: Callable[[int], object]) -> bool:
         done(len(self.ranges[number]))

@@ -50,15 +50,17 @@ class DatasetWriter(ShardStore):
             self.folder.with_name(f".{self.folder.name}.unfinished"),
             {**asdict(latents), **plan, **({"keep_pictures": True} if pictures else {})},  # older plans lack the key
             ranges,
-            {"file": "shard-{}.npy", "labels": "shard-{}.labels.npy"},
+            {"file": "shard-{}.npy", "labels": "shard-{}.labels.npy", "pictures": "pictures-{}.npy"},
             latents.sample_bytes + self.picture_bytes + 8,
         )
-        self._report_plan = self.plan | dict(besides or {})
+        self._report_plan = self.plan | json.loads(json.dumps(besides or {}))
 
     def is_finished(self) -> bool:
         """Return whether the dataset exists, made with this plan and `besides`; if so, remove unfinished work."""
-        if finished := EARLIER | self._made().get("plan", {}) == self._report_plan:
-            self.remove()  # left by a process that was killed in `publish`
+        made = self._made()
+        finished = bool(made) and EARLIER | made.get("plan", {}) == self._report_plan
+        if finished:  # a process may have been killed in `publish`
+            self.remove()
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:

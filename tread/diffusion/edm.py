@@ -6,7 +6,7 @@ Equation and table numbers are that paper's. All random numbers are arguments. T
 Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -34,18 +34,19 @@ class EDM(Process):
     conventions, evaluation = ("sigma_data", "predicts"), "eval_loss"
 
     P_mean: float = -1.2
-    P_std: Positive = 1.2
-    sigma_data: Positive = 0.5
+    P_std: float = 1.2
+    sigma_data: float = 0.5
     sigma_min: float = 0.002
     sigma_max: float = 80.0
-    rho: Positive = 7.0
+    rho: float = 7.0
     predicts: Literal["F", "ddpm_noise"] = "F"
 
     def __post_init__(self) -> None:
         if not 0 < self.sigma_min < self.sigma_max:
             raise ValueError(f"sigma_min {self.sigma_min} and sigma_max {self.sigma_max} must satisfy 0 < min < max")
-        for item in fields(self):
-            check(item.name, getattr(self, item.name), item.type)
+        check("predicts", self.predicts, Literal["F", "ddpm_noise"])
+        for name in ("P_std", "sigma_data", "rho"):
+            check(name, getattr(self, name), Positive)
 
     @property
     def data_std(self) -> float:

@@ -204,7 +204,7 @@ def _draw_batch(
         routes = _routes(weaker, seeds, [call.weak or 0.0 for call in plan], stream, device)
         other = Branch(denoise, y if row.weak_class else weaker.network.null(len(seeds)), routes)
     denoiser = guided(strong, other, lambda call: plan[call].scale)
-    shape = (network.in_channels, network.input_size, network.input_size)
+    shape, beside = (network.in_channels, network.input_size, network.input_size), Beside.of(network)
 
     def churn_noise(step: int) -> Tensor:
         return seeded_normal(seeds, shape, f"churn {step}").to(device)
@@ -213,7 +213,6 @@ def _draw_batch(
         if on_step is not None:
             on_step(step, float(level), *(beside.latents(state)[:wanted].float() for state in states))
 
-    beside = Beside.of(network)
     noise = (seeded_normal(seeds, shape) if noise is None else pad(noise, len(seeds))).to(device)
     if beside.width is not None:
         noise = beside.join(noise, seeded_normal(seeds, (beside.width,), "class token").to(device))

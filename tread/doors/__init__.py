@@ -4,12 +4,11 @@ import runpy
 from functools import partial
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE if (HERE / "train.py").exists() else HERE.parents[1]  # of scripts and configs/: of a wheel, or a checkout
-
 
 def _open(name: str) -> None:
-    runpy.run_path(str(ROOT / name), run_name="__main__")
+    """Run a script as `python <name>` does: from this folder (in a wheel), or from the root of a checkout."""
+    here = Path(__file__).resolve().parent
+    runpy.run_path(str((here if (here / name).exists() else here.parents[1]) / name), run_name="__main__")
 
 
 train, sample, fid = (partial(_open, name) for name in ("train.py", "sample.py", "fid.py"))

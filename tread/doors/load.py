@@ -23,7 +23,6 @@ from tread.diffusion.pictures import Output, in_form
 from tread.diffusion.process import Process
 from tread.diffusion.sampling import OnStep, Sampler, check_ratios, draw_pictures
 from tread.diffusion.solvers import Churn, Solver
-from tread.doors import ROOT
 from tread.encoders.autoencoder import Decoder, Decoding, load_decoder
 from tread.evaluation.prompts import encode_prompts, row_labels
 from tread.evaluation.sample_files import parse_seeds
@@ -55,7 +54,7 @@ def load(
     autoencoder       hub id, folder or file of the autoencoder that decodes latents; None: the recorded one.
     decode_precision  of the autoencoder: "fp32", "tf32" or "bf16".
     text_encoder      hub id or folder of the encoder for prompts; None: the recorded one.
-    plugins           modules, or paths of .py files, to import first; those that the checkpoint records are imported
+    plugins           modules, or paths of .py files, to import first. Those that the checkpoint records are imported
                       anyway, where they are.
 
     Raises ValueError or FileNotFoundError if there is no such checkpoint, or it is damaged or can't be sampled.
@@ -63,7 +62,7 @@ def load(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check("precision", precision, Precision)
     check("decode_precision", decode_precision, Decoding)
-    import_plugins(plugins)
+    import_plugins([str(name) for name in plugins])
     saved = open_network(checkpoint.find(source), weights)
     if text_encoder is not None and not saved.text:
         raise ValueError(f"text_encoder is given, but {source} was trained with classes, and reads no prompt")
@@ -197,7 +196,8 @@ class TrainedModel:
             rows = row_labels(self.saved, numbers, prompts)
             pairs = [(seed, label) for label, seed in itertools.product(rows, seeds)]
         elif prompts or len(labels) != len(seeds) or classes is not None:
-            raise ValueError("labels gives one class for each seed, in the place of classes and prompts")
+            told = f"labels has {len(labels)} classes for {len(seeds)} seeds"
+            raise ValueError(f"{told}: it gives one for each seed, in the place of classes and prompts")
         else:
             numbers = [class_number(label, self.classes) for label in labels]
             pairs = list(zip(seeds, row_labels(self.saved, numbers, ())))
@@ -219,7 +219,9 @@ def _plain(value: object) -> object:
 def read_guidance(name: str, given: dict[str, object]) -> Guidance:
     """Return the guidance of configs/guidance/<name>.yaml, with values replaced by those in `given`. Raises
     ValueError for an unknown name, values that do not fit, and a checkpoint that is missing."""
-    settings = read_choice(ROOT / "configs", "guidance", name) | given
+    here = Path(__file__).resolve().parent
+    configs = next(place for place in (here / "configs", here.parents[1] / "configs") if place.is_dir())
+    settings = read_choice(configs, "guidance", name) | given
     if settings["checkpoint"] == "???":
         raise ValueError(f"guidance={name} needs checkpoint=…, the weaker network's")
     plain = {key: _plain(value) for key, value in settings.items()}

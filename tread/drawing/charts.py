@@ -102,9 +102,11 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = 
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     if any(names):
-        shown = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels())}
+        handles = {}  # by label
+        for axis in figure.axes:
+            handles |= dict(zip(*reversed(axis.get_legend_handles_labels())))
         columns = min(2, columns)
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns, fontsize="small")
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize="small")
     with explain_failure(path):
         figure.savefig(path, dpi=110)
 
@@ -131,8 +133,8 @@ def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: M
     names |= {key: f"{called}: EMA weights, all tokens, held-out data" for key, called in evaluations.items()}
     lines = []
     for key, name in names.items():
-        if points := [(record["step"], record[key]) for record in records if key in record]:
-            lines.append(Line(name, *zip(*points)))
+        points = [(record["step"], record[key]) for record in records if key in record]
+        lines += [Line(name, *zip(*points))] if points else []
     save_panels(path, [Panel("", "step", "loss", lines, log="y")], columns=1)
 
 

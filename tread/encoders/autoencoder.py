@@ -178,10 +178,9 @@ def _scaling(model: nn.Module) -> dict[str, object]:
 
 
 def encoded(
-    model: nn.Module | None, name: str, resolution: int, classes: tuple[str, ...], store: Content, **kept
+    model: nn.Module, name: str, resolution: int, classes: tuple[str, ...], store: Content, **kept
 ) -> LatentSpec:
-    """Return the spec (shape, content, scale) of the latents that the autoencoder `model` makes of square pictures; if
-    that is None, of the pictures themselves, (3, R, R) in −1..1.
+    """Return the spec (shape, content, scale) of the latents that the autoencoder `model` makes of square pictures.
 
     name     the autoencoder's name, for the spec and for error messages.
     classes  the dataset's class names.
@@ -189,16 +188,11 @@ def encoded(
              autoencoder's latents; "auto": moments if there is a posterior.
     kept     further fields of LatentSpec: dtype, views, orientation and alpha.
 
-    Raises ValueError if store="moments" but there is no posterior, if decoded pictures have another resolution, or for
-    pictures of more than PIXELS_UP_TO (1024) a side without an autoencoder.
+    Raises ValueError if store="moments" but there is no posterior, or if decoded pictures have another resolution.
     """
     posterior = type(model).__name__ == "AutoencoderKL"
     if store == "moments" and not posterior:
-        raise ValueError(f"store=moments needs an AutoencoderKL, which autoencoder={name} is not")
-    if model is None:
-        if resolution > PIXELS_UP_TO:
-            raise ValueError(f"resolution is {resolution}, but autoencoder=none takes at most {PIXELS_UP_TO}")
-        return LatentSpec((3, resolution, resolution), classes, "pixels", scale_applied=True, **kept)
+        raise ValueError(f"store=moments needs an AutoencoderKL, but {name} is an {type(model).__name__}")
     probe = torch.zeros(1, 3, resolution, resolution, device=next(model.parameters()).device)
     try:
         with torch.no_grad():
@@ -222,9 +216,20 @@ def encoded(
     )
 
 
-def patch_for(side: int) -> int:
-    """Return the smallest model.patch_size ≥ 2 that cuts latents (side, side) into at most 256 patches."""
-    return next((p for p in range(2, side) if side % p == 0 and side // p <= 16), side)
+def as_pixels(resolution: int, classes: tuple[str, ...], store: Content, **kept) -> LatentSpec:
+    """Return the spec of latents that are the pictures themselves, (3, R, R) in −1..1. `classes` are the class names,
+    `kept` more fields of LatentSpec. Raises ValueError if store is "moments", or for R > PIXELS_UP_TO (1024)."""
+    if store == "moments":
+        raise ValueError("store=moments needs an AutoencoderKL, but autoencoder=none stores pixels")
+    if resolution > PIXELS_UP_TO:
+        most = f"autoencoder=none, which stores pixels, takes at most {PIXELS_UP_TO}"
+        raise ValueError(f"resolution is {resolution}, but {most}. Choose a lower resolution, or an autoencoder")
+    return LatentSpec((3, resolution, resolution), classes, "pixels", scale_applied=True, **kept)
+
+
+def patch_for(side: int, tokens: int = 256) -> int:
+    """Return the smallest model.patch_size ≥ 2 that cuts latents (side, side) into at most `tokens` patches."""
+    return next((p for p in range(2, side) if side % p == 0 and (side // p) ** 2 <= tokens), side)
 
 
 def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32") -> LatentEncoder:
@@ -271,10 +276,12 @@ def load_decoder(
     channels = model.config.encoder_hidden_size if _is_rae(model) else model.config.latent_channels
     if channels != latents.shape[0]:
         said = f"{name} decodes latents of {channels} channels, but these have {latents.shape[0]}"
-        raise ValueError(f"{said}: name the right one, {INSTEAD}")
+        raise ValueError(f"{said}: name the right one as autoencoder=… (in training sampling.autoencoder=…)")
     if autoencoder is None and latents.fingerprint not in (None, fingerprint(model)):
-        said = f"{name} holds another autoencoder than the one that made the latents, by its hash"
-        raise ValueError(f"{said}: name the right one, or this one to use it all the same, {INSTEAD}")
+        raise ValueError(
+            f"{name} holds another autoencoder than the one that made the latents: its weights have another hash. "
+            "Name the right one, or this one (autoencoder=…, in training sampling.autoencoder=…) to use it all the same"
+        )
 
     @torch.no_grad()
     def decode(x: Tensor) -> Tensor:

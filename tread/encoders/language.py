@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tread.data.columns import CLIP_L, TextSpec, as_text, text_encoder_name
+from tread.data.columns import CLIP_L, TextSpec, text_encoder_name
 from tread.encoders.pretrained import TOKENIZER, hash_of_text_model, load_pretrained
 from tread.models.conditions import Text
 from tread.runtime.device import exact
@@ -75,7 +75,8 @@ class WordEncoder:
         T = self.spec.tokens
         rows = [self._cut(caption)[:T] for caption in captions]
         tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows], dtype=torch.int64).view(-1, T)
-        return as_text(self.spec, tokens, torch.tensor([*map(len, rows)]))
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return Text(tokens, torch.arange(T) < lengths[:, None])
 
 
 class ModelEncoder:
@@ -105,7 +106,7 @@ class ModelEncoder:
         positions -= model.config.pad_token_id + 1 if model.config.model_type in AFTER_PADDING else 0
         limits = self._tokenizer.model_max_length, positions  # None, or above 1e6: any number
         limit = min((limit for limit in limits if limit and limit < 1e6), default=None)
-        if tokens and limit and tokens > limit:
+        if tokens is not None and limit is not None and tokens > limit:
             raise ValueError(f"tokens is {tokens}, but {name} takes {limit} at most")
         if tokens is None:
             tokens = limit if self._clip else settle_tokens(self.lengths(captions), limit)
@@ -115,6 +116,10 @@ class ModelEncoder:
     def lengths(self, captions: Sequence[str]) -> list[int]:
         """Return each caption's number of tokens, special ones included, before the caption is cut off."""
         return [len(ids) for ids in self._tokenizer(list(captions), verbose=False)["input_ids"]] if captions else []
+
+    def unknown(self, caption: str) -> list[str]:
+        """Return an empty list: the model can encode any text."""
+        return []
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> Text:
@@ -148,7 +153,7 @@ def remarks(encoder: TextEncoder, texts: Sequence[str]) -> list[str]:
     if cut := sum(length > tokens for length in lengths):
         longest = f"the longest has {max(lengths):,}"
         lines.append(f"{cut:,} of {len(texts):,} texts are cut off after {tokens} tokens; {longest}")
-    if isinstance(encoder, WordEncoder) and (unknown := list(filter(None, map(encoder.unknown, texts)))):
+    if unknown := [words for text in texts if (words := encoder.unknown(text))]:
         words = listed(dict.fromkeys(itertools.chain(*unknown)), 10)
         lines.append(f"{len(unknown):,} texts have words that are not in the vocabulary, which are all alike: {words}")
     return lines
@@ -204,10 +209,11 @@ def _minilm_folder() -> Path:
 def _load_encoder(name: str, place: str) -> tuple[nn.Module, Any]:
     """Return the text model at `place` (hub id or folder) and its tokenizer; `name` is for messages. Raises ValueError
     if it can't be loaded, or if its tokenizer makes no token of an empty caption."""
-    what = f"encoder {name!r}"
     known = (
-        "Encoders are words, minilm, clip-l, or a hub id (downloaded once while online) or folder of CLIP, T5 or BERT"
+        "Encoders are words, minilm, clip-l, or a hub id (to be downloaded once while online) or folder of a CLIP "
+        "text, T5 or sentence encoder"
     )
+    what = f"encoder {name!r}"
     kinds = {"clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel"}
     model, (tokenizer,) = load_pretrained(
         what, place, kinds, "requirements-text.txt", known, others="AutoModel", parts=(TOKENIZER,), unused="pooler."

@@ -131,7 +131,8 @@ def open_encoder(
         run = run.to(device).eval().requires_grad_(False) if isinstance(run, nn.Module) else run
         return Encoder(recorded, run, device, grid, _own_fingerprint(name, run))
     known = (
-        f"Encoders are inception, {', '.join(DINOV2)}, a hub id (fetched once while online) or folder, module:function"
+        f"Encoders are inception, {', '.join(DINOV2)}, a hub id (to be downloaded once while online) or a folder of "
+        "such a model, or module:function"
     )
     what, place, kinds = f"encoder {name!r}", DINOV2.get(name, name), {"dinov2": "Dinov2Model"}
     unused = "embeddings.mask_token"  # nothing is masked

@@ -46,8 +46,8 @@ class Pictures:
     where       their file or folder, for messages.
     resolution  (H, W)
     sha256      hash of the file, or of a folder's file names and contents.
-    read        (start, stop, damaged) → (n, 3, H, W) uint8, fastest in ascending order. Damaged files of a folder or
-                tar are left out, and (name, reason) appended to the list `damaged`; a damaged .npz raises ValueError.
+    read        (start, stop) → (n, 3, H, W) uint8, fastest in ascending order; raises ValueError for damaged files.
+                With a list as third argument it skips damaged files, and appends (name, reason) to the list.
     skip        whether damaged files are left out instead of refused.
     damaged     (name, reason) of the files that are left out.
     """
@@ -94,11 +94,12 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
         raise ValueError(f"{path} is a dataset, whose pictures are cropped already: leave out crop={crop.size}")
     data = LatentDataset(path, pictures=True)
 
-    def read(start: int, stop: int, damaged: Faults) -> np.ndarray:
+    def read(start: int, stop: int, damaged: Faults | None = None) -> np.ndarray:
         return data.read(np.arange(start, stop)).pictures.numpy()
 
     shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in read_index(path)["shards"]]
-    return Pictures(str(path), len(data), (data.picture_size,) * 2, content_hash(json.dumps(shards)), read)
+    digest = content_hash(json.dumps(shards))
+    return Pictures(str(path), len(data), (data.picture_size,) * 2, digest, read)
 
 
 class Npz:
@@ -151,7 +152,7 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
     if len(shape) != 4 or shape[-1] != 3 or 0 in shape[1:] or dtype != np.uint8:
         raise ValueError(f"{path}: arr_0 is {shape} of {dtype}, but must be uint8 RGB pictures (n, H, W, 3)")
 
-    def read(start: int, stop: int, damaged: Faults) -> np.ndarray:
+    def read(start: int, stop: int, damaged: Faults | None = None) -> np.ndarray:
         return np.ascontiguousarray(rows(start, stop).transpose(0, 3, 1, 2))
 
     return Pictures(str(path), shape[0], shape[1:3], hash_of(path, processes), read)
@@ -166,27 +167,26 @@ def hash_of(path: Path, processes: Processes) -> str:
 
 def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes, skip: bool) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
-    prepared = f"crop {crop and crop.size}"
+    shown = [name for name in store.names if "/." not in f"/{name}"]  # not hidden
+    shown = [name for name in shown if name.startswith(inside)]
+    names = [name for name in shown if is_picture(name) or name.lower().endswith(OTHERS)]  # those are refused
+    names = processes.from_main(lambda: names)  # files may arrive before another process looks
+    if not names:
+        folders = sorted({name.rpartition("/")[0] for name in store.names})
+        raise ValueError(f"{path} has no pictures in {inside or './'}, but folders like {', '.join(folders[:3])}")
+    how, prepared = (crop.orientation, crop.alpha) if crop else (), f"crop {crop and crop.size}"
     if crop and crop != Crop(crop.size):  # the defaults are not hashed, so that older caches stay valid
         prepared += f", orientation {crop.orientation}, alpha {crop.alpha}"
 
     def decode(name: str) -> np.ndarray | str:
         """Return the picture `name` of the folder or tar, (H, W, 3) uint8, or the reason why it can't be read."""
         try:
-            content = store.read(name)
-            if crop is None:
-                return np.asarray(read_rgb(content))
-            return centre_crop(read_rgb(content, crop.orientation, crop.alpha), crop.size)
+            image = read_rgb(store.read(name), *how)
         except (ValueError, OSError) as error:
             return str(error)
+        return centre_crop(image, crop.size) if crop else np.asarray(image)
 
-    def read_all() -> tuple[list[str], str, tuple[int, int], Faults]:
-        """Read all pictures, in one process, as files may arrive: names, hash, size, and which can't be read."""
-        shown = [name for name in store.names if name.startswith(inside) and "/." not in f"/{name}"]  # not hidden
-        names = [name for name in shown if is_picture(name) or name.lower().endswith(OTHERS)]  # those are refused
-        if not names:
-            folders = sorted({name.rpartition("/")[0] for name in store.names})
-            raise ValueError(f"{path} has no pictures in {inside or './'}, but folders like {', '.join(folders[:3])}")
+    def read_all() -> tuple[str, tuple[int, int], Faults]:
         digest, sizes, damaged, modes = hashlib.sha256(prepared.encode()), {}, [], []
         with processes.bar(f"reading {path}", len(names)) as progress:
             for name in names:
@@ -194,44 +194,49 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
                 try:
                     content = store.read(name)
                     with opened(content, decode=False) as image:
-                        size = (crop.size,) * 2 if crop else (image.height, image.width)
+                        size, mode = (image.height, image.width), image.mode
                 except (ValueError, OSError) as error:
                     damaged.append((name, str(error)))
                     continue
                 digest.update(f"\0{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
-                sizes.setdefault(size, name)
-                if image.mode != "RGB" and not crop:
-                    modes.append((name, image.mode))
+                sizes.setdefault((crop.size, crop.size) if crop else size, name)
+                if mode != "RGB" and not crop:
+                    modes.append((name, mode))
         if (damaged or modes) and not skip:  # the error also names files that only fail in decoding
             processes.say(f"looking for all damaged pictures in {path}")
             damaged = [(name, why) for name in names if isinstance(why := decode(name), str)]
         check_damage(path, [] if skip else damaged, modes)
         if len(sizes) > 1:
-            unlike = ", ".join(f"{name} is {width}×{height}" for (height, width), name in [*sizes.items()][:2])
-            raise ValueError(f"{path}: pictures differ in size, {unlike}; crop=256 takes ADM's centre crop of each")
-        left = sorted({*names}.difference(name for name, _ in damaged))
-        return left, digest.hexdigest(), next(iter(sizes), (0, 0)), damaged
+            (here, first), (there, second), *_ = sizes.items()
+            sizes = f"{first} is {here[1]}×{here[0]}, {second} is {there[1]}×{there[0]}"
+            raise ValueError(f"{path}: pictures differ in size, {sizes}; crop=256 takes ADM's centre crop of each")
+        return digest.hexdigest(), next(iter(sizes), (0, 0)), damaged
 
-    def read(start: int, stop: int, damaged: Faults) -> np.ndarray:
+    def read(start: int, stop: int, damaged: Faults | None = None) -> np.ndarray:
         with ThreadPoolExecutor(THREADS) as pool:
             found = dict(zip(names[start:stop], pool.map(decode, names[start:stop])))
-        damaged += [(name, why) for name, why in found.items() if isinstance(why, str)]
+        faults = [(name, why) for name, why in found.items() if isinstance(why, str)]
+        if damaged is None:
+            check_damage(path, faults)
+        else:
+            damaged += faults
         arrays = [array for array in found.values() if not isinstance(array, str)]
         stacked = np.stack(arrays) if arrays else np.zeros((0, *size, 3), np.uint8)
         return np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
 
-    names, digest, size, damaged = processes.from_main(read_all)
+    digest, size, damaged = processes.from_main(read_all)
+    left_out = {name for name, _ in damaged}
+    names = [name for name in names if name not in left_out]
     return Pictures(str(path / inside), len(names), size, digest, read, skip, damaged)
 
 
 def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
     """Raise a ValueError that names the damaged pictures and those that are not RGB, if there are any. `damaged` is a
     list of (name, reason), `modes` of (name, mode); `where` is their folder or file."""
-    kinds = [
-        ("damaged pictures", damaged, DAMAGED, "Replace or remove them, or leave them out with on_error=skip"),
-        ("pictures that are not RGB", modes, " is of mode {}", "Convert them, or crop photos as ADM does, crop=256"),
-    ]
-    texts = [f"{told(what, faults, line)[0]}\n{advice}" for what, faults, line, advice in kinds if faults]
+    texts = told("damaged pictures", damaged, DAMAGED)
+    texts += ["Replace or remove them, or leave them out with on_error=skip"] if damaged else []
+    texts += told("pictures that are not RGB", modes, " is of mode {}")
+    texts += ["Convert them, or set crop=256 for photos that are to be prepared as ADM does"] if modes else []
     if texts:
         raise ValueError(f"{where}: " + "\n".join(texts))
 

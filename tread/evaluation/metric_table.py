@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from routing_module import Table
-from tread.evaluation.metrics import frechet_distance, inception_score, kernel_distance
+from tread.evaluation.metrics import NEIGHBOURS, frechet_distance, inception_score, kernel_distance, precision_recall
 from tread.evaluation.reference import FeatureSets
 
 
@@ -69,6 +69,14 @@ class Metric:
         return max if self.better == "higher" else min
 
 
+def _frechet(kind: str) -> Callable[[FeatureSets], float]:
+    return lambda sets: frechet_distance(*sets.gaussians(kind))
+
+
+def _manifold(number: int) -> Callable[[FeatureSets], float]:
+    return lambda sets: sets.compare(precision_recall, "precision and recall", (2, 2), more_than=NEIGHBOURS)[number]
+
+
 DRAWN = ("edm.sigma_min", "edm.sigma_max", "edm.rho", "rf.shift")  # settings of a run that its samples depend on
 DRAWN += ("sampling.steps", "sampling.solver", "sampling.autoencoder")
 _judged = functools.partial(Metric, curve=False, alike=DRAWN, count="demo_samples")
@@ -77,16 +85,13 @@ METRICS = Table(Metric, {
     "eval_loss": Metric("evaluation loss", "lower", of="heldout", alike=("edm", "rf")),
     "eval_velocity": Metric("velocity error", "lower", of="heldout"),  # independent of time density and weights
     "fid": Metric("FID", "lower", alike=DRAWN, count="fid_samples",
-                  compute=lambda sets: frechet_distance(*sets.gaussians("pool")), needs="statistics"),
-    "sfid": Metric("sFID", "lower", compared=False,
-                   compute=lambda sets: frechet_distance(*sets.gaussians("spatial")), needs="statistics"),
+                  compute=_frechet("pool"), needs="statistics"),
+    "sfid": Metric("sFID", "lower", compared=False, compute=_frechet("spatial"), needs="statistics"),
     "inception_score": Metric("Inception Score", "higher", compared=False,
                               compute=lambda sets: inception_score(sets.probabilities())),
-    "precision": Metric("precision", "higher", compared=False,
-                        compute=lambda sets: sets.precision_recall[0], needs="pictures"),
-    "recall": Metric("recall", "higher", compared=False,
-                     compute=lambda sets: sets.precision_recall[1], needs="pictures"),
-    "kid": Metric("KID", "lower", compute=lambda sets: sets.compare(kernel_distance, "KID"), needs="pictures"),
+    "precision": Metric("precision", "higher", compared=False, compute=_manifold(0), needs="pictures"),
+    "recall": Metric("recall", "higher", compared=False, compute=_manifold(1), needs="pictures"),
+    "kid": Metric("KID", "lower", compute=lambda sets: sets.compare(kernel_distance, "KID", (1, 2)), needs="pictures"),
     "label_agreement": _judged("label_agreement", "higher", long="label agreement", real=("_real",)),
     "frechet_pixels": _judged("frechet_pixels", "lower", long="Fréchet distance in pixels", real=("_real",)),
     "clip_score": Metric("CLIP score", "higher"),

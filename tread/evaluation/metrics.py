@@ -5,7 +5,7 @@ of two kinds of features), Inception Score, precision and recall; and KID, which
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,11 @@ from torch import Tensor
 NEIGHBOURS = 3  # k of precision and recall
 SPLIT = 5000  # pictures in a split of the Inception Score
 BLOCK_NUMBERS = 2**25  # numbers in a block of distances: 128 MB in fp32, of which two live at a time
+Seen = Callable[[int], object]  # called with the number of rows just done, for progress bars
+
+
+def nobody(rows: int) -> None:
+    """Do nothing: the default progress callback `seen` of this module's functions."""
 
 
 @dataclass(frozen=True)
@@ -84,58 +89,63 @@ def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
                    split; the last one may be shorter, and counts like the others, as in ADM's evaluator.
     """
     scores = []
-    for part in torch.from_numpy(probabilities).split(split):
-        p = part.double()
+    for start in range(0, len(probabilities), split):
+        p = torch.from_numpy(probabilities[start : start + split].astype(np.float64))
         divergence = torch.special.xlogy(p, p) - torch.special.xlogy(p, p.mean(dim=0))
         scores.append(divergence.sum(dim=1).mean().exp().item())
     return float(np.mean(scores))
 
 
-def precision_recall(reference: Tensor, samples: Tensor) -> tuple[float, float]:
+def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> tuple[float, float]:
     """Return improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991); features (n, D), (m, D) fp32.
 
     Precision is the share of samples inside the reference's manifold; recall is the share of the reference inside the
     samples' manifold. A manifold is the union of closed balls around a set's points; a ball reaches from its point to
     the k-th nearest other point, k = NEIGHBOURS. Distances are fp32; ADM's evaluator uses fp16 where that is finite.
 
-    Both sets must be on one device and have more than k points. BLOCK_NUMBERS distances are computed at a time.
+    Both sets must be on one device and have more than k points. BLOCK_NUMBERS distances are computed at a time. `seen`
+    is called with the number of rows just done; these numbers add up to 2·(n + m).
     """
     centre = reference.mean(dim=0)  # centred, as |a|² − 2ab + |b|² loses digits far from 0
     reference, samples = reference - centre, samples - centre
-    return _inside(samples, reference), _inside(reference, samples)
+    theirs, ours = _radii(reference, seen), _radii(samples, seen)
+    return _inside(samples, reference, theirs, seen), _inside(reference, samples, ours, seen)
 
 
-def _blocks(rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows in blocks, each of which has at most BLOCK_NUMBERS distances to `columns`."""
-    return rows.split(max(1, BLOCK_NUMBERS // len(columns)))
-
-
-def _distances(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
-    """Yield squared distances (block, len(columns)) of a block of rows to all columns."""
+def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
+    """Yield squared distances (block, len(columns)) of a block of rows to all columns, then call seen(block size)."""
     norms = columns.square().sum(dim=1)
-    for part in _blocks(rows, columns):
+    for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):
         yield torch.addmm(norms, part, columns.T, alpha=-2).add_(part.square().sum(dim=1, keepdim=True)).clamp_(min=0)
+        seen(len(part))
 
 
-def _inside(points: Tensor, centres: Tensor) -> float:
-    """Return the share of points that are at most as far from one of `centres` as its NEIGHBOURS-th nearest other."""
-    nearest = (block.topk(NEIGHBOURS + 1, dim=1, largest=False) for block in _distances(centres, centres))
-    radii = torch.cat([block.values[:, -1] for block in nearest])
-    inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres))
+def _radii(features: Tensor, seen: Seen) -> Tensor:
+    """Return each point's squared distance to its NEIGHBOURS-th nearest other point, (n,); call seen(rows done)."""
+    blocks = _distances(features, features, seen)
+    return torch.cat([block.topk(NEIGHBOURS + 1, dim=1, largest=False).values[:, -1] for block in blocks])
+
+
+def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float:
+    """Return the share of points in at least one ball (squared `radii` around `centres`); call seen(rows done)."""
+    inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, seen))
     return inside.item() / len(points)
 
 
-def kernel_distance(reference: Tensor, samples: Tensor) -> float:
+def kernel_distance(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> float:
     """Return KID, the unbiased squared MMD with kernel (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401), between
-    features (n, D) and (m, D) fp32, n and m at least 2. All pairs are used; other code averages over random subsets."""
+    features (n, D) and (m, D) fp32, n and m at least 2. All pairs are used; other code averages over random subsets.
+    `seen` is called with the number of rows just done; these numbers add up to n + 2·m."""
 
-    def kernels(rows: Tensor, columns: Tensor) -> float:
-        blocks = ((part @ columns.T).div_(rows.shape[1]).add_(1).pow_(3) for part in _blocks(rows, columns))
-        return sum(block.sum(dtype=torch.float64).item() for block in blocks)
+    def sums(rows: Tensor, columns: Tensor) -> Iterator[float]:
+        for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):
+            block = (part @ columns.T).div_(rows.shape[1]).add_(1).pow_(3)
+            yield block.sum(dtype=torch.float64).item()
+            seen(len(part))
 
     def within(features: Tensor) -> float:
         diagonal = ((features.square().sum(dim=1) / features.shape[1] + 1) ** 3).double().sum().item()
-        return (kernels(features, features) - diagonal) / (len(features) * (len(features) - 1))
+        return (sum(sums(features, features)) - diagonal) / (len(features) * (len(features) - 1))
 
-    across = kernels(samples, reference) / (len(samples) * len(reference))
+    across = sum(sums(samples, reference)) / (len(samples) * len(reference))
     return within(reference) + within(samples) - 2 * across

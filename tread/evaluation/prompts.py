@@ -44,17 +44,15 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
     the prompts' indices. Raises ValueError for unknown classes, for prompts given to a class-conditional network, and
     for classes or no prompts given to a text-conditional one."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
-    if saved.text is not None:
-        if classes is not None or not prompts:
-            raise ValueError(f"{where} was trained with captions, and takes no classes: prompt='…', or prompts=<file>")
-        return list(range(len(prompts)))
-    if prompts:
+    if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
-    if classes is None:
-        classes = spread_classes(count, 10)
-    if not len(classes):
+    if saved.text is None and classes is not None and not len(classes):
         raise ValueError("classes is empty: name some, or leave it out for ten")
-    return class_labels(classes, count, saved.label_drop)
+    if saved.text is None:
+        return class_labels(spread_classes(count, 10) if classes is None else classes, count, saved.label_drop)
+    if classes is not None or not prompts:
+        raise ValueError(f"{where} was trained with captions, and takes no classes: prompt='…', or prompts=<file>")
+    return list(range(len(prompts)))
 
 
 def encode_prompts(
@@ -70,6 +68,11 @@ def encode_prompts(
     except (ValueError, OSError) as error:
         raise ValueError(f"{error}\nIf it has moved, text_encoder=<hub id or folder> names its new place") from error
     return encoder.encode(prompts), remarks(encoder, prompts)
+
+
+def brief(prompt: str) -> str:
+    """Return a prompt for a message, cut to 60 letters."""
+    return prompt if len(prompt) <= 60 else prompt[:59] + "…"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ If a file has both, FID and sFID use its statistics, and precision, recall and K
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from tread.data.store import ShardStore
 from tread.encoders.inception import Inception
 from tread.evaluation.image_sets import Npz, Pictures, hash_of, open_pictures
-from tread.evaluation.metrics import NEIGHBOURS, Moments, precision_recall
+from tread.evaluation.metrics import Moments, Seen
 from tread.preparing.images import Crop
 from tread.runtime.device import exact
 from tread.runtime.distributed import Processes
@@ -143,6 +143,7 @@ class FeatureSets:
     reference: Reference
     network: Inception
     processes: Processes
+    _compared: dict = field(default_factory=dict)
 
     def gaussians(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return mean (D,) and covariance (D, D) of the samples' "pool" or "spatial" features, then the reference's."""
@@ -167,24 +168,34 @@ class FeatureSets:
             raise Unavailable(self.reference.lacking)
         return tuple(torch.from_numpy(store.whole("pool")) for store in (self.features, self.samples))
 
-    @functools.cached_property
-    def precision_recall(self) -> tuple[float, float]:
-        """Precision and recall of the samples. Raises Unavailable for sets of at most NEIGHBOURS pictures, too."""
-        if min(map(len, self.pools)) <= NEIGHBOURS:
-            raise Unavailable(f"each set must have more than {NEIGHBOURS} pictures")
-        return self.compare(precision_recall, "precision and recall")
+    def compare(
+        self,
+        measure: Callable[[Tensor, Tensor, Seen], T],
+        title: str,
+        passes: tuple[int, int] = (0, 0),
+        more_than: int = 0,
+    ) -> T:
+        """Return measure(reference, samples, seen) for the "pool" features, (n, D) and (m, D), of the two sets. Later
+        calls with the same title return the stored result. If the device runs out of memory, `measure` is called again
+        with CPU tensors. Raises Unavailable if the reference has no pictures, or a set has too few.
 
-    def compare(self, measure: Callable[[Tensor, Tensor], T], title: str) -> T:
-        """Print the title, and return measure(reference, samples) for the two sets' "pool" features, (n, D) and (m, D).
-        If the device runs out of memory, `measure` is called again with CPU tensors. Raises Unavailable if the
-        reference has no pictures."""
-        pools, device = self.pools, next(self.network.parameters()).device
-        self.processes.say(title)
-        with exact():
+        measure    calls seen(number of rows just done), which advances a progress bar with the title.
+        passes     how many times `measure` goes through all reference rows, and all sample rows; (0, 0): no bar.
+        more_than  each set must have more pictures than this.
+        """
+        if title in self._compared:
+            return self._compared[title]
+        n, m = map(len, self.pools)
+        if min(n, m) <= more_than:
+            raise Unavailable(f"each set must have more than {more_than} pictures")
+        device = next(self.network.parameters()).device
+        with exact(), self.processes.bar(title, n * passes[0] + m * passes[1]) as progress:
             try:
-                return measure(*(pool.to(device) for pool in pools))
+                value = measure(*(pool.to(device) for pool in self.pools), progress.update)
             except torch.OutOfMemoryError:
-                return measure(*pools)
+                progress.reset()
+                value = measure(*self.pools, progress.update)
+        return self._compared.setdefault(title, value)
 
 
 def save_statistics(
@@ -195,12 +206,12 @@ def save_statistics(
     statistics are float32, and only the upper triangles of sigma and sigma_s are stored."""
     if processes.main:
         arrays = {}
-        for kind, (mean_key, covariance_key) in KEYS.items():
-            mean, covariance = reference_statistics(features, kind, processes)
-            if packed:
-                mean, covariance_key = mean.astype(np.float32), covariance_key + TRIANGLE
-                covariance = covariance[np.triu_indices(len(mean))].astype(np.float32)
-            arrays |= {mean_key: mean, covariance_key: covariance}
+        for kind, keys in KEYS.items():
+            arrays |= zip(keys, reference_statistics(features, kind, processes))
+        for mean, covariance in KEYS.values() if packed else ():
+            triangle = arrays.pop(covariance)[np.triu_indices(len(arrays[mean]))]
+            arrays[covariance + TRIANGLE] = triangle.astype(np.float32)
+            arrays[mean] = arrays[mean].astype(np.float32)
         with explain_failure(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as partial, partial.open("wb") as file:

@@ -13,47 +13,13 @@ import torch
 from PIL import Image
 
 from tread.checkpoints.for_sampling import SavedNetwork
-from tread.diffusion.guidance import Guidance
-from tread.diffusion.sampling import Model, Sampler, check_ratios
-from tread.diffusion.solvers import Churn, Solver
+from tread.diffusion.sampling import Sampler
 from tread.drawing.grids import FACTS, draw_grid, name_rows, save_png
-from tread.encoders.autoencoder import Decoding
 from tread.evaluation.image_sets import save_npz
-from tread.runtime.device import Precision
+from tread.evaluation.prompts import brief
 from tread.runtime.files import check_place, explain_failure, whole_file
-from tread.runtime.schema import Count, Positive
-from tread.runtime.tensor_files import Weights, save_tensors
+from tread.runtime.tensor_files import save_tensors
 from tread.runtime.versions import versions
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrawingOptions:
-    """The options that sample.py and fid.py share; configs/sample.yaml explains each of them."""
-
-    steps: Count | None
-    solver: Solver | None
-    shift: Positive | None
-    batch_size: Count
-    precision: Precision
-    cpu_threads: Count | None
-    weights: Weights
-    guidance: Guidance
-    autoencoder: str | None
-    decode_precision: Decoding = "fp32"
-    out: str | None
-    plugins: tuple[str, ...] = ()
-
-    def sampler(
-        self, strong: SavedNetwork, weak: SavedNetwork | None, count: int, precision: str, churn: Churn | None = None
-    ) -> tuple[Sampler, list[Model | None]]:
-        """Return the sampler for `count` samples, and both networks without weights, on the meta device; the second is
-        None if there is no weak network. Raises ValueError for ratios that do not fit these networks."""
-        how = (self.steps, self.solver, min(self.batch_size, count), precision, self.guidance, churn)
-        sampler = Sampler.of(strong.process, *how)
-        outlines = [network and network.without_weights(self.guidance) for network in (strong, weak)]
-        check_ratios(sampler, *outlines)
-        return sampler, outlines
-
 
 DEFAULTS = {False: "samples.png", True: "samples.safetensors"}  # `latents` → file name
 MEANING = "the autoencoder's z, which its decoder takes: the network's latents, their scale and normalisation undone"
@@ -199,8 +165,7 @@ class SampleFiles:
         shown = [f"{n}" if name == str(n) else f"{n} ({name})" if n < len(self.classes) else "null" for n, name in told]
         what = f"classes [{', '.join(shown)}]"
         if self.prompts:
-            first = self.classes[0] if len(self.classes[0]) <= 60 else self.classes[0][:59] + "…"
-            first = json.dumps(first, ensure_ascii=False)
+            first = json.dumps(brief(self.classes[0]), ensure_ascii=False)
             what = f"{len(self.classes)} prompts from {first} on" if self.classes[1:] else f"prompt {first}"
         rgb = ", grey as RGB of three equal channels" if grey else ""
         if self.form == "grid":

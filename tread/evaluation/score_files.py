@@ -80,8 +80,7 @@ def table(record: dict) -> str:
     ]
     lines += [f"  {known(name).display:<{width}}unavailable: {why}" for name, why in record["unavailable"].items()]
     for key, what in (("skipped", "samples"), ("reference_skipped", "the reference")):
-        if key in record:
-            lines.append(f"  note: {record[key]:,} damaged pictures of {what} were left out")
+        lines += [f"  note: {record[key]:,} damaged pictures of {what} were left out"] if key in record else []
     return "\n".join(lines + [f"  note: {text}" for text in record["warnings"]])
 
 
@@ -94,8 +93,9 @@ def sampler_told(values: Mapping) -> str | None:
 
 def columns(record: Mapping) -> list[str]:
     """Return the names of fid.csv's columns for the score `record`, fid.json's content."""
-    drawn = "sampler steps nfe flops_relative guidance weak_network labels first_seed weights dtype checkpoint"
-    return ["time", "step", "count", *scored_names(record), "reference", "reference_count", *drawn.split()]
+    head = ["time", "step", "count", *scored_names(record), "reference", "reference_count"]
+    head += ["sampler", "steps", "nfe", "flops_relative", "guidance", "weak_network"]
+    return [*head, "labels", "first_seed", "weights", "dtype", "checkpoint"]
 
 
 def add_line(path: Path, record: dict) -> None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,8 +34,8 @@ REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # numb
 Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]
 
 
-class Scorer:
-    """What scorers have in common. This one scores nothing: it is for samples that are only generated and saved.
+class Scorer(Protocol):
+    """The interface of a scorer.
 
     metrics    names of the metrics that it may compute, the most important one first.
     reference  the reference that samples are compared with, opened from a path; None: the scorer has none.
@@ -57,11 +58,17 @@ class Scorer:
     def score(self, samples: ShardStore) -> Scores:
         """Score a store of samples: pictures, labels and the arrays of `prepare`. Returns {metric: value}, {metric: why
         it has no value}, and {metric: number of pictures}, for metrics where this is not the number of samples."""
-        return {}, {"fid": "there is no reference"}, {}
 
     def warnings(self, samples: int) -> list[str]:
         """Return warnings to record with a score of `samples` samples."""
         return []
+
+
+class Unscored(Scorer):
+    """Scores nothing: for samples that are only generated and saved."""
+
+    def score(self, samples: ShardStore) -> Scores:
+        return {}, {"fid": "there is no reference"}, {}
 
 
 @dataclass
@@ -86,14 +93,6 @@ class ReferenceScorer:
     @property
     def hashes(self) -> dict[str, str]:
         return {"reference": self.reference.sha256, "inception": self.network.sha256}
-
-    def check(self, metric: str) -> None:
-        """Raise ValueError if the reference lacks what `metric` needs: pictures or, for sFID, mu_s and sigma_s."""
-        reference, needs = self.reference, METRICS[metric].needs
-        if reference.pictures is None and (
-            needs == "pictures" or metric == "sfid" and "spatial" not in reference.stated
-        ):
-            raise ValueError(f"{metric} can't be computed against {reference.where}: {reference.lacking}")
 
     def extract_reference(self, cache: Path) -> None:
         """Extract the reference pictures' features, if any, or read them from the folder `cache`, in all processes."""
@@ -134,9 +133,8 @@ class ReferenceScorer:
             for what, count in counts.items()
             if count is not None and count <= dimensions
         ]
-        if narrow > 1:
-            texts.append(f"the Inception has {narrow} times fewer channels than FID's: these are no FID's numbers")
-        return texts
+        fewer = f"the Inception has {narrow} times fewer channels than FID's: these are no FID's numbers"
+        return texts + [fewer] * (narrow > 1)
 
 
 def open_scorer(

@@ -20,27 +20,30 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.data.latents import Alpha, Orientation
 from tread.data.store import ShardStore, pieces_of
+from tread.diffusion.guidance import Guidance
 from tread.diffusion.labels import Labels, seeded_labels
 from tread.diffusion.process import Process
-from tread.diffusion.sampling import Sampler, draw_pictures, relative_cost
+from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relative_cost
+from tread.diffusion.solvers import Solver
 from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.clip import ClipScore
 from tread.evaluation.image_sets import Pictures, extract_all, feature_store, open_pictures, part_size, save_npz
 from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, open_prompts
-from tread.evaluation.reference import SHIPPED, check_size, save_statistics
-from tread.evaluation.sample_files import DrawingOptions, describe_drawing
+from tread.evaluation.reference import SHIPPED, Reference, check_size, save_statistics
+from tread.evaluation.sample_files import describe_drawing
 from tread.evaluation.score_files import ScoreFiles, add_line, table
-from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, open_scorer
+from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, Unscored, open_scorer
 from tread.preparing import cifar10
 from tread.preparing.images import Crop
 from tread.runtime import schema
 from tread.runtime.compiling import Compile, compile_blocks, settle_compile
-from tread.runtime.device import avoid_faults, device_name, use_precision
+from tread.runtime.device import Precision, avoid_faults, device_name, use_precision
 from tread.runtime.distributed import Processes
 from tread.runtime.files import check_place, content_hash, explain_failure
 from tread.runtime.plugins import plugin_changes, plugin_hashes
-from tread.runtime.schema import Count, CountOrZero, TwoOrMore
+from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
+from tread.runtime.tensor_files import Weights
 from tread.runtime.versions import versions
 
 CLIP = "clip_score"  # the CLIP score's key in METRICS and in stored parts
@@ -50,8 +53,8 @@ GRID = 64  # number of pictures in fid.png
 OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip", "plugins"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoringOptions(DrawingOptions):
+@dataclass(frozen=True)
+class ScoringOptions:
     """The options of configs/fid.yaml. Raises ValueError if they do not fit together."""
 
     checkpoint: str | None
@@ -63,7 +66,16 @@ class ScoringOptions(DrawingOptions):
     labels: Labels
     prompts: str | None
     clip: str | None
+    steps: Count | None
+    solver: Solver | None
+    shift: Positive | None
+    batch_size: Count
+    precision: Precision
+    cpu_threads: Count | None
     compile: Compile
+    weights: Weights
+    guidance: Guidance
+    autoencoder: str | None
     inception: str | None
     crop: Count | None
     orientation: Orientation | None
@@ -71,6 +83,9 @@ class ScoringOptions(DrawingOptions):
     on_error: Literal["stop", "skip"]
     cache: str
     save_samples: bool
+    out: str | None
+    plugins: tuple[str, ...] = ()
+    decode_precision: autoencoder.Decoding = "fp32"
     reference_features: bool = False
     packed: bool = False
 
@@ -93,13 +108,14 @@ class ScoringOptions(DrawingOptions):
             raise ValueError(f"reference_features=true is for reference={', '.join(SHIPPED)}, which has no pictures")
         if self.packed and not self.save_reference:
             raise ValueError("packed=true is for save_reference=…")
-        if self.save_reference and not self.save_reference.endswith(".npz"):
+        if self.save_reference and Path(self.save_reference).suffix != ".npz":
             raise ValueError(f"save_reference is {self.save_reference!r}, but must end in .npz")
         paths = [Path(path) for path in (self.samples, self.reference) if path]
         if self.crop and all(path.suffix == ".npz" or (str(path) in SHIPPED and not path.exists()) for path in paths):
             raise ValueError(f"crop={self.crop} is for folders and tars of photos, but none is named")
-        if (self.orientation or self.alpha) and not self.crop:
-            raise ValueError("orientation=… and alpha=… are for photos of crop=…; without it they are taken as stored")
+        for key in ("orientation", "alpha"):
+            if (value := getattr(self, key)) and not self.crop:
+                raise ValueError(f"{key}={value} is for the photos of crop=…; without it pictures are taken as stored")
 
 
 def read_options(config: dict) -> ScoringOptions:
@@ -111,10 +127,10 @@ def read_options(config: dict) -> ScoringOptions:
     return schema.read(config, ScoringOptions)
 
 
-def run(options: ScoringOptions, processes: Processes, metric: str | None = None) -> list[dict | None]:
+def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict; for
     a score made by this call, processes other than the main one get None instead. Without checkpoints, returns [].
-    Raises ValueError or OSError if a check fails, such as that the reference can give the metric named `metric`."""
+    Raises ValueError or OSError if a check fails."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -124,7 +140,8 @@ def run(options: ScoringOptions, processes: Processes, metric: str | None = None
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     plans = [plan_scoring(options, checkpoint.find(path), precision, compiled) for path in paths]
     options = settle_reference(options, plans)
-    if crop := settle_crop(options, plans):
+    crop = settle_crop(options, plans)
+    if crop:
         processes.say(f"crop={crop.size} reads photos with orientation={crop.orientation} alpha={crop.alpha}")
     # open what is scored and what scores it
     skip = options.on_error == "skip"
@@ -134,8 +151,6 @@ def run(options: ScoringOptions, processes: Processes, metric: str | None = None
         raise ValueError(f"inception={options.inception} is read by nothing here: name a reference=…, or leave it out")
     if options.reference in SHIPPED and not Path(options.reference).exists():
         add_shipped_pictures(against, options, plans, processes)
-    if against and metric:
-        against.check(metric)
     if crop and samples and against.reference.pictures is None:
         processes.say(f"crop={crop.size} is of the samples: the statistics of {options.reference} stay as they are")
     with processes.main_first():  # one process fetches the weights
@@ -151,20 +166,17 @@ def run(options: ScoringOptions, processes: Processes, metric: str | None = None
     if samples:
         check_size(samples.where, (3, *samples.resolution), against.reference)
         check_place(files_beside(options).folder, 0)
-    target = options.save_reference and Path(options.save_reference)
-    if target:
-        if against.reference.pictures is None:
-            raise ValueError(f"{options.reference} holds no pictures to make statistics of")
-        if target.exists():
-            raise FileExistsError(f"save_reference={target} is there already; remove it, or choose another name")
-        check_place(target.parent, 0)
+    if options.save_reference:
+        check_target(Path(options.save_reference), against.reference)
     # the work
-    if against and (left or samples or target):
+    if against and (left or samples or options.save_reference):
         against.extract_reference(Path(options.cache))
-    if target:
-        save_statistics(target, against.reference.pictures, against.features, processes, options.packed)
-    for scoring in left:
-        records[scorings.index(scoring)] = scoring.score(decoder_of(scoring.plan.saved.latents))
+    if options.save_reference:
+        pictures, path = against.reference.pictures, Path(options.save_reference)
+        save_statistics(path, pictures, against.features, processes, options.packed)
+    for number, scoring in enumerate(scorings):
+        if scoring in left:
+            records[number] = scoring.score(decoder_of(scoring.plan.saved.latents))
     if samples:
         score_pictures(samples, against, options, processes)
     return records
@@ -179,11 +191,11 @@ def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
     paths = [pattern] if pattern else []
     if pattern and not Path(pattern).exists():
         paths = glob.glob(pattern) or paths
-    found = {source.folder: source for source in map(checkpoint.find, paths)}.values()
+    steps = {source.folder: source.step for source in (checkpoint.find(Path(path)) for path in paths)}
     if weak is not None:
-        weak = str(checkpoint.find(weak).folder)
+        weak = str(checkpoint.find(Path(weak)).folder)
         options = replace(options, guidance=replace(options.guidance, checkpoint=weak))
-    return options, [one.folder for one in sorted(found, key=lambda one: (str(one.folder.parent), one.step))]
+    return options, sorted(steps, key=lambda folder: (str(folder.parent), steps[folder]))
 
 
 @dataclass(frozen=True)
@@ -194,7 +206,7 @@ class ScoringPlan:
     count           number of samples to draw.
     compiled        whether the networks' blocks are compiled for sampling.
     decoder         a text that identifies the decoder of the network's latents; "pixels": there is none.
-    judge           scorer to use without a reference: DigitsJudge, EmojiJudge, or Scorer, which computes nothing.
+    judge           scorer to use without a reference: DigitsJudge, EmojiJudge, or Unscored, which computes nothing.
     prompts         the captions to draw, for a network that takes texts; else None.
     flops           FLOPs of the networks for one sample, over all steps.
     flops_relative  these FLOPs divided by those of the same steps without guidance, on all tokens.
@@ -229,8 +241,8 @@ class ScoringPlan:
         """Return everything that decides a score, as a dict for JSON: scores with equal dicts are the same. The
         arguments are the sha256 of the reference, of Inception's weights and of CLIP's; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
-        networks, guidance = [saved, *filter(None, [weak])], sampler.guidance
-        routes = [asdict(route) for network in networks for route in network.routes(guidance)] * guidance.row.routed
+        routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
+        routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
         for route in routes:
             if route["rejoin"] is None:
                 del route["rejoin"]  # as in scores recorded before this key was added
@@ -244,7 +256,7 @@ class ScoringPlan:
             "sampler": sampler.solver,
             "steps": sampler.steps,
             "nfe": sampler.nfe(saved.process),
-            "guidance": guidance.describe(),
+            "guidance": sampler.guidance.describe(),
             "weak_network": weak and weak.sha256,
             "weak_process": weak and _constants(weak.process),
             "routes": routes,
@@ -259,7 +271,7 @@ class ScoringPlan:
             "inception": inception,
             "prompts": self.prompts and self.prompts.sha256,
             "clip": clip,
-            "plugins": plugin_hashes([*self.options.plugins, *(name for one in networks for name in one.cfg.plugins)]),
+            "plugins": plugin_hashes([*self.options.plugins, *saved.cfg.plugins, *(weak.cfg.plugins if weak else ())]),
         }
         return {key: value for key, value in decisive.items() if value or key not in OPTIONAL}
 
@@ -282,16 +294,18 @@ def plan_scoring(
     kind = (dataset.embedded, saved.cfg.model.takes_text)
     judged = kind in EMBEDDED and not (options.reference or options.prompts or options.clip)
     count = options.num_samples or (EMBEDDED_COUNT if judged else TEXT_COUNT if saved.text else COUNT)
-    judge = EMBEDDED[kind](saved, count, options.inception) if judged else Scorer()
+    judge = EMBEDDED[kind](saved, count, options.inception) if judged else Unscored()
     prompts = judge.prompts or _settle_prompts(options, saved)
     if judge.prompts:
         options = replace(options, labels="balanced")
     if not (options.save_samples or options.reference or judged or prompts):
-        raise ValueError(
-            f"{entry.folder} is of dataset {dataset.name}, which needs reference=…: ADM's .npz, an .npz with mu and "
-            "sigma, a folder or a tar of pictures (save_samples=true draws without scoring)"
-        )
-    sampler, outlines = options.sampler(saved, weak, count, precision)
+        kinds = "ADM's .npz, an .npz with mu and sigma, a folder or a tar of pictures"
+        needs = f"which needs reference=…: {kinds} (save_samples=true draws without scoring)"
+        raise ValueError(f"{entry.folder} is of dataset {dataset.name}, {needs}")
+    batch_size = min(options.batch_size, count)
+    sampler = Sampler.of(saved.process, options.steps, options.solver, batch_size, precision, options.guidance)
+    outlines = [network and network.without_weights(options.guidance) for network in (saved, weak)]
+    check_ratios(sampler, *outlines)
     return ScoringPlan(
         options,
         saved,
@@ -312,8 +326,9 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
     FileNotFoundError or ValueError if these can't be opened, or a class-conditional one has options.prompts or clip."""
     if saved.text is not None:
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
-    if options.prompts or options.clip:
-        raise ValueError(f"prompts=… and clip=… are for captions, but {saved.found.folder} was trained with classes")
+    for key in ("prompts", "clip"):
+        if (value := getattr(options, key)) is not None:
+            raise ValueError(f"{key}={value} is for captions, but {saved.found.folder} was trained with classes")
     return None
 
 
@@ -322,11 +337,11 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
     are downloaded if missing, "heldout" by the networks' held-out data. If no reference is set, "heldout" is also used
     for text-conditional networks, unless EmojiJudge scores them or save_samples is set. Raises OSError or ValueError if
     the download fails, or if the networks have no held-out data, or not all the same."""
-    if options.reference == "cifar10-test":
+    unnamed = options.reference is None and not options.save_samples
+    unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
+    if options.reference == "cifar10-test":  # the test pictures of CIFAR-10
         return replace(options, reference=str(cifar10.heldout_of(find_cifar10(plans, make=True))))
-    captioned = any(plan.prompts and not plan.judge.prompts for plan in plans)
-    usual = HELDOUT if captioned and not options.save_samples else None
-    if not plans or (options.reference or usual) != HELDOUT:
+    if not plans or not (options.reference == HELDOUT or unnamed):
         return options
     folders = {str(heldout_folder(plan.saved)) for plan in plans}
     if len(folders) > 1:
@@ -351,22 +366,21 @@ def add_shipped_pictures(
     """Add CIFAR-10's training pictures, from find_cifar10(plans), to the scorer's reference "cifar10", which has only
     statistics. Without options.reference_features only if their features are cached. With it, missing pictures are
     downloaded, and ValueError is raised if they can't be read, or are not as many as the statistics were made of."""
-    wanted, reference = options.reference_features, scorer.reference
     with processes.main_first():
-        folder = find_cifar10(plans, make=wanted)
+        folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():
         return
     try:
-        pictures = open_pictures(folder, None, processes)
-        if pictures.count != reference.count:
-            raise ValueError(f"{folder} holds {pictures.count:,} pictures, but CIFAR-10 has {reference.count:,}")
+        pictures, reference = open_pictures(folder, None, processes), scorer.reference
     except ValueError:  # other files in this folder are no error unless features are wanted
-        if wanted:
+        if options.reference_features:
             raise
         return
     missing = processes.from_main(lambda: feature_store(pictures, Path(options.cache), scorer.network).missing())
-    if wanted or not missing:
+    if pictures.count == reference.count and (options.reference_features or not missing):
         scorer.reference = replace(reference, pictures=pictures)  # its hash stays: a cache changes no score's settings
+    elif options.reference_features:
+        raise ValueError(f"{folder} holds {pictures.count:,} pictures, but CIFAR-10 has {reference.count:,}")
 
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
@@ -390,7 +404,16 @@ def files_beside(options: ScoringOptions) -> ScoreFiles:
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
-    return ScoreFiles(next(filter(Path.is_dir, path.parents)), f"{path.stem}.")
+    return ScoreFiles(next(parent for parent in path.parents if parent.is_dir()), f"{path.stem}.")
+
+
+def check_target(path: Path, reference: Reference) -> None:
+    """Raise ValueError or OSError unless the reference's statistics can be written to `path`, which must be new."""
+    if reference.pictures is None:
+        raise ValueError(f"{reference.where} holds no pictures to make statistics of")
+    if path.exists():
+        raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
+    check_place(path.parent, 0)
 
 
 class CheckpointScoring:
@@ -498,8 +521,9 @@ class CheckpointScoring:
         if self.clip is not None:
             record[CLIP] = float(parts.whole(CLIP).mean(dtype="float64"))
             record["counts"][CLIP] = plan.count
-        if precision := plan.decode_precision:
-            record["warnings"].append(f"pictures were decoded in {precision}; published numbers are of fp32")
+        if plan.decode_precision:
+            note = f"pictures were decoded in {plan.decode_precision}; published numbers are of fp32"
+            record["warnings"] = [*record["warnings"], note]
         if plan.prompts is not None:
             record["prompts"] = str(plan.prompts.data.folder)
         return record | {
@@ -529,9 +553,8 @@ class CheckpointScoring:
             files.make_room(self.settings)
             save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
             if self.plan.options.save_samples:
-                path = files.path("samples.npz")
-                tqdm.write(f"  writing   {path}")
-                save_npz(path, parts.arrays("pictures"), parts.whole("labels"))
+                tqdm.write(f"  writing   {files.path('samples.npz')}")
+                save_npz(files.path("samples.npz"), parts.arrays("pictures"), parts.whole("labels"))
             add_line(self.lines, record)
             where = files.write(record)
         tqdm.write(f"{table(record)}\n  written   {where}")

@@ -46,24 +46,29 @@ def block_states(
     """Return a network's output (B, C, S, S) for the arguments of Backbone.forward (latents x, time input t, labels or
     texts y, pairs of routes and kept tokens, and a class token in `more`), and the tokens between its blocks."""
     embedded: list[Tensor] = []
-    depth, record = len(network.blocks), Record(blocks=range(len(network.blocks)))
-    with network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output)):
+    hook = network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output))
+    record = Record(blocks=range(len(network.blocks)))
+    try:
         result = network(x, t, y, routes=routes, record=record, **more)
-    resolved = [(route.resolve(depth), ids) for (route, _), ids in zip(routes, record.ids)]
+    finally:
+        hook.remove()
+    resolved = [(route.resolve(len(network.blocks)), ids) for (route, _), ids in zip(routes, record.ids)]
     ending = {route.end: (route, ids) for route, ids in resolved if network.skipped_return}
     whole = embedded[0].float()
     all_held = torch.ones(whole.shape[:2], dtype=torch.bool, device=whole.device)
     states = [(whole, all_held)]
     for block in record.blocks:
         output, ids = record.outputs[block]
-        state, held = output.float(), all_held
         if block in ending:
             route, chosen = ending[block]
-            state = route.rejoins.join(states[route.saved_before][0], state, chosen)
-        elif ids is not None:
-            state = scatter_tokens(torch.zeros_like(whole), output, ids)
-            held = torch.zeros_like(all_held).scatter(1, ids, True)
-        states.append((state, held))
+            whole = route.rejoins.join(states[route.saved_before][0], output.float(), chosen)
+        elif ids is None:
+            whole = output.float()
+        else:
+            kept = scatter_tokens(torch.zeros_like(whole), output, ids)
+            states.append((kept, torch.zeros_like(all_held).scatter(1, ids, True)))
+            continue
+        states.append((whole, all_held))
     return result, States(*map(torch.stack, zip(*states)))
 
 
@@ -126,12 +131,13 @@ def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDatase
     """Open the held-out latents of a network's run, or its training latents if there are none, normalised as in
     training. `folder` is where they are; None: the folder in the checkpoint's settings, written if it is missing and
     the dataset is the digits. Raises FileNotFoundError, or ValueError if the network was trained on other latents."""
-    dataset, model = saved.cfg.dataset, saved.cfg.model
+    dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":
         digits.prepare_digits(place, "heldout" if dataset.heldout else "train")
-    text = saved.cfg.text.encoder if model.takes_text else None
+    model = saved.cfg.model
     try:
+        text = saved.cfg.text.encoder if model.takes_text else None
         data = LatentDataset(place, text=text, class_token=model.class_token)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; if the latents of the training have moved: data=<folder>") from error
@@ -140,9 +146,7 @@ def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDatase
     for name in ("shape", "classes", "scale", "shift", "fingerprint" if known else "autoencoder"):
         there, here = getattr(trained, name), getattr(data.latents, name)
         if there != here:
-            raise ValueError(
-                f"{place} holds latents of another {name} than the network was trained on: {str(here)[:100]}, "
-                f"not {str(there)[:100]}; data=<folder> names others"
-            )
+            said = f"{place} holds latents of another {name} than the network was trained on"
+            raise ValueError(f"{said}: {str(here)[:100]}, not {str(there)[:100]}; data=<folder> names others")
     data.latents = replace(data.latents, channel_shift=trained.channel_shift, channel_scale=trained.channel_scale)
     return data

@@ -231,13 +231,9 @@ class TakesText:
     def all_arguments(self, size: int, channels: int, num_classes: int | None, text: TextSettings) -> dict[str, object]:
         if text.tokens is None:
             raise ValueError(f"text.tokens is null, but model={self.name} needs the text of a dataset (text.encoder=…)")
-        return {
-            **super().all_arguments(size, channels, None, text),
-            "text_tokens": text.tokens,
-            "text_width": text.width,
-            "text_pooled": text.pooled,
-            "vocabulary": text.vocabulary and len(text.vocabulary),
-        }
+        words = text.vocabulary and len(text.vocabulary)
+        shape = {"text_tokens": text.tokens, "text_width": text.width, "text_pooled": text.pooled, "vocabulary": words}
+        return {"input_size": size, "in_channels": channels, **shape, **self.arguments()}
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ class Backbone(nn.Module):
     learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.
     init         "adaln_zero" (the paper's): modulations and last layer start at zero, so an untrained network outputs
                  0. "xavier": Xavier-uniform linear layers overwrite the zeros, as in the released TREAD code.
-    embedder     function that takes hidden_size and creates the embedder of y; None: y are labels.
+    embedder     function that takes hidden_size and creates the embedder of y, with methods initialize() and
+                 check(y, batch) as LabelEmbedder has; None: y are labels.
     bottleneck   channels to which patches are projected before the linear layer to D channels (JiT); None: D at once.
     class_token  channels of a class token, as in REG; None: the network has none.
 

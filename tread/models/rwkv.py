@@ -24,8 +24,14 @@ DECAY_RANGE = 8.0  # at initialisation, channels have decays w = 0 .. 8 over the
 
 def quad_shift(x: Tensor, grid: Grid) -> Tensor:
     """Shift each quarter of the channels of x (B, H·W, D) by one token (down, up, right, left), padding with zeros."""
-    down, up, right, left = F.pad(x.unflatten(1, grid), (0, 0, 1, 1, 1, 1)).chunk(4, dim=3)
-    moved = [down[:, :-2, 1:-1], up[:, 2:, 1:-1], right[:, 1:-1, :-2], left[:, 1:-1, 2:]]
+    height, width = grid
+    down, up, right, left = x.unflatten(1, (height, width)).chunk(4, dim=3)
+    moved = [
+        F.pad(down, (0, 0, 0, 0, 1, 0))[:, :-1],  # from the row above
+        F.pad(up, (0, 0, 0, 0, 0, 1))[:, 1:],
+        F.pad(right, (0, 0, 1, 0))[:, :, :-1],  # from the column before
+        F.pad(left, (0, 0, 0, 1))[:, :, 1:],
+    ]
     return torch.cat(moved, dim=3).flatten(1, 2)
 
 
@@ -41,9 +47,9 @@ class SpatialMix(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         shifted = quad_shift(x, grid)
-        r = self.receptance(shifted.lerp(x, self.mix_r.to(x)))
-        k = self.key(shifted.lerp(x, self.mix_k.to(x)))
-        v = self.value(shifted.lerp(x, self.mix_v.to(x)))
+        r = self.receptance(torch.lerp(shifted, x, self.mix_r.to(x)))
+        k = self.key(torch.lerp(shifted, x, self.mix_k.to(x)))
+        v = self.value(torch.lerp(shifted, x, self.mix_v.to(x)))
         return self.output(r.sigmoid() * wkv(k, v, self.decay, self.bonus).to(r.dtype))
 
 
@@ -59,8 +65,8 @@ class ChannelMix(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         shifted = quad_shift(x, grid)
-        r = self.receptance(shifted.lerp(x, self.mix_r.to(x)))
-        k = self.key(shifted.lerp(x, self.mix_k.to(x)))
+        r = self.receptance(torch.lerp(shifted, x, self.mix_r.to(x)))
+        k = self.key(torch.lerp(shifted, x, self.mix_k.to(x)))
         return r.sigmoid() * self.value(k.relu().square())
 
 

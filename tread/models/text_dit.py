@@ -138,11 +138,11 @@ class TextDiT(LightningDiT):
         self, *, text_tokens: int, text_width: int | None = None, text_pooled: int | None = None,
         vocabulary: int | None = None, **given: Any,
     ) -> None:  # fmt: skip
-        given = DIT_PARTS | {"num_classes": None} | given
+        given = DIT_PARTS | given
         text = {"text_tokens": text_tokens, "width": text_width, "pooled": text_pooled, "vocabulary": vocabulary}
         embedder = partial(TextEmbedder, **text, norm=given["norm"])
         block = partial(TextBlock, text_tokens=text_tokens)
-        super().__init__(block=block, embedder=embedder, **given)
+        super().__init__(num_classes=None, block=block, embedder=embedder, **given)
         mask = self.pos_embed.new_zeros(1, text_tokens).bool()
         mask[:, 0] = True
         tokens = mask.long() * 0 if vocabulary else self.pos_embed.new_zeros(1, text_tokens, text_width)

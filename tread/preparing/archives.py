@@ -90,9 +90,8 @@ class Tar:
                     tar.members = []  # tarfile would keep every header in memory
                 end = tar.offset
         except tarfile.TarError as error:
-            raise ValueError(
-                f"{self.path} is no tar, truncated, or compressed (must be unpacked first): {error}"
-            ) from error
+            said = f"{self.path} is no tar, or damaged, truncated or compressed ({error})"
+            raise ValueError(f"{said}; a compressed tar must be unpacked first") from error
         with self.path.open("rb") as file:  # tarfile stops without an error at a damaged header
             file.seek(end)
             if file.read(512) != bytes(512):

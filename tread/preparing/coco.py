@@ -67,7 +67,8 @@ def _pictures(source: Path, split: str) -> tuple[Store, str]:
     if (path := source / f"{split}.zip").is_file():
         store = Zip(path)
         return store, f"{split}/" * any(name.startswith(f"{split}/") for name in store.names)
-    raise ValueError(f"{source} holds neither {split}/ nor {split}.zip: put it there, or choose another split by root=")
+    said = f"{source} holds captions of {split}, but neither {split}/ nor {split}.zip"
+    raise ValueError(f"{said}: put it there, or choose another split by root=")
 
 
 def read_coco(place: Path | Zip, name: str) -> dict[str, list[str]]:

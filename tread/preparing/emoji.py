@@ -149,8 +149,11 @@ def font_file() -> Path:
         raise ValueError(NEEDED)
     for library in ("raqm", "fribidi"):
         if not features.check(library):
-            how = "pip install --force-reinstall pillow, and apt-get install libfribidi0 (brew install fribidi)"
-            raise ValueError(f"dataset=emoji needs Pillow with {library}, which joins sequences of signs: {how}")
+            raise ValueError(
+                f"dataset=emoji needs Pillow with {library}, which puts sequences such as woman + fire engine "
+                "together, and this one has none: install Pillow's own wheel (pip install --force-reinstall pillow) "
+                "and FriBiDi (apt-get install libfribidi0, brew install fribidi)"
+            )
     return Path(package.submodule_search_locations[0]) / FONT
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tread.data.columns import FeatureSpec, latents_hash
 from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
+from tread.data.latents import holds_pixels
 from tread.data.section_writer import FeatureWriter
 from tread.encoders.vision import open_encoder
 from tread.preparing.encode_photos import read_crops, source_hash
@@ -49,17 +50,19 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
     process's share of the shards; the main process adds the shards of all processes to the dataset."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
-    data, pictures, size, where = open_source(options, index)
+    data, pictures, size, where = open_source(options, index, processes)
     with processes.main_first():  # one process downloads the weights
         encoder = open_encoder(options.encoder, processes.device, grid=options.grid, inception=options.inception)
-    features, pooled = encoder.encode_both(torch.zeros(1, 3, size, size, dtype=torch.uint8))
-    (_, tokens, width), (_, whole) = features.shape, pooled.shape
-    spec = FeatureSpec(encoder.name, encoder.fingerprint, math.isqrt(tokens), width, latents_hash(index), whole)
+    cost = encoder.cost(size)
+    whole = encoder.encode_both(torch.zeros(1, 3, size, size, dtype=torch.uint8))[1].shape[1]
+    grid = math.isqrt(cost.tokens)
+    spec = FeatureSpec(encoder.name, encoder.fingerprint, grid, cost.width, latents_hash(index), whole)
     writer = FeatureWriter(folder, spec)
     lines = [
         f"  dataset   {folder}: {len(data):,} samples, {'both views' if data.latents.views == 2 else 'one view'}",
         f"  pictures  {size}×{size}, {where}",
-        f"  encoder   {encoder.name}: {spec.grid}×{spec.grid} tokens of {width} and one of {whole}",
+        f"  encoder   {encoder.name}: {spec.grid}×{spec.grid} tokens of {spec.width} and one of {whole}, "
+        f"{cost.flops / 1e9:.3g} GFLOP a picture",
         f"  stores    float16, {size_text(writer.nbytes)}",
     ]
 
@@ -77,7 +80,7 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
 
 
 def open_source(
-    options: FeatureOptions, index: dict
+    options: FeatureOptions, index: dict, processes: Processes
 ) -> tuple[LatentDataset, Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
     """Find a dataset's pictures, in options.source if that is given, else beside the latents.
 
@@ -87,9 +90,12 @@ def open_source(
     """
     folder = Path(options.dataset.path)
     if options.source is not None:
-        data = LatentDataset(folder)
+        data, workers = LatentDataset(folder), min(16, processes.cores) if options.workers is None else options.workers
         photos, crop, chosen = find_again(data, Path(options.source), options.root, options.labels)
-        return data, partial(read_again, data, photos, crop, chosen, options.workers), crop.size, photos.where
+        return data, partial(read_again, data, photos, crop, chosen, workers), crop.size, photos.where
+    if "pictures" not in index and not holds_pixels(LatentDataset(folder).latents):
+        how = "name the photos that it was made of, source=…, or prepare it again with keep_pictures=true"
+        raise ValueError(f"{folder} keeps no pictures beside its latents: {how}")
     data = LatentDataset(folder, pictures=True)
 
     def stored(batches: Sequence[range]) -> Iterator[tuple[Tensor, ...]]:
@@ -111,24 +117,26 @@ def find_again(
     made = json.loads(report.read_text()) if report.is_file() else {}
     plan = made.get("plan", {})
     if not {"pictures", "resolution"} <= plan.keys():
-        raise ValueError(f"{data.folder} does not say which photos it was made of: prepare it from the photos")
+        how = "prepare it from the photos, or take a dataset that keeps its pictures"
+        raise ValueError(f"{data.folder} does not say which photos it was made of: {how}")
     photos = find_photos(source, root, labels, plan.get("captions_in") if "captions" in plan else NONE)
     if source_hash(photos) != plan["pictures"]:
-        raise ValueError(
-            f"{photos.where} holds other pictures than {data.folder} was made of: are root and labels as then?"
-        )
+        what = f"other pictures than {data.folder} was made of ({len(photos):,}, by names and classes)"
+        raise ValueError(f"{photos.where} holds {what}: name the same source=…, root=… and labels=… as then")
     out = held_out(photos.names, photos.labels, len(photos.classes), plan.get("heldout"))
     chosen = out if plan.get("part") == "heldout" else ~out
     left_out = {name for name, _ in made.get("left_out", [])}
     chosen &= np.array([name not in left_out for name in photos.names])
     if photos.labels[chosen].tolist() != data.labels.tolist():
-        said = f"{photos.where} has {chosen.sum():,} pictures for the {len(data):,} samples of {data.folder}"
-        raise ValueError(f"{said}, or others: some were damaged then. Prepare it again with keep_pictures=true")
+        raise ValueError(
+            f"{photos.where} has {chosen.sum():,} pictures where {data.folder} has {len(data):,} samples, or of "
+            "other classes: some were damaged or removed when it was made. Prepare it again with keep_pictures=true"
+        )
     return photos, Crop(plan["resolution"], data.latents.orientation, data.latents.alpha), np.flatnonzero(chosen)
 
 
 def read_again(
-    data: LatentDataset, photos: Photos, crop: Crop, chosen: np.ndarray, workers: int | None, batches: Sequence[range]
+    data: LatentDataset, photos: Photos, crop: Crop, chosen: np.ndarray, workers: int, batches: Sequence[range]
 ) -> Iterator[tuple[Tensor, ...]]:
     """Read the photos of each batch of sample indices. Yields for each batch a tuple of tensors (B, 3, size, size)
     uint8, one per view (plain, flipped). `chosen` is each sample's photo index, from `find_again`. Raises ValueError if

@@ -81,18 +81,16 @@ def end_with(process: int, worker: int) -> None:
 
 
 def read_crops(
-    photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int | None
+    photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
-    """Read batches of photo indices in worker processes (None: as many as this process has threads, at most 16). Yields
-    for each batch the readable pictures (n, 3, size, size) uint8, or None, and [reason or "", photo size] of all
-    photos. Raises OSError if a worker dies."""
-    workers = min(16, torch.get_num_threads()) if workers is None else workers
+    """Read batches of photo indices in worker processes. Yields for each batch the readable pictures (n, 3, size, size)
+    uint8, or None, and [reason or "", photo size] of all photos. Raises OSError if a worker dies."""
     options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": partial(end_with, os.getpid())}
     try:
         yield from DataLoader(Crops(photos, crop), batch_sampler=[rows.tolist() for rows in batches], **options)
     except RuntimeError as error:  # PyTorch's, when a worker died
-        how = "Try fewer workers or a smaller batch_size, if memory was short. What was done before is kept"
-        raise OSError(f"a reading process ended: {error}\n{how}") from error
+        how = "It may have had too little (shared) memory: try fewer workers, or a smaller batch_size"
+        raise OSError(f"a reading process ended: {error}\n{how}. What was done before is kept") from error
 
 
 def source_hash(photos: Photos) -> str:
@@ -139,11 +137,11 @@ def check_sizes(photos: Photos, resolution: int) -> None:
     crops = Crops(photos, Crop(resolution))
     looked = (crops[number] for number in spread_indices(len(photos), 32))
     sizes = [min(size) for _, why, size in looked if not why]
-    if sizes and (side := np.median(sizes)) < resolution:
-        said = (
-            f"most pictures of {photos.where} are smaller ({side:g} pixels in the median) than resolution={resolution}"
+    if sizes and np.median(sizes) < resolution:
+        raise ValueError(
+            f"the pictures of {photos.where} are smaller ({int(np.median(sizes))} pixels along the shorter side, the "
+            f"median of {len(sizes)}) than resolution={resolution}; choose a lower one, or enlarge=true"
         )
-        raise ValueError(f"{said}; choose a lower one, or enlarge=true")
 
 
 def make_shards(
@@ -152,12 +150,13 @@ def make_shards(
     """Make the missing shards of a dataset together with the other processes. Each shard gets a note, a JSON file that
     lists damaged pictures (left out), counts enlarged ones, and lists those enlarged more than 4 times."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
+    workers = min(16, processes.cores) if options.workers is None else options.workers
     no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
     no_pictures = np.zeros((0, *(writer.pictures or ())), np.uint8)
 
     def make(numbers: list[int], done: Callable[[int], object]) -> None:
         shards = [pieces_of(writer.ranges[number], batch_size) for number in numbers]
-        coming = read_crops(photos, options.crop, itertools.chain(*shards), options.workers)
+        coming = read_crops(photos, options.crop, itertools.chain(*shards), workers)
         for number, batches in zip(numbers, shards):
             stored, pictures, read, damaged = [no_latents], [no_pictures], {}, []
             for indices in batches:
@@ -225,17 +224,18 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
     photos = processes.from_main(lambda: open_photos(options))  # one list for all, even if pictures are still arriving
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
-    name, model = options.autoencoder, None
-    if name != "none":
-        model = autoencoder.load_autoencoder(name, processes.device)
-    stored = {key: getattr(options, key) for key in ("store", "dtype", "orientation", "alpha")}
-    latents = autoencoder.encoded(model, name, options.resolution, photos.classes, views=1 + options.flip, **stored)
-    writers, work = open_writers(photos, heldout, latents, options), []
+    stored = {"store": options.store, "dtype": options.dtype, "views": 2 if options.flip else 1}
+    stored |= {"orientation": options.orientation, "alpha": options.alpha}
+    if options.autoencoder == "none":
+        model, latents = None, autoencoder.as_pixels(options.resolution, photos.classes, **stored)
+    else:
+        model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
+        latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
+    writers = open_writers(photos, heldout, latents, options)
+    work = [writer for writer in writers.values() if not writer.is_finished()]
     for writer in writers.values():
-        if writer.is_finished():
+        if writer not in work:
             processes.say(f"{writer.folder} is finished; remove it to make it anew, if pictures changed since")
-        else:
-            work.append(writer)
     if not work:
         return
 
@@ -272,14 +272,15 @@ def open_photos(options: PhotoOptions) -> Photos:
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"out {out} lies inside source {source}, among its pictures; choose another place")
-    if options.autoencoder == "none" and (options.keep_pictures or options.precision != "fp32"):
-        raise ValueError("autoencoder=none stores the pictures themselves: leave keep_pictures=… and precision=… out")
+    if options.autoencoder == "none" and options.keep_pictures:
+        raise ValueError("keep_pictures=true would keep what autoencoder=none stores already: leave one of them out")
+    if options.autoencoder == "none" and options.precision != "fp32":
+        raise ValueError(f"precision={options.precision} is of the autoencoder, but autoencoder=none has none")
     photos = find_photos(source, options.root, options.labels, options.captions)
     photos.check(options.on_error == "skip", options.allow_empty)
     if photos.heldout and options.heldout is not None:
-        raise ValueError(
-            f"{photos.where} holds out {photos.heldout} itself: leave heldout=… out, or choose a split by root="
-        )
+        held = f"{photos.where} holds out {photos.heldout.rstrip('/')} itself"
+        raise ValueError(f"{held}: leave heldout={options.heldout} out, or choose one split by root=")
     if not options.enlarge:
         check_sizes(photos, options.resolution)
     return photos
@@ -384,7 +385,8 @@ def look_at(
     made = dataset_numbers(data)
     empty = [name for name, count in made["class_counts"].items() if not count]
     if empty and not options.allow_empty and part == "train":
-        raise ValueError(f"no picture of {', '.join(empty[:5])} could be read: repair some, or set allow_empty=true")
+        how = f"repair some of {photos.where} and start the same command again, or set allow_empty=true"
+        raise ValueError(f"no picture of {', '.join(empty[:5])} could be read; {how}")
     made |= {
         "enlarged": sum(note["enlarged"] for note in notes),
         "much_enlarged": [name for note in notes for name in note["much_enlarged"]],
@@ -395,9 +397,7 @@ def look_at(
         before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
         after = decode_samples(data, chosen, device)
         if data.latents.autoencoder != "pixels":  # pixels come back unchanged
-            with np.errstate(divide="ignore"):  # equal pictures have an infinite one
-                errors = np.mean((before.astype(np.float64) - after) ** 2, axis=(1, 2, 3))
-                made["psnr"] = (10 * np.log10(255**2 / errors)).tolist()  # in dB
+            made["psnr"] = [psnr(*pair) for pair in zip(before, after)]
         with explain_failure(data.folder / "report.png"):
             pairs = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
             save_grid(data.folder / "report.png", pairs, columns=2)
@@ -420,6 +420,12 @@ def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.devic
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the peak signal-to-noise ratio of two uint8 pictures in dB; infinite if they are equal."""
+    error = np.mean((a.astype(np.float64) - b) ** 2)
+    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
 
 
 def report_text(report: dict) -> str:

@@ -81,6 +81,7 @@ class ForeignSamples:
 
     labels       (n,) int64.
     read         function: index → (views, C or 2C, S, S), as stored; the second view, if any, is mirrored.
+    name         function: index → the sample's name in messages.
     spread       meaning of the second C of 2C channels, "logvar" or "std"; None: C channels, posterior samples.
     scaled       whether the stored numbers are already multiplied by `scale`.
     scale        factor from the autoencoder's latents to the network's, unless the options give another one.
@@ -92,6 +93,7 @@ class ForeignSamples:
 
     labels: Sequence[int]
     read: Callable[[int], np.ndarray]
+    name: Callable[[int], str]
     spread: Literal["logvar", "std"] | None = None
     scaled: bool = False
     scale: float = SCALE
@@ -155,7 +157,8 @@ def _maskdit(source: Path, options: "ImportOptions") -> ForeignSamples:
     count = length // 2 if options.flipped else length
     labels = [number(f"y-{index}") for index in range(length)]
     if options.flipped and labels[:count] != labels[count:]:
-        raise ValueError(f"{source}: the halves of its {length} entries have other labels: flipped=false?")
+        halves = f"the labels of the first half of {length} entries are not those of the second"
+        raise ValueError(f"{source}: {halves}: if there are no flipped copies, say flipped=false")
 
     def moments(key: str) -> np.ndarray:
         content = get(key)
@@ -167,7 +170,7 @@ def _maskdit(source: Path, options: "ImportOptions") -> ForeignSamples:
     def read(index: int) -> np.ndarray:
         return np.stack([moments(f"z-{view}") for view in range(index, length, count)])
 
-    return ForeignSamples(labels[:count], read, "logvar")
+    return ForeignSamples(labels[:count], read, lambda index: f"z-{index}", "logvar")
 
 
 def _tread(source: Path, options: "ImportOptions") -> ForeignSamples:
@@ -186,10 +189,8 @@ def _tread(source: Path, options: "ImportOptions") -> ForeignSamples:
             parts.setdefault(f"{folder}/{key}", {})[extension] = name
         for key, sample in parts.items():
             if not {"latent.npy", "cls"} <= sample.keys():
-                has = ", ".join(sorted(sample))
-                raise ValueError(
-                    f"{tar.path}: sample {key.lstrip('/')} has {has}, but must have latent.npy and cls{_MASKDIT}"
-                )
+                has = f"{tar.path}: sample {key.lstrip('/')} has {', '.join(sorted(sample))}"
+                raise ValueError(f"{has}, but must have latent.npy and cls{_MASKDIT}")
             samples.append((tar, sample["latent.npy"]))
             labels.append(_number(tar.read(sample["cls"]), f"{tar.path}: {sample['cls']}"))
 
@@ -197,7 +198,7 @@ def _tread(source: Path, options: "ImportOptions") -> ForeignSamples:
         tar, name = samples[index]
         return read_npy(tar.read(name), f"{tar.path}: {name}", (4, 0, 0), _MASKDIT)[None]
 
-    return ForeignSamples(labels, read, scaled=options.scale_applied)
+    return ForeignSamples(labels, read, lambda index: samples[index][1], scaled=options.scale_applied)
 
 
 def _repa(source: Path, options: "ImportOptions") -> ForeignSamples:
@@ -214,7 +215,7 @@ def _repa(source: Path, options: "ImportOptions") -> ForeignSamples:
         return array[None]
 
     labels = [_number(table[name], f"{listing}: the label of {name}") for name in names]
-    return ForeignSamples(labels, read, "std")
+    return ForeignSamples(labels, read, names.__getitem__, "std")
 
 
 # --------------------------------------------------------------------------------------- LightningDiT
@@ -245,9 +246,12 @@ def _lightningdit(source: Path, options: "ImportOptions") -> ForeignSamples:
         sample = torch.cat([part[row : row + 1] for part in slices(path)])
         return (sample if sample.dtype == torch.float16 else sample.float()).numpy()
 
-    file = source / STATISTICS
+    def name(index: int) -> str:
+        return f"{rows[index][0].name}, row {rows[index][1]},"
+
+    file, meaning = source / STATISTICS, {"scale": 1.0, "autoencoder": UNKNOWN, "normalize": True}
     statistics = read_statistics(file, shapes[0][0]) if file.exists() else None
-    return ForeignSamples(labels, read, scale=1.0, autoencoder=UNKNOWN, normalize=True, statistics=statistics)
+    return ForeignSamples(labels, read, name, **meaning, statistics=statistics)
 
 
 def _opened(path: Path):
@@ -316,8 +320,9 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
         path = Path(options.captions)
         captions = list(read_coco(path.parent, path.name).values())
         if list(map(len, captions)) != counts.tolist():
+            ours = f"{source} holds {len(counts):,} with {counts.sum():,}"
             lists = f"{path} lists {len(captions):,} pictures with {sum(map(len, captions)):,} captions"
-            raise ValueError(f"{lists}, other than {source}: name the annotations that it was extracted by")
+            raise ValueError(f"{lists}, but {ours}, or others of them: name the annotations they were extracted by")
     empty = source / "empty_context.npy"
     empty = empty if empty.is_file() else source.parent / empty.name
 
@@ -331,7 +336,7 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
 
     read_text(len(texts))  # raises an error if the empty caption is missing
     text = ForeignText(CLIP_TEXT, counts, read_text, captions)
-    return ForeignSamples(np.zeros(len(counts)), read, "logvar", text=text)
+    return ForeignSamples(np.zeros(len(counts)), read, lambda index: f"{source}/{pictures[index]}", "logvar", text=text)
 
 
 def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:

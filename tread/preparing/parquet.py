@@ -74,14 +74,13 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
         if words is not None:
             texts += [_captions_of(row) for row in opened.read(columns=[words])[words].to_pylist()]
-        if label is None:
-            labels += [0] * opened.metadata.num_rows
-        else:
+        if label is not None:
             column = opened.read(columns=[label])[label]
             if column.null_count or not str(column.type).startswith(("int", "uint")):
-                raise ValueError(f"{path}: column {label} must hold a class's number in each row, but is {column.type}")
+                given = f"is of {column.type} with {column.null_count} empty rows"
+                raise ValueError(f"{path}: the column {label} {given}, but must hold a class's number in each")
             labels += column.to_pylist()
-    classes, numbers = ONE_CLASS, np.array(labels, dtype=np.int64)
+    classes, numbers = ONE_CLASS, np.array(labels if label else [0] * len(names), dtype=np.int64)
     if label is not None:
         classes = _features(schema).get(label, {}).get("names") or range(int(numbers.max(initial=-1)) + 1)
         check_labels(numbers, len(classes), source)
@@ -93,12 +92,14 @@ def _captions(source: Path, schema, wanted: str | None) -> str | None:
     """Return the column of captions: `wanted` or, if that is None, a text column "caption", "captions" or "text"; None
     if there is none or `wanted` is "none". Raises ValueError if `wanted` is no text column, or several fit."""
     texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
-    fitting = [name for name in texts if name == wanted or wanted is None and name in CAPTIONS]
-    if len(fitting) > 1 or wanted not in (None, "none", *fitting):
-        raise ValueError(
-            f"{source} has the columns of words {', '.join(texts)}: choose by captions=…, or captions=none"
-        )
-    return fitting[0] if fitting else None
+    if wanted not in (None, "none", *texts):
+        raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
+    if wanted is not None:
+        return None if wanted == "none" else wanted
+    usual = [name for name in texts if name in CAPTIONS]
+    if len(usual) > 1:
+        raise ValueError(f"{source} has the columns {', '.join(usual)}: choose one by captions=…, or captions=none")
+    return usual[0] if usual else None
 
 
 def _captions_of(row: str | list[str | None] | None) -> list[str] | str:
@@ -122,5 +123,6 @@ def _column(source: Path, schema, kind: str, usual: str, needed: bool = True) ->
     columns = [name for name, feature in features if isinstance(feature, dict) and feature.get("_type") == kind]
     columns = columns if len(columns) == 1 else [name for name in schema.names if name == usual]
     if needed and not columns:
-        raise ValueError(f"{source} needs one {kind} column, or {usual!r}, but has {', '.join(schema.names)}")
+        there = ", ".join(schema.names)
+        raise ValueError(f"{source} has the columns {there}, but needs one {kind} column, or {usual!r}")
     return columns[0] if columns else None

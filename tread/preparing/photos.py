@@ -1,6 +1,7 @@
 """A source's pictures with classes and captions, the check for faulty files, and the choice of held-out pictures.
 Captions may lie beside pictures (a.txt beside a.jpg), one per line. Faults are collected and reported together."""
 
+import hashlib
 import json
 import posixpath
 from collections.abc import Callable, Sequence
@@ -69,33 +70,35 @@ class Photos:
         """Return (name, reason) of files that can't be read or are no pictures, judged by their first bytes or, if
         `whole`, by decoding. Returns [] for over 100,000 files (`whole`: 10,000), or if self.heads is False."""
 
-        def why_not(file: tuple[Callable, Any]) -> str | None:
-            read, key = file
-            try:
-                return read_rgb(read(key)) and None if whole else no_picture(read(key, HEAD))
-            except (OSError, ValueError) as error:
-                return str(error)
+        def look(first: int) -> Faults:
+            found = []
+            for picture, (read, name) in zip(self.names[first::THREADS], self.files[first::THREADS]):
+                try:
+                    why = read_rgb(read(name)) and None if whole else no_picture(read(name, HEAD))
+                except (OSError, ValueError) as error:
+                    why = str(error)
+                found += [(picture, why)] if why else []
+            return found
 
         if not self.heads or len(self) > (DECODED if whole else LOOKED):
             return []
         with ThreadPoolExecutor(THREADS) as pool:  # network disks are slow to open a file
-            return sorted((name, why) for name, why in zip(self.names, pool.map(why_not, self.files)) if why)
+            return sorted(sum(pool.map(look, range(THREADS)), []))
 
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
         """Raise ValueError if there is no picture, if some files can't be used or aren't pictures (unless `skip`), or
         if a class has no picture (unless `allow_empty`). The message covers all faults, grouped by kind."""
+        lines = named(self.faults, ": {}")
         if not self.names:
-            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){named(self.faults, ': {}')}")
-        unused = np.setdiff1d(range(len(self.classes)), self.labels)
-        empty, texts = [] if allow_empty else [self.classes[i] for i in unused], []
-        if not skip:
-            damaged = self.no_pictures()
-            if self.faults or damaged or empty:
-                damaged = self.no_pictures(whole=True) or damaged  # it stops here anyway: name all of them at once
-            texts = told("files that can't be used", self.faults) + told("damaged pictures", damaged, DAMAGED)
-        if texts:
-            texts.append("Mend or remove them, or leave them out with on_error=skip")
-        if empty:
+            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
+        texts = [] if skip else told("files that can't be used", self.faults)
+        empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
+        damaged = [] if skip else self.no_pictures()
+        if not skip and (self.faults or damaged or (empty and not allow_empty)):
+            damaged = self.no_pictures(whole=True) or damaged  # it stops here anyway: name all of them at once
+        texts += told("damaged pictures", damaged, DAMAGED)
+        texts += ["Mend or remove them, or leave them out with on_error=skip"] * bool(texts)
+        if empty and not allow_empty:
             remedy = "Remove what is empty, or set allow_empty=true to keep the class"
             texts.append(f"classes without a picture: {listed(empty)}. {remedy}")
         if texts:
@@ -163,20 +166,19 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
     else:
         total, shares = wanted, np.full(classes, wanted / classes)
     counts = _whole(shares, total, np.maximum(sizes - 1, 0))
-    out = np.zeros(len(labels), dtype=bool)
-
-    def by_hash(index: int) -> str:
-        return content_hash(names[index].encode(errors="surrogateescape"))
-
+    digests = [hashlib.sha256(name.encode(errors="surrogateescape")).digest() for name in names]
+    hashes, out = np.array([digest[:8] for digest in digests], dtype="S8"), np.zeros(len(labels), dtype=bool)
     for label in np.flatnonzero(counts):
-        out[sorted(np.flatnonzero(labels == label), key=by_hash)[: counts[label]]] = True
+        members = np.flatnonzero(labels == label)
+        out[members[np.argsort(hashes[members], kind="stable")[: counts[label]]]] = True
     return out
 
 
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
     """Round shares to integers up to `most` with the sum `total`, by largest remainders; ValueError if impossible."""
     if total > most.sum():
-        raise ValueError(f"heldout takes {total:,} pictures, but {most.sum():,} can be held out: each class keeps one")
+        most_out = f"{most.sum():,} can be held out: each class keeps one for training"
+        raise ValueError(f"heldout takes {total:,} pictures, but {most_out}")
     counts = np.minimum(np.floor(shares).astype(int), most)
     while left := total - counts.sum():
         order = np.argsort(counts - shares, kind="stable")
@@ -200,9 +202,10 @@ def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[s
     """Read the captions of `pictures` from text files, given as {name without suffix: name}. All names lack the
     `prefix` that they have in the store. Returns each picture's captions, or the reason why it has none, as a list, and
     [(file, reason)] for text files without a picture."""
-    captions = [_lines(store, prefix, texts.get(_stem(name))) for name in pictures]
-    pictured = set(map(_stem, pictures))
-    return captions, [(text, "there is no picture of its name") for stem, text in texts.items() if stem not in pictured]
+    stems = [_stem(name) for name in pictures]
+    captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]
+    alone = texts.keys() - set(stems)
+    return captions, [(text, "there is no picture of its name") for stem, text in texts.items() if stem in alone]
 
 
 def _lines(store: Store, prefix: str, name: str | None) -> list[str] | str:

@@ -74,8 +74,8 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
     names = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     where = f"{source}:{prefix[:-1]}" if prefix else str(source)
 
-    if labels is not None and Path(labels).is_relative_to(source / prefix):
-        labels = Path(labels).relative_to(source / prefix).as_posix()  # a path of a file among the pictures
+    if labels is not None and labels not in names and (here := Path(labels)).is_relative_to(source / prefix):
+        labels = here.relative_to(source / prefix).as_posix()  # a path of a file among the pictures
     chosen = labels or next((name for name in LABEL_FILES if name in names), None)
     is_inside = chosen in names
     names, texts = split_texts([name for name in names if name != chosen])
@@ -86,7 +86,8 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
         names = [name for name in names if name not in LABEL_FILES]
         numbers, classes = _by_table(where, names, label_table(chosen, content))
     elif isinstance(store, Tars) and not texts:
-        raise ValueError(f"{where}: tars need a text file beside each picture (a.txt, a.jpg), or a labels file")
+        said = f"{where} holds tars without a text file beside any picture (a.txt, a.jpg), nor a labels file"
+        raise ValueError(f"{said}: one of both is needed, for a tar's name is no class")
     elif texts and (isinstance(store, Tars) or any(name.count("/") != 1 for name in captioned)):
         numbers, classes = dict.fromkeys(filter(is_picture, names), 0), ONE_CLASS
     else:
@@ -148,7 +149,10 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
     if tables := [name for name in names if name.count("/") == 1 and posixpath.basename(name) in LABEL_FILES]:
         raise ValueError(f"{where}: labels file {tables[0]} is deeper; root={posixpath.dirname(tables[0])} takes it")
     if deep and (prevail or {name.split("/")[0] for name in deep} - {name.split("/")[0] for name in numbers}):
-        how = f"choose the folder of classes, such as root={PurePosixPath(deep[0]).parents[1]}, or move it"
+        below = Counter(str(parent) for picture in pictures for parent in PurePosixPath(picture).parents)
+        fitting = Counter(posixpath.dirname(posixpath.dirname(picture)) for picture in pictures)
+        roots = [f"root={folder}" for folder, count in fitting.items() if count == below[folder]]
+        how = f"choose the folder of classes: {', '.join(roots[:4])}" if roots else "move it there"
         raise ValueError(f"{where}: {deep[0]} lies deeper than <class>/<picture>; {how}")
     return numbers
 
@@ -193,6 +197,9 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
         if twice := [picture for picture, count in Counter(pictures).items() if count > 1]:
             raise ValueError(f"{listed(twice)} comes twice")
         return table
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"labels file {name}: line {line} is not UTF-8, in which it must be saved") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"labels file {name} can't be read: {why}. It must be {LABEL_FORMATS}") from error

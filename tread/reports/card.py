@@ -47,54 +47,58 @@ def card(
     license        of the weights; None: the card says that it is not stated.
     place          the repository's name on the hub; None: the card says user/name.
     """
-    config, cfg, latents = info["config"], saved.cfg, LatentSpec.from_json(info["latents"])
-    library, label, prompt = (
-        ("diffusers", "class_labels", "prompt") if for_diffusers else ("tread", "labels", "prompts")
-    )
+    config, cfg = info["config"], saved.cfg
+    library = "diffusers" if for_diffusers else "tread"
     kind = "text-to-image" if saved.text else "unconditional-image-generation"
-    head = f"library_name: {library}\npipeline_tag: {kind}\ntags: [diffusion, dit, tread]"
-    head += f"\nlicense: {license}" if license else ""
-    asked = f'{prompt}=["a red apple", "a green one"]'
-    if not saved.text:
-        asked = f"{label}={[0, min(1, cfg.dataset.num_classes - 1)]}"
+    head = [f"library_name: {library}", f"pipeline_tag: {kind}", "tags: [diffusion, dit, tread]"]
+    head += [f"license: {license}"] if license else []
+    asked = (
+        'prompt=["a red apple", "a green one"]'
+        if saved.text
+        else f"class_labels=[0, {min(1, cfg.dataset.num_classes - 1)}]"
+    )
+    if not for_diffusers:
+        asked = asked.replace("prompt=", "prompts=").replace("class_labels=", "labels=")
     raw = ', weights="model"' * (saved.weights == "model")
     with torch.device("meta"):
         parameters = count_parameters(build_network(cfg))
-    model, train = cfg.model, config["train"]
+    model, latents, train = cfg.model, LatentSpec.from_json(info["latents"]), config["train"]
     until, schedule = train.get("routes_until") if "samples" in info else None, train.get("ratio_schedule")
-    share = f"{schedule['start']:.0%} to {schedule['end']:.0%}" if schedule else None
-    trained = model.resolved_routes if until != 0 else ()
-    routes = [f"{route}, {share or f'{route.selection_ratio:.0%}'} of the tokens" for route in trained]
+    share = f"{schedule['start']:.0%} to {schedule['end']:.0%} of the tokens" if schedule else None
+    routes = [f"{route}, {share or f'{route.selection_ratio:.0%} of the tokens'}" for route in model.resolved_routes]
     routes += [f"none from step {until:,} on"] if routes and until and until < info["step"] else []
-    process = {"edm": "EDM (arXiv 2206.00364)", "rf": "rectified flow (arXiv 2209.03003)"}[cfg.objective]
-    solver = f"{saved.process.default_steps} steps of {saved.process.default_solver} unless told otherwise"
-    width = info.get("posthoc", {}).get("sigma_rel", "")
+    routes = "; ".join(routes * (until != 0))
+    images, width = info["step"] * train["batch_size"], info.get("posthoc", {}).get("sigma_rel", "")
     rows = {
         "network": f"{model.architecture}, {model.blocks}, width {model.hidden_size}, {parameters:,} parameters",
-        "route in training": "; ".join(routes) or "none: all tokens in all blocks",
-        "draws": f"latents {latents.shape} of {latents.autoencoder}, by {process}, {solver}",
+        "route in training": routes or "none: all tokens in all blocks",
+        "draws": f"latents {latents.shape} of {latents.autoencoder}, by {_process(saved)}",
         "weights": f"{saved.weights}{width and f' of σ_rel {width:g},'} of step {info['step']:,}, in {dtype}",
     }
     if "samples" in info:
-        size, begun = train["batch_size"], config.get("init_from")
-        rows["training"] = (
-            f"{info['step'] * size:,} images in batches of {size}, rate {config['optim']['lr']:g}, "
-            f"seed {config['seed']}, code at {info['versions']['git'][:12]}"
-            f"{f', from the weights in {shortened(begun)}' if begun else ''}"
-        )
+        rows["training"] = f"{images:,} images in batches of {train['batch_size']}, rate {config['optim']['lr']:g}, "
+        rows["training"] += f"seed {config['seed']}, code at {info['versions']['git'][:12]}"
+        rows["training"] += f", from the weights in {shortened(begun)}" if (begun := config.get("init_from")) else ""
         rows["data"] = f"{config['dataset']['name']}, {info['samples']:,} pictures"
     else:  # of import_checkpoint.py
         rows["training"] = f"elsewhere; imported from {PurePath(info['weights']).name}"
+    classes = "" if saved.text else _classes(latents.classes)
     parts = [
-        f"---\n{head}\n---",
+        "---\n" + "\n".join(head) + "\n---",
         f"# {config['name']}",
         (FOR_DIFFUSERS if for_diffusers else FOR_TREAD).format(asked=asked, place=place or "user/name", weights=raw),
         "| | |\n|---|---|\n" + "\n".join(f"| {name} | {said} |" for name, said in rows.items()),
-        "" if saved.text else _classes(latents.classes),
+        classes,
         "## Scores\n\n" + _scores(saved),
         "## Licence\n\n" + "\n\n".join(filter(None, [license or "Not stated.", info.get("attribution")])),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _process(saved: SavedNetwork) -> str:
+    process = saved.process
+    name = "EDM (arXiv 2206.00364)" if saved.cfg.objective == "edm" else "rectified flow (arXiv 2209.03003)"
+    return f"{name}, {process.default_steps} steps of {process.default_solver} unless told otherwise"
 
 
 def _classes(names: tuple[str, ...]) -> str:
@@ -109,7 +113,6 @@ def _scores(saved: SavedNetwork) -> str:
     for path in sorted(saved.found.folder.glob("fid*.json")):
         scores = json.loads(path.read_text(encoding="utf-8"))
         told = scores["settings"] | scores
-        if told.get("weights", saved.weights) == saved.weights:
-            how = f"{sampler_told(told)}, {told.get('steps')} steps, guidance {told.get('guidance')}"
-            tables.append(f"```\n{path.stem}: {how}\n{table(scores)}\n```")
-    return "\n\n".join(tables) or "None recorded beside the checkpoint."
+        how = f"{sampler_told(told)}, {told.get('steps')} steps, guidance {told.get('guidance')}"
+        tables += [f"{path.stem}: {how}\n{table(scores)}"] * (told.get("weights", saved.weights) == saved.weights)
+    return "\n\n".join(f"```\n{part}\n```" for part in tables) or "None recorded beside the checkpoint."

@@ -54,11 +54,12 @@ class SeedGroup:
         each = [{r["step"]: r for r in run.records if metric in r} for run in self.runs]
         points = []
         for step in each[0]:
-            records = [series.get(step, {}) for series in each]
-            columns = [[record.get(key) for record in records] for key in (metric, "flops", "seconds")]
-            mean, *costs = (None if None in values else sum(values) / len(values) for values in columns)
-            if mean is not None:
-                points.append(Point(step, mean, statistics.stdev(columns[0]) if len(each) > 1 else None, *costs))
+            records = [series[step] for series in each if step in series]
+            if len(records) == len(each):
+                spread = statistics.stdev(record[metric] for record in records) if len(each) > 1 else None
+                known = [[r[key] for r in records if key in r] for key in (metric, "flops", "seconds")]
+                mean, *costs = (sum(values) / len(each) if len(values) == len(each) else None for values in known)
+                points.append(Point(step, mean, spread, *costs))
         return points
 
     def last(self, metric: str) -> list[float]:
@@ -82,20 +83,19 @@ def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
     for run in runs:
         key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
         groups.setdefault(key, []).append(run)
-    members = list(groups.values())
-    return list(map(SeedGroup, _names(members), members))
+    return [SeedGroup(name, members) for name, members in zip(_names(list(groups.values())), groups.values())]
 
 
 def _names(groups: list[list[Found]]) -> list[str]:
     """Return a name for each group: its model and the settings that differ among groups of that model; if this is too
     long or not unique, the folder of the group's first run."""
     configs, folders = [runs[0].config for runs in groups], [runs[0].folder for runs in groups]
+    keys = [key for key in unlike(configs) if key not in APART and key.partition(".")[0] not in UNSAID]
     names = []
     for config in configs:
-        model = config["model"]["name"]
-        apart = unlike([other for other in configs if other["model"]["name"] == model])
-        keys = [key for key in apart if key not in APART and key.partition(".")[0] not in UNSAID]
-        names.append(", ".join([model, *(f"{key.rpartition('.')[2]} {value_at(config, key)}" for key in keys)]))
+        alike = [other for other in configs if other["model"]["name"] == config["model"]["name"]]
+        parts = [f"{key.rpartition('.')[2]} {value_at(config, key)}" for key in keys if key in unlike(alike)]
+        names.append(", ".join([config["model"]["name"], *parts]))
     plain = [folder.name for folder in folders]
     plain = [str(folder) if plain.count(folder.name) > 1 else folder.name for folder in folders]
     return [other if len(name) >= 60 or names.count(name) > 1 else name for name, other in zip(names, plain)]
@@ -104,9 +104,9 @@ def _names(groups: list[list[Found]]) -> list[str]:
 def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[object]]:
     """Return the settings that differ: {dotted key: its value in each config, None if missing}. If `keys` are given,
     only these keys or sections are compared."""
-    within = tuple(f"{name}." for name in keys) or ""
     differing = {key: None for config in configs for key in differences(configs[0], config)}
-    return {key: [value_at(config, key) for config in configs] for key in differing if f"{key}.".startswith(within)}
+    chosen = [key for key in differing if not keys or any(f"{key}.".startswith(f"{name}.") for name in keys)]
+    return {key: [value_at(config, key) for config in configs] for key in chosen}
 
 
 def reached(group: SeedGroup, metric: str, value: float) -> Point | None:
@@ -133,13 +133,14 @@ def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str
     name, size = unit("seconds", max((s for group in groups for s in group.last("seconds")), default=0))
     rows = []
     for group in groups:
-        cells = [group.name, str(len(group.runs)), f"{min(run.step for run in group.runs):,}"]
+        cells = []
         for metric in metrics:
             counts = sorted({f"{count:,.0f}" for count in group.last(METRICS[metric].count)})
             cells.append(number(group.last(metric)) + (f" of {'/'.join(counts)}" if counts else ""))
         speeds = [[record["images_per_s"] for record in run.records if "images_per_s" in record] for run in group.runs]
         cells.append(number([statistics.median(values) for values in speeds if values]))
-        rows.append([*cells, number([s / size for s in group.last("seconds")]), number(group.last("flops"))])
+        cells += [number([s / size for s in group.last("seconds")]), number(group.last("flops"))]
+        rows.append([group.name, str(len(group.runs)), f"{min(run.step for run in group.runs):,}", *cells])
     return ["run", "seeds", "steps", *(METRICS[m].title for m in metrics), "images/s", name, "FLOPs"], rows
 
 
@@ -208,15 +209,15 @@ def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
 
 def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
     """Return a sentence on when `run` first reaches the last value of `other`, in steps, FLOPs and time."""
-    curve, goal, called = run.curve(metric), other.curve(metric)[-1], METRICS[metric].title
-    point, wanted = reached(run, metric, goal.value), f"the {called} {goal.value:.4g} of {other.name}"
+    goal, called = other.curve(metric)[-1], METRICS[metric].title
+    best = METRICS[metric].best(point.value for point in run.curve(metric))
+    point, spread = reached(run, metric, goal.value), (goal.spread or 0) + (run.curve(metric)[-1].spread or 0)
+    if point is None and abs(best - goal.value) < spread:
+        both = f"{best:.4g} and {goal.value:.4g}"
+        return f"{run.name} is level with {other.name} in {called}: {both}, within their spread"
     if point is None:
-        best = METRICS[metric].best(point.value for point in curve)
-        if abs(best - goal.value) < (goal.spread or 0) + (curve[-1].spread or 0):
-            both = f"{best:.4g} and {goal.value:.4g}"
-            return f"{run.name} is level with {other.name} in {called}: {both}, within their spread"
-        return f"{run.name} does not reach {wanted}: its best is {best:.4g}"
-    text = f"{run.name} reaches {wanted} by step {point.step:,}"
+        return f"{run.name} does not reach the {called} {goal.value:.4g} of {other.name}: its best is {best:.4g}"
+    text = f"{run.name} reaches the {called} {goal.value:.4g} of {other.name} by step {point.step:,}"
     text += f", {point.step / goal.step:.2f} times the other's {goal.step:,}"
     if point.flops and goal.flops:
         text += f", with {point.flops:.3g} FLOPs, {point.flops / goal.flops:.2f} times the other's {goal.flops:.3g}"
@@ -232,7 +233,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
     if axis == "flops":
         power = int(math.log10(most)) // 3 * 3
         return f"10^{power}", 10.0**power
-    return next((name, size) for name, size in TIMES.items() if most >= 2 * size or size == 1)
+    return next((name, size) for name, size in TIMES.items() if most >= 2 * size or name == "seconds")
 
 
 def number(values: Sequence[float]) -> str:
@@ -265,8 +266,8 @@ def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
         title = f"training {title}, {name}"
     for group, curve in zip(drawn, curves):
         x, y, spread = ([getattr(point, key) for point in curve] for key in (axis, "value", "spread"))
-        routed = value_at(group.config, "model.routes") and value_at(group.config, "train.routes_until") != 0
-        dashed = "model.routes" in known.alike and bool(routed)
+        dashed = "model.routes" in known.alike and bool(value_at(group.config, "model.routes"))
+        dashed = dashed and value_at(group.config, "train.routes_until") != 0
         lines.append(Line(group.name, [value / size for value in x], y, spread if all(spread) else None, dashed))
     label = ", ".join(filter(None, (known.title, known.unit)))
     note = ", with routes (dashed): not comparable to runs without" * any(line.dashed for line in lines)

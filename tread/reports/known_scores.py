@@ -8,7 +8,6 @@ from typing import NamedTuple
 from tread.evaluation.score_files import sampler_told
 
 DEPTH = ("", "*/", "*/*/")  # folders below a run's folder that are searched for scores
-SWEPT = ("none", "scale", "strong")  # how the folders of a sweep's settings, beside its sweep.csv, begin
 
 
 class Score(NamedTuple):
@@ -23,12 +22,9 @@ class Score(NamedTuple):
 def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
     """Return a run's scores, sorted by time and without those of guidance sweeps, and messages on unreadable files."""
     scores, problems = {}, []
-    found = [
-        path for name in ("*fid*.json", "fid*.csv") for depth in DEPTH for path in sorted(folder.glob(depth + name))
-    ]
-    for path in found:
-        swept = path.parent.name.startswith(SWEPT) and (path.parents[1] / "sweep.csv").exists()
-        for record in () if swept or "latest" in path.relative_to(folder).parts else _read(path, problems):
+    swept = {path.parent for path in _below(folder, "sweep.csv")}
+    for path in [*_below(folder, "*fid*.json"), *_below(folder, "fid*.csv")]:
+        for record in _read(path, problems) if not swept & {*path.parents} else ():
             given = (record.get(key) for key in ("settings", "counts", "unavailable"))
             settings, counts, lacks = (value if isinstance(value, dict) else {} for value in given)
             values = settings | record
@@ -45,12 +41,19 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
     return [scores[key] for key in sorted(scores)], problems
 
 
+def _below(folder: Path, pattern: str) -> list[Path]:
+    found = [path for depth in DEPTH for path in sorted(folder.glob(depth + pattern))]
+    return [path for path in found if "latest" not in path.relative_to(folder).parts]
+
+
 def _read(path: Path, problems: list[str]) -> list[dict]:
     """Return a .json's object in a list, or a .csv's rows. If it is unreadable, return [] and tell `problems` why."""
     try:
         with path.open(newline="", errors="replace") as file:
-            records = csv.DictReader(file) if path.suffix == ".csv" else [json.load(file)]
-            return [{k: v for k, v in one.items() if k} for one in records if isinstance(one, dict)]
+            if path.suffix == ".csv":
+                return [{k: v for k, v in row.items() if k and v} for row in csv.DictReader(file)]
+            content = json.load(file)
     except (OSError, ValueError, csv.Error) as error:
         problems.append(f"{path} can't be read: {error}")
         return []
+    return [content] if isinstance(content, dict) else []

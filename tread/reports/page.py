@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from PIL import Image
@@ -99,11 +99,12 @@ class Page:
             from plotly.offline import get_plotlyjs  # imported here because only the main process draws, at the end
         except ImportError as error:
             raise ImportError(f"the page needs plotly: pip install -r requirements.txt ({error})") from error
-        links, sections = [], []
-        for title, content in self.sections.items():
-            anchor, shown = re.sub(r"\W+", "-", title.lower()), escape(title)
-            links.append(f'<a href="#{anchor}">{shown}</a>')
-            sections.append(f'<section id="{anchor}">\n<h2>{shown}</h2>\n{"".join(content)}\n</section>')
+        anchors = {title: re.sub(r"\W+", "-", title.lower()) for title in self.sections}
+        links = [f'<a href="#{anchor}">{escape(title)}</a>' for title, anchor in anchors.items()]
+        sections = [
+            f'<section id="{anchors[title]}">\n<h2>{escape(title)}</h2>\n{"".join(content)}\n</section>'
+            for title, content in self.sections.items()
+        ]
         charts = json.dumps(self.charts, allow_nan=False)  # ASCII
         for sign in "<>&":  # escaped, as they could end the script element
             charts = charts.replace(sign, f"\\u{ord(sign):04x}")
@@ -117,10 +118,13 @@ class Page:
             "plotly": get_plotlyjs(),
             "script": (HERE / "page.js").read_text(encoding="utf-8"),
         }
-        empty = (HERE / "page.html").read_text(encoding="utf-8")
-        whole = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], empty)
         with explain_failure(path), whole_file(path, f".{os.getpid()}") as partial:
-            partial.write_text(whole, encoding="utf-8")
+            partial.write_text(filled("page.html", parts), encoding="utf-8")
+
+
+def filled(name: str, parts: Mapping[str, str]) -> str:
+    """Return the text of file `name`, which lies beside this module, with each {{key}} replaced by parts[key]."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], (HERE / name).read_text(encoding="utf-8"))
 
 
 def escape(text: object) -> str:
@@ -130,27 +134,31 @@ def escape(text: object) -> str:
 
 def _plain(panel: Panel) -> dict:
     """Convert a panel to a dict for JSON: lines thinned to about POINTS points, numbers rounded to six digits."""
-    plain = asdict(panel)
-    for line in plain["lines"]:
-        count = len(line["x"])
-        kept = sorted({*range(0, count, math.ceil(count / POINTS) or 1), *range(count)[-1:]})
-        for key in ("x", "y", "spread"):
-            line[key] = line[key] and [float(f"{line[key][n]:.6g}") for n in kept]
-    return plain
+    lines = []
+    for line in panel.lines:
+        every, last = math.ceil(len(line.x) / POINTS), len(line.x) - 1
+        kept = [n for n in range(len(line.x)) if n % every == 0 or n == last]
+        x, y, spread = (s and [float(f"{s[n]:.6g}") for n in kept] for s in (line.x, line.y, line.spread))
+        lines.append(replace(line, x=x, y=y, spread=spread))
+    return asdict(replace(panel, lines=lines))
 
 
 def data_uri(path: Path) -> tuple[str, bool]:
     """Return a picture's file as a data URI, and whether it was converted: large files, and all but PNGs, become JPEGs,
     shrunk to SIDE pixels a side. Raises OSError or ValueError if the file is not a complete picture."""
-    kind, content = "png", path.read_bytes()
     try:
-        with Image.open(io.BytesIO(content)) as picture:
+        with Image.open(path) as picture:
             picture.load()  # a truncated file fails here
+            if path.stat().st_size <= BYTES and max(picture.size) <= 2 * SIDE and picture.format == "PNG":
+                return picture_uri("png", path.read_bytes()), False
+            small = picture.convert("RGB")
     except (SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, for broken PNGs and huge ones
         raise ValueError(str(error)) from error
-    if reduced := len(content) > BYTES or max(picture.size) > 2 * SIDE or picture.format != "PNG":
-        small, buffer = picture.convert("RGB"), io.BytesIO()
-        small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-        small.save(buffer, "JPEG", quality=88)
-        kind, content = "jpeg", buffer.getvalue()
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}", reduced
+    small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=88)
+    return picture_uri("jpeg", buffer.getvalue()), True
+
+
+def picture_uri(kind: str, content: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

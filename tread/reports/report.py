@@ -61,8 +61,8 @@ def write_report(folders: Sequence[Path | str]) -> Path:
     """Write a page on runs into the first folder, as report.html, or comparison.html for several runs; return its path.
     The page names damaged files. Raises FileNotFoundError for a folder without a run, OSError if the page can't be
     written, ImportError if plotly is missing."""
-    runs = [find_run(folder) for folder in dict.fromkeys(map(Path, folders))]
-    first = runs[0].folder
+    first, *others = dict.fromkeys(map(Path, folders))
+    runs = [find_run(folder) for folder in (first, *others)]
     check_place(first, 0)
     named = [run.folder.resolve().name for run in runs]
     title = " and ".join(named) if len(runs) < 3 else f"{named[0]} and {len(runs) - 1} more"
@@ -84,11 +84,10 @@ def subject_of(runs: Sequence[Found]) -> Subject:
     groups = [replace(g, name=str(g.runs[0].folder)) if called.count(g.name) > 1 else g for g in groups]
     names = {
         run.folder: f"{group.name}, {run.folder.name}" if len(group.runs) > 1 else group.name
-        for run in runs
         for group in groups
-        if run in group.runs
+        for run in group.runs
     }
-    return Subject(runs, groups, names)
+    return Subject(runs, groups, {run.folder: names[run.folder] for run in runs})
 
 
 def add_results(page: Page, subject: Subject) -> None:
@@ -115,17 +114,16 @@ def troubles_of(run: Found) -> list[str]:
     if run.status.get("state") != "finished" or (planned is not None and run.step < planned):
         texts.append(f"{run.state()}, at step {run.progress}")
     texts += run.problems
-    skipped = {record["step"]: record["bad_steps"] for record in run.records if "bad_steps" in record}
-    if bad := [step for step, count in skipped.items() if count]:
-        between = f"{max((step for step in skipped if step < bad[0]), default=0):,} and {bad[-1]:,}"
-        total = f"{sum(skipped.values()):,.0f} steps were skipped"
-        texts.append(f"{total}, since loss or gradient was not finite: between steps {between}")
+    if bad := [record for record in run.records if record.get("bad_steps")]:
+        before = [r["step"] for r in run.records if "bad_steps" in r and r["step"] < bad[0]["step"]]
+        count, between = sum(r["bad_steps"] for r in bad), f"{max(before, default=0):,} and {bad[-1]['step']:,}"
+        texts.append(f"{count:,.0f} steps were skipped, since loss or gradient was not finite: between steps {between}")
     for name, called in heldout_titles().items():
+        if absurd := [record for record in run.records if record.get(name, 0) > 1000]:
+            texts.append(f"the {called} is {absurd[0][name]:.3g} at step {absurd[0]['step']:,}")
         losses = {record["step"]: record[name] for record in run.records if name in record}
-        absurd = [f"the {called} is {loss:.3g} at step {step:,}" for step, loss in losses.items() if loss > 1000]
-        texts += absurd[:1]
         lowest, since = min(losses, key=losses.get, default=0), [*losses.values()][-2:]
-        if lowest in [*losses][:-2] and min(since) > RISEN * losses[lowest]:
+        if [*losses][:-2].count(lowest) and min(since) > RISEN * losses[lowest]:
             risen = f"from {losses[lowest]:.4g} at step {lowest:,} to {since[-1]:.4g} at step {max(losses):,}"
             texts.append(f"the {called} has risen, {risen}, as when a network learns its training pictures by heart")
     if run.config and not value_at(run.config, "dataset.heldout"):
@@ -137,10 +135,10 @@ def troubles_of(run: Found) -> list[str]:
         for key, (old, new) in differences(before["config"], now["config"]).items():
             if key not in LAUNCH:
                 texts.append(f"{key} was {written(old)}, is {written(new)} from step {now['step']:,} on")
-    commits = ", ".join(dict.fromkeys(str(start["versions"].get("git")) for start in starts))
-    if ", " in commits:
-        texts.append(f"its code changed between starts: commits {commits}")
-    elif "+changes" in commits:
+    commits = list(dict.fromkeys(str(start["versions"].get("git")) for start in starts))
+    if len(commits) > 1:
+        texts.append(f"its code changed between starts: commits {', '.join(commits)}")
+    elif commits and "+changes" in commits[0]:
         texts.append("its code differed from the stated commit: there were changes that were not committed")
     return list(dict.fromkeys(texts))
 
@@ -148,16 +146,16 @@ def troubles_of(run: Found) -> list[str]:
 def add_samples(page: Page, subject: Subject) -> None:
     shown, said = {}, []
     for run in subject.runs:
-        paths = [p for p in sorted(run.folder.glob("samples/step_*.png")) if p.stem[5:].isdecimal()]
-        chosen = spread_indices(len(paths), max(2, PICTURES // len(subject.runs)))
-        smaller = 0
-        for path in (paths[place] for place in chosen):
+        paths = {p.stem[5:]: p for p in sorted(run.folder.glob("samples/step_*.png")) if p.stem[5:].isdecimal()}
+        most, smaller = max(2, PICTURES // len(subject.runs)), 0
+        chosen = [[*paths][place] for place in spread_indices(len(paths), most)]
+        for step in chosen:
             try:
-                uri, reduced = data_uri(path)
+                uri, reduced = data_uri(paths[step])
             except (OSError, ValueError) as error:
-                said.append(f"{path} can't be read: {error}")
+                said.append(f"{paths[step]} can't be read: {error}")
                 continue
-            shown.setdefault(subject.names[run.folder], {})[int(path.stem[5:])] = uri
+            shown.setdefault(subject.names[run.folder], {})[int(step)] = uri
             smaller += reduced
         if len(chosen) < len(paths):
             said.append(subject.said(run, f"{len(chosen)} of {len(paths)} pictures are here, evenly chosen"))
@@ -174,8 +172,8 @@ def add_samples(page: Page, subject: Subject) -> None:
 def add_curves(page: Page, subject: Subject) -> None:
     groups = subject.groups
     shown = [m for m in METRICS if METRICS[m].curve and any(len(group.curve(m)) > 1 for group in groups)]
-    if "lr" in shown and len({point.value for group in groups for point in group.curve("lr")}) == 1:
-        shown.remove("lr")  # a constant learning rate is in the settings
+    if len({point.value for group in groups for point in group.curve("lr")}) < 2:
+        shown = [metric for metric in shown if metric != "lr"]  # a constant learning rate is in the settings
     if not shown:
         return
     page.section("Curves")
@@ -188,11 +186,12 @@ def add_curves(page: Page, subject: Subject) -> None:
 
 
 def add_scores(page: Page, subject: Subject) -> None:
-    found = [(run, *find_scores(run.folder)) for run in subject.runs]
-    if any(scored or problems for _, scored, problems in found):
+    each = [(run, *find_scores(run.folder)) for run in subject.runs]
+    each = [(run, scored, problems) for run, scored, problems in each if scored or problems]
+    if each:
         page.section("Scores")
-    for run, scored, problems in found:
-        if len(subject.runs) > 1 and (scored or problems):
+    for run, scored, problems in each:
+        if len(subject.runs) > 1:
             page.heading(subject.names[run.folder])
         if scored:
             page.table(*score_table(scored, run))
@@ -208,9 +207,9 @@ def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[li
 
     metrics, about, rows = known(METRICS), known(ABOUT), []
     for score in scored:
-        path, step = str(score.values.get("samples", "")), score.values.get("step")
+        path = str(score.values.get("samples", ""))
         where = path.removeprefix(f"{run.folder}/").removeprefix(f"{run.folder.resolve()}/")
-        where = where if step in (None, "") else f"step {_cell(step)}"
+        where = f"step {_cell(score.values['step'])}" if score.values.get("step") not in (None, "") else where
         counts = {name: f" of {count:,}" for name, count in score.counts.items()}
         rows.append([where, *(_cell(score.values.get(name)) + counts.get(name, "") for name in (*metrics, *about))])
     return ["of", *(METRICS[m].title + METRICS[m].arrow for m in metrics), *(ABOUT[key] for key in about)], rows
@@ -227,12 +226,11 @@ def add_time(page: Page, subject: Subject) -> None:
     page.section("Where the time went")
     each = [time_of(run) for run in subject.runs]
     totals = [sum(spent.values()) for spent in each]
-    rows = {name: [ABSENT] * len(each) for spent in each for name in spent}
-    for number, (spent, total) in enumerate(zip(each, totals)):
-        for name, seconds in spent.items():
-            rows[name][number] = f"{duration(seconds)}, {seconds / total:.1%}"
-    rows["in all"] = map(duration, totals)
-    page.table(["", *subject.names.values()], [[name, *cells] for name, cells in rows.items()])
+    rows = []
+    for name in dict.fromkeys(name for spent in each for name in spent):
+        shares = [(spent.get(name), total) for spent, total in zip(each, totals)]
+        rows.append([name, *(f"{duration(own)}, {own / total:.1%}" if own else ABSENT for own, total in shares)])
+    page.table(["", *subject.names.values()], [*rows, ["in all", *map(duration, totals)]])
     if any(len(run.starts) > 1 for run in subject.runs):
         page.text("What was done twice, after a restart, counts once.")
 
@@ -282,10 +280,9 @@ def add_settings(page: Page, subject: Subject) -> None:
 
 def facts_of(run: Found) -> dict[str, str]:
     """Return a run's state, network, data, device and costs as {title: text}."""
-    config, starts = run.config, run.starts or [{}]
-    first, last, batch = starts[0], starts[-1], value_at(config, "train.batch_size")
+    config, (first, last) = run.config, [run.starts[place] if run.starts else {} for place in (0, -1)]
+    versions, batch = last.get("versions", {}), value_at(config, "train.batch_size")
     seconds, flops, words, count = run.last("seconds"), run.last("flops"), last.get("command"), last.get("processes")
-    versions = last.get("versions", {})
     hashed, plus, rest = str(versions.get("git") or "").partition("+")
     device = ", ".join(str(last[key]) for key in ("device", "precision") if last.get(key))
     facts = {

@@ -11,7 +11,7 @@ import psutil
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.run_log import RunLog, value_at
-from tread.runtime.plugins import check_plugin, import_plugins
+from tread.runtime.plugins import import_plugins
 from tread.training.run_folder import migrate
 
 FILES = ("run.json", "metrics.jsonl", "status.json")
@@ -41,8 +41,8 @@ class Found:
     @property
     def step(self) -> int:
         """The number of steps done: the largest one in the status and the records."""
-        steps = [self.status.get("step"), *(record["step"] for record in self.records)]
-        return max((step for step in steps if isinstance(step, int)), default=0)
+        stated = self.status.get("step")
+        return max([stated if isinstance(stated, int) else 0, *(record["step"] for record in self.records)])
 
     @property
     def progress(self) -> str:
@@ -54,15 +54,14 @@ class Found:
 
     def state(self) -> str:
         """Return a text that says whether the run is running, finished, killed, …."""
-        state, reason, host, pid, time = map(self.status.get, ("state", "reason", "host", "pid", "time"))
+        state, reason = self.status.get("state"), self.status.get("reason")
         if state != "running":
             return " – ".join(str(part) for part in (state or "not known", reason) if part)
-        time = told_time(time)
+        host, pid, time = self.status.get("host"), self.status.get("pid"), told_time(self.status.get("time"))
         if host != platform.node() or not isinstance(pid, int):
             return f"running on {host}, by what it wrote last at {time}"
-        if not psutil.pid_exists(pid):
-            return f"killed: process {pid} is gone without a word; it last wrote at {time}"
-        return "running"
+        gone = f"killed: process {pid} is gone without a word; it last wrote at {time}"
+        return "running" if psutil.pid_exists(pid) else gone
 
 
 def told_time(stated: object) -> str | None:
@@ -73,38 +72,38 @@ def told_time(stated: object) -> str | None:
 def folders_of(patterns: Sequence[str]) -> list[Path]:
     """Return run folders, each once. A pattern is a folder's path, which is not checked, or a glob, which matches only
     folders with metrics. Raises FileNotFoundError for a glob without a match, or if `patterns` is empty."""
-    if not patterns:
-        raise FileNotFoundError("name at least one run's folder, such as results/digits-tread or 'results/*'")
-    folders = []
+    folders: dict[Path, None] = {}
     for pattern in patterns:
         matching = [Path(pattern)]
         if glob.has_magic(pattern) and not Path(pattern).is_dir():
             matching = [folder for folder in map(Path, sorted(glob.glob(pattern))) if RunLog(folder).records()]
         if not matching:
             raise FileNotFoundError(f"{pattern} names no run that has logged anything yet")
-        folders += matching
-    return list(dict.fromkeys(folders))
+        folders |= dict.fromkeys(matching)
+    if not folders:
+        raise FileNotFoundError("name at least one run's folder, such as results/digits-tread or 'results/*'")
+    return [*folders]
 
 
 def find_run(folder: Path) -> Found:
-    """Read a run's folder, and import the run's plugins, but no file in this folder (see check_plugin). Raises
-    FileNotFoundError if none of a run's files is there."""
+    """Read a run's folder, and import the run's plugins. Raises FileNotFoundError if none of a run's files is there."""
     present = [name for name in FILES if (folder / name).exists()]
     if not present and not any(folder.glob("step_*/info.json")):
         raise FileNotFoundError(f"{folder} is no run's folder: it has neither {', '.join(FILES)} nor a checkpoint")
-    log = RunLog(folder)
+    log, problems = RunLog(folder), []
     starts = [_typed(start) for start in log.starts()]
     records = [record for record in map(_numbers, log.records()) if record]
-    status = stated if isinstance(stated := log.read_status(), dict) else {}
-    unread = [name for name, content in zip(FILES, (starts, records, status)) if not content]
-    problems = [f"{name} is {'damaged or empty' if name in present else 'missing'}" for name in unread]
+    status = log.read_status()
+    status = status if isinstance(status, dict) else {}
+    for name, content in zip(FILES, (starts, records, status)):
+        if not content:
+            problems.append(f"{name} is {'damaged or empty' if name in present else 'missing'}")
     lines = log.metrics.read_text(errors="replace").splitlines() if "metrics.jsonl" in present else []
     if lost := sum(bool(line.strip()) for line in lines) - len(records):
         problems.append(f"{lost} of {lost + len(records)} lines of metrics.jsonl can't be read and are left out")
-    last, saved = starts[-1] if starts else {}, {}
-    config = _config_of(last.get("config"))
+    config, saved = _config_of(starts[-1]["config"]) if starts else {}, {}
     try:
-        import_plugins([check_plugin(name, folder) for name in config.get("plugins", ())])  # they may define metrics
+        import_plugins(config.get("plugins", ()))  # plugins may define metrics and networks of the run
     except ValueError as error:
         problems.append(str(error))
     try:
@@ -120,7 +119,7 @@ def find_run(folder: Path) -> Found:
     if not config:
         config = _config_of(saved.get("config"))
         problems.append("its settings are " + ("those of the newest checkpoint" if config else "not known"))
-    if plugins := last.get("plugins") or saved.get("plugins"):
+    if plugins := (starts[-1].get("plugins") if starts else None) or saved.get("plugins"):
         config = {**config, "plugins": [f"{name} {digest[:8]}" for name, digest in plugins.items()]}
     return Found(folder, config, records, starts, status, problems)
 
@@ -135,7 +134,7 @@ def _numbers(record: object) -> dict:
 def _typed(start: dict) -> dict:
     """Return an entry of run.json with empty values in place of those that are missing or of a wrong type."""
     kinds = {"step": int, "config": dict, "versions": dict, "warnings": list}
-    return start | {key: kind() for key, kind in kinds.items() if not isinstance(start.get(key), kind)}
+    return start | {key: start[key] if isinstance(start.get(key), kind) else kind() for key, kind in kinds.items()}
 
 
 def _config_of(config: object) -> dict:

@@ -92,17 +92,19 @@ def describe_alignment(run: Run) -> str:
 def disk(cfg: Settings, network: Backbone, aligner: Aligner | None) -> str:
     """Return a text on the size of a checkpoint, and of the averages that are stored for ema.power."""
     every, size = cfg.ema.snapshot_every or cfg.every.save, 2 * len(cfg.ema.power) * count_parameters(network)
-    text = f"{size_text(checkpoint_bytes(cfg, network, aligner))} a checkpoint, every {cfg.every.save:,} steps"
-    return f"{text}; {size_text(size)} of averages stored every {every:,} steps" if size else text
+    averages = f"; {size_text(size)} of averages stored every {every:,} steps" * bool(size)
+    return (
+        f"{size_text(checkpoint_bytes(cfg, network, aligner))} a checkpoint, every {cfg.every.save:,} steps{averages}"
+    )
 
 
 def describe_outcome(run: Run) -> str:
     """Return lines with the last value of each metric of samples or held-out data, and the paths of the results."""
     lines, records = [], run.log.records() if run.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
-        if last := next((record for record in reversed(records) if name in record), None):
-            counted = METRICS[name].count if name in METRICS else ""
-            count = f" of {last[counted]:,} samples" if counted else ""
+        last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)
+        if last:
+            count = f" of {last[metric.count]:,} samples" if metric and metric.count else ""
             earlier = "" if last["step"] == run.step else f", at step {last['step']:,}"
             lines.append(f"  {name:<21} {last[name]:.4f}{count}{earlier}")
         elif name == run.model.process.evaluation and run.heldout is None:

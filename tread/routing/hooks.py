@@ -23,8 +23,8 @@ raises ValueError; the caller can pass two functions instead:
 With attach_routes(tokens=…), both functions find the tokens first in args, however the model called the block. With
 attach_routes(output=…), join gets and returns the tokens alone.
 
-Each block on a route is checked at its first call: two more forwards show whether the order of the tokens matters
-(positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
+One or two blocks of each class on a route are checked at their first call: two more forwards show whether the order of
+the tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids, with_ratio
-from .positions import order_matters, refusal, tensors_in
+from .positions import blocks_to_check, order_matters, refusal, tensors_in
 
 _ON: list["Routing"] = []  # routings whose context `on` or `on_ids` is entered
 Inputs = tuple[tuple, dict]
@@ -109,12 +109,12 @@ class Routing:
         verify: bool,
     ) -> None:
         self.routes = routes
-        on_routes = {index for route in routes for index in range(route.start, route.end + 1)}
-        self._blocks = {blocks[index] for index in on_routes}
-        self._unverified = on_routes if verify else set()
+        on_routes = {index: blocks[index] for route in routes for index in range(route.start, route.end + 1)}
+        self._blocks = set(on_routes.values())
+        self._unverified = set(blocks_to_check(on_routes)) if verify else set()
         self._select, self._join, self._keyword, self._place = select, join, keyword, place
         self._ids: tuple[Tensor, ...] | None = None
-        self._tokens: Sequence[int | None] = ()
+        self._tokens: tuple[int | None, ...] = ()
         self._running: dict[int, tuple[Inputs, Tensor]] = {}  # block → inputs, ids_keep of its call
         self._rejoins: dict[int, tuple[Inputs, list[int], bool]] = {}  # route → inputs, write counts, _in_forward()
         self._last, self._handles = -1, []  # _last: the block that was called last
@@ -207,8 +207,9 @@ class Routing:
             self._watch(number, index, args)
         rejoins = index == route.end and route.rejoin < route.start
         saved = self._saved(number, index, args) if rejoins else (args, kwargs)
+        picked = self._select(args, kwargs, ids_keep)
         self._running[index] = saved, ids_keep
-        return self._select(args, kwargs, ids_keep)
+        return picked
 
     def _behind(self, index: int, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if index not in self._running:
@@ -261,21 +262,22 @@ class Routing:
                 )
 
     @contextlib.contextmanager
-    def on_ids(self, *ids_keep: Tensor, tokens: Sequence[int] | None = None) -> Iterator[None]:
+    def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None) -> Iterator[None]:
         """Return a context in which each route's blocks run on the tokens at its ids_keep (B, K) int64, one tensor per
-        route. `tokens` is each route's N; then blocks called with another number of tokens raise ValueError.
+        route. `tokens` is N, or each route's N; then blocks called with another number of tokens raise ValueError.
         Raises ValueError for ids_keep of wrong shape or dtype and, on a CPU only, for repeated or too large indices.
         Raises RuntimeError if routes of these blocks are on already or were removed. Warns if no routed block ran."""
         self._waiting = False
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
-        for ids, count in zip(ids_keep, tokens or ()):  # else the tokens that blocks get are the measure
-            check_ids(ids, len(ids), count)
+        counts = tuple(tokens) if isinstance(tokens, Sequence) else (tokens,) * len(self.routes)
+        for ids, count in zip(ids_keep, counts, strict=True):
+            check_ids(ids, len(ids) if ids.ndim else 0, count)
         if any(self._blocks & other._blocks for other in _ON):
             raise RuntimeError("routes of these blocks are on already: one attach_routes takes all that run together")
         if not self._handles:
             raise RuntimeError("the routes were removed from the model: attach them anew")
-        self._ids, self._tokens, self._ran = ids_keep, tokens or [None] * len(ids_keep), False
+        self._ids, self._tokens, self._ran = ids_keep, counts, False
         _ON.append(self)
         try:
             yield
@@ -289,7 +291,8 @@ class Routing:
                 )
         finally:
             _ON.remove(self)
-            self._ids, self._entered, self._last = None, None, -1
+            self._ids, self._tokens, self._last = None, (), -1
+            self._entered = None
             self._running.clear()  # a failed call would keep its tensors alive
             self._rejoins.clear()
 
@@ -342,9 +345,10 @@ def attach_routes(
                   select=select_first allows further inputs with an axis of length N.
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
-    verify        True: blocks raise ValueError if the order of their tokens matters. A check runs the block twice more,
-                  at its first call on a route outside compiled graphs. False: no check, for blocks that use the order
-                  on purpose, such as scans.
+    verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of routed blocks,
+                  two are checked: the last one, and the one whose settings differ most from it. A check runs the block
+                  twice more, at its first call on a route outside compiled graphs. False: no check, for blocks that use
+                  the order on purpose, such as scans.
 
     Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
     default `select`, for blocks that contain a module with batch_first=False.
@@ -369,6 +373,7 @@ def attach_routes(
                 )
         if tokens is not None and next(iter(inspect.signature(block.forward).parameters), None) != tokens:
             raise ValueError(f"tokens is {tokens!r}, but must name the first input of the blocks")
-    check_routes(routes, len(blocks))
-    settled = tuple(replace(route, fp32="off").resolve(len(blocks)) for route in routes)
+    resolved = [route.resolve(len(blocks)) for route in routes]
+    check_routes(resolved, len(blocks))
+    settled = tuple(replace(route, fp32="off") for route in resolved)
     return Routing(blocks, settled, select, join, tokens, output, verify)

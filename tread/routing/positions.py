@@ -28,22 +28,53 @@ def check_positions(
     """Raise ValueError if a block's output depends on the order of its tokens (B, N, D), N > 1. Blocks are called as
     block(tokens, *along, *shared); each tensor of `along` is (B, N, …), with one row per token.
 
-    Each block runs twice, in eval mode without gradient, with random parameters, since a fresh adaLN-Zero block adds
-    nothing. Parameters, buffers, mode and global random generators stay as they were.
+    One or two blocks of each class run twice, in eval mode without gradient, with random parameters, since a fresh
+    adaLN-Zero block adds nothing. Parameters, buffers, mode and global random generators stay as they were.
     """
-    count = 1 + len(along)
 
     def select(args: tuple, kwargs: dict, ids: Tensor) -> tuple[tuple, dict]:
+        count = 1 + len(along)
         return (*(gather_tokens(given, ids) for given in args[:count]), *args[count:]), kwargs
 
     def join(output: Tensor, saved: tuple[tuple, dict], ids: Tensor) -> Tensor:
         return scatter_tokens(saved[0][0], output, ids)
 
     ids = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
-    for index, block in enumerate(blocks):
+    for index in blocks_to_check(dict(enumerate(blocks))):
+        block = blocks[index]
         difference = order_matters(block, (tokens, *along, *shared), {}, ids, False, select, join)
         if difference:
             raise ValueError(refusal(index, block, difference, "along=", "leave this check out"))
+
+
+def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
+    """Choose one or two blocks of each class in {index: block} and return their indices. One is the last of its class,
+    as it may be that only deep blocks compute positions themselves. The other is the block whose settings differ most
+    from the last's, if any do. An integer that differs in every block is left out: it is likely the block's index."""
+    alike: dict[type, dict[int, dict]] = {}
+    for index, block in sorted(blocks.items(), reverse=True):
+        alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}
+    chosen = []
+    for settings in alike.values():
+        last = next(iter(settings))
+        values = {key: [found.get(key) for found in settings.values()] for key in settings[last]}
+        numbers = {key for key, each in values.items() if type(each[0]) is int and len({*each}) == len(each)}
+        changes = {
+            index: sum(key not in numbers for key, _ in settings[last].items() ^ found.items())
+            for index, found in settings.items()
+        }
+        chosen += dict.fromkeys([last, max(changes, key=changes.get)])
+    return chosen
+
+
+def _settings(block: nn.Module) -> dict[str, Any]:
+    """Return a block's plain attributes, the classes of its submodules and the shapes of its tensors, keyed by name."""
+    found = {name: given.shape for name, given in [*block.named_parameters(), *block.named_buffers()]}
+    for name, module in block.named_modules():
+        for key, value in vars(module).items():
+            found[f"{name}.{key}"] = value if isinstance(value, (bool, int, float, str)) else type(value)
+        found[f"{name}."] = type(module)
+    return found
 
 
 def refusal(index: int, block: Any, difference: float, how: str, otherwise: str) -> str:

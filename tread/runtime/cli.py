@@ -53,7 +53,7 @@ def open_door(
     spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
     """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call `main`, which `door`
-    decorated. Every script takes plugins=[…]. An error in the composed config ends the script without a traceback;
+    decorated. All such scripts take plugins=[…]. An error in the composed config ends the script without a traceback;
     HYDRA_FULL_ERROR=1 shows it.
 
     known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
@@ -68,9 +68,10 @@ def open_door(
         answer_help(script["__doc__"], config)
         if {"-m", "--multirun"} & {*sys.argv[1:]}:
             raise ValueError(f"-m and --multirun would run the first value alone: give {ONE_EACH}")
-        import_plugins(named_plugins(sys.argv[1:], config))
+        import_plugins(plugins := named_plugins(sys.argv[1:], config))
         known = schema.known_keys(main.kind) if known is None else [*(known() if callable(known) else known)]
-        words = [word for word in sys.argv[1:] if "plugins" in known or not word.startswith("plugins=")]
+        done = plugins and "plugins" not in known
+        words = [word for word in sys.argv[1:] if not (done and re.match(r"\+*plugins=", word))]
         sys.argv[1:] = spell(take_literally(words, literal))
         schema.check_overrides(sys.argv[1:], known)
         if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:

@@ -111,6 +111,8 @@ def point_to(link: Path, target: str) -> None:
 
 def check_place(folder: Path, needed: int) -> None:
     """Make a folder if it is missing. Raises OSError unless files of `needed` bytes can be written into it."""
+    if files := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
+        raise Unwritable(f"{folder} could not be written ({files[0]} is a file, but must be a folder)")
     with explain_failure(folder):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"

@@ -33,7 +33,8 @@ def import_plugins(names: Sequence[str]) -> None:
                 sys.modules[place] = module_from_spec(spec_from_file_location(place, place))
                 exec(compile(source, place, "exec"), sys.modules[place].__dict__)
             else:
-                source = Path(importlib.import_module(name).__file__).read_bytes()
+                file = importlib.import_module(name).__file__
+                source = Path(file).read_bytes() if file else b""
             _imported[module] = place, content_hash(source)
         except Exception as error:
             sys.modules.pop(place, None)
@@ -61,10 +62,13 @@ def check_plugin(name: str, folder: Path) -> str:
     elsewhere = Path(name).is_file() and run.resolve() not in Path(name).resolve().parents
     if not name.endswith(".py") or file in _imported or elsewhere:
         return name
-    near = next((place for place in (folder / file, run / file, Path(file)) if place.is_file()), None)
+    places = (Path(name), folder / file, run / file, Path(file))
+    near = next((place for place in places if place.is_file()), None)
     if near is None:
-        raise ValueError(f"it needs the plugin {file}, which is neither {name} nor in {folder} or {Path.cwd()}")
-    raise ValueError(f"it needs the plugin {name}, which is gone: plugins=[{near}] imports this one, if you trust it")
+        where = " or ".join(dict.fromkeys(map(str, (folder, run, Path.cwd()))))
+        raise ValueError(f"it needs the plugin {file}, which is neither {name} nor in {where}")
+    why = "lies beside the checkpoint" if near == Path(name) else "is gone"
+    raise ValueError(f"it needs the plugin {name}, which {why}: plugins=[{near}] imports this one, if you trust it")
 
 
 def absolute(name: str) -> str:

@@ -54,7 +54,8 @@ class Alignment:
 
     def __post_init__(self) -> None:
         if self.blocks is not None and (self.block is not None or not self.blocks):
-            raise ValueError("alignment.block names one block, alignment.blocks one or more: set one of the two keys")
+            given = f"alignment.blocks is {written(self.blocks)} and alignment.block {written(self.block)}"
+            raise ValueError(f"{given}: name one block or more, by one of the two keys")
         if self.fade > (self.until or 0):
             raise ValueError(f"alignment.fade is {self.fade}, but alignment.until {written(self.until)}: fade ≤ until")
 
@@ -68,16 +69,16 @@ class Alignment:
     def encoder_precision(self, training: str, device: torch.device) -> str:
         """Return "fp32" or "bf16" for an encoder that runs during training (source="live"). precision="auto" means the
         precision of the training steps, `training`, if `device` is a GPU with bf16, else fp32."""
-        if self.precision != "auto":
-            return self.precision
-        return training if has_bf16(device) else "fp32"
+        auto = training if has_bf16(device) else "fp32"
+        return auto if self.precision == "auto" else self.precision
 
     def resolve(self, depth: int) -> tuple[tuple[int, ...], int]:
         """Return the indices (from 0) of the aligned blocks, each once and in order, and of the teacher's block among
         `depth` blocks. Negative settings count from the end. Raises ValueError for a block that is not there."""
-        for value in (self.block, self.teacher, *(self.blocks or ())):
+        named = {"block": (self.block,), "blocks": self.blocks or (), "teacher": (self.teacher,)}
+        for name, value in ((name, value) for name, values in named.items() for value in values):
             if value is not None and not -depth <= value < depth:
-                raise ValueError(f"alignment names block {value}, but the network has {depth} blocks")
+                raise ValueError(f"alignment.{name} is {value}, but the network has {depth} blocks")
         block = max(1, min(8, depth // 3)) - 1 if self.block is None else self.block
         teacher = max(1, 2 * depth // 3) - 1 if self.teacher is None else self.teacher
         return tuple(sorted({each % depth for each in self.blocks or (block,)})), teacher % depth

@@ -86,11 +86,12 @@ def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int 
 
 def explain_memory(run: Run, error: str) -> str:
     """Return a message for the out-of-memory error `error`; it names a micro-batch size found to fit, if any."""
-    rows, cfg, latents, aligner = run.micro_batches[0], run.cfg, run.data.latents, run.aligner_at(run.step)
-    tried = rows.stop - rows.start
+    rows, cfg = run.micro_batches[0], run.cfg
+    share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
     run.optimizer.zero_grad()
-    draws = step_draws(cfg, latents, run.step, run.device).rows(rows)
+    draws = step_draws(cfg, run.data.latents, run.step, run.device).rows(rows)
     batch = run.loader.batches(run.step)[0]
+    aligner = run.aligner_at(run.step)
     module = aligner.module if aligner else run.network
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -98,14 +99,13 @@ def explain_memory(run: Run, error: str) -> str:
         few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # for its future state
         room = [parameter.new_empty(math.ceil(copies * parameter.numel())) for parameter in parameters]
         with torch.compiler.set_stance("force_eager"), autocast(run.device, run.precision):
-            terms = loss(cfg, module, latents, batch.rows(few), draws.rows(few), run.network.null(1), aligner)
-            total = sum(term.mean() for term in terms)
+            given = (batch.rows(few), draws.rows(few), run.network.null(1))
+            total = sum(term.mean() for term in loss(cfg, module, run.data.latents, *given, aligner))
         torch.autograd.grad(total, parameters)  # not backward(), which would have DDP wait for other processes
         del room  # held until here
 
-    size = find_fitting(attempt, cfg.train.batch_size // run.processes.count, tried)
-    advice = (
-        f"train.micro_batch_size={size} would fit, with the same results" if size else "even one image does not fit"
-    )
+    size = find_fitting(attempt, share, tried)
+    fits = f"train.micro_batch_size={size} would fit, with the same results"
     said = f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}"
+    advice = fits if size else "even one image does not fit"
     return f"{said}\n  {advice}. train.memory=checkpointing needs less memory too"

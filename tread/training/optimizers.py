@@ -83,15 +83,14 @@ class Optim:
             raise ValueError(f"optim.betas is {list(self.betas)}, but must be two numbers")
         if self.name not in OPTIMIZERS:
             raise ValueError(f"optim.name is {self.name!r}, but must be {', '.join(OPTIMIZERS)} or a plugin's")
-        entry, rate = OPTIMIZERS[self.name], f"optim.muon_lr is {written(self.muon_lr)}"
-        if entry.splits and self.muon_lr is None:
+        rate = f"optim.muon_lr is {written(self.muon_lr)}, optim.muon_scale {self.muon_scale}"
+        if OPTIMIZERS[self.name].splits and self.muon_lr is None:
             raise ValueError(f"{rate}, but optim.name={self.name} needs a rate: 1e-3 say, or 1e-4 with match_rms")
-        if not entry.splits and (self.muon_lr, self.muon_scale) != (None, "original"):
-            rate += f", optim.muon_scale {self.muon_scale}"
+        if not OPTIMIZERS[self.name].splits and (self.muon_lr, self.muon_scale) != (None, "original"):
             raise ValueError(f"{rate}, but optim.name={self.name} has neither: leave them null and original")
-        if entry.splits and any(group.lr for group in self.groups):
+        if OPTIMIZERS[self.name].splits and any(group.lr for group in self.groups):
             raise ValueError(f"optim.groups has rates, but optim.name={self.name} has its own: they can only be 0")
-        signature, given = inspect.signature(entry.make), self._arguments()
+        signature, given = inspect.signature(OPTIMIZERS[self.name].make), self._arguments()
         try:
             signature.bind((), **given, **(self.options or {}))
         except TypeError as error:
@@ -164,13 +163,14 @@ class Optim:
         return int(self.matrix_copies * matrices + self.copies * (trained - matrices))
 
     def split(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return a text to follow the optimizer's name: how many parameters have which rate, with optim.groups or an
-        optimizer that treats block matrices apart (these come first), as Muon does; "" if all have the same."""
-        if not self.groups and not OPTIMIZERS[self.name].splits:
+        """Return a text to follow the optimizer's name: how many parameters have which rate, with optim.groups; or how
+        many are block matrices, if the optimizer treats these apart, as Muon does; "" if it treats all alike."""
+        if self.groups and not OPTIMIZERS[self.name].splits:
+            parts = [(sum(p.numel() for p in group["params"]), group) for group in optimizer.param_groups]
+            told = (f"{count:,} parameters at {self.lr * group.get('lr_factor', 1):g}" for count, group in parts)
+            frozen = "; the others are frozen" * any(not group.lr for group in self.groups)
+            return f" for {', '.join(told)}{frozen}"
+        if not OPTIMIZERS[self.name].splits:
             return ""
-        told = []
-        for group in optimizer.param_groups:
-            count, rate = sum(p.numel() for p in group["params"]), self.lr * group.get("lr_factor", 1)
-            told.append(f"{count:,} parameters at {rate:g}")
-        frozen = "; the others are frozen" * any(not group.lr for group in self.groups)
-        return f" for {', '.join(told)}{frozen}"
+        own, rest = ([parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups)
+        return f" for {len(own)} block matrices ({sum(own):,} parameters), AdamW for the other {sum(rest):,}"

@@ -244,7 +244,8 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
         if not math.isfinite(loss):
             if spoilt := run.processes.from_main(lambda: name_spoilt(run.heldout, evaluated(run))):
                 found = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g} by the held-out data: samples"
-                raise ValueError(f"{found} {spoilt} hold numbers that are not finite: prepare them again")
+                advice = "prepare them again, or set dataset.heldout=null, and the run goes on"
+                raise ValueError(f"{found} {spoilt} hold numbers that are not finite: {advice}")
             raise Failure(doubt)
 
         def note() -> None:

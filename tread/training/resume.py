@@ -12,6 +12,7 @@ from tread.checkpoints.checkpoint import find_whole, newest
 from tread.checkpoints.run_log import RunLog, differences, value_at
 from tread.runtime.plugins import import_plugins
 from tread.runtime.schema import check_overrides, written
+from tread.runtime.tensor_files import listed
 from tread.training.run_folder import LAUNCH, NOTHING, decisive, migrate
 from tread.training.settings import as_recorded, known_keys
 
@@ -33,21 +34,18 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
 
     Raises FileNotFoundError if run=… names no run, ValueError if name=… or results=… is typed as well.
     """
-    matches = (re.match(r"[+~]*([^-+~=\s][^=\s]*)=(.*)", argument) for argument in arguments)
-    typed = dict(match.groups() for match in matches if match)
-    warnings = []
-    for group in ("model", "dataset"):
-        name = typed.get(f"{group}.name")
-        if name != typed.get(group) and (configs / group / f"{name}.yaml").is_file():
-            chooses = f"{group}={name} chooses configs/{group}/{name}.yaml"
-            warnings.append(f"warning: {group}.name={name} only changes a name: {chooses}")
+    typed = dict(match.groups() for match in map(re.compile(r"[+~]*([^-+~=\s][^=\s]*)=(.*)").match, arguments) if match)
+    warnings = [
+        f"warning: {group}.name={name} only changes a name: {group}={name} chooses configs/{group}/{name}.yaml"
+        for group, name in ((group, typed.get(f"{group}.name")) for group in ("model", "dataset"))
+        if name != typed.get(group) and (configs / group / f"{name}.yaml").is_file()
+    ]
     by_folder = composed["run"] is not None
+    if by_folder and typed.keys() & {"name", "results"}:
+        raise ValueError("run=… says which folder, so name=… and results=… can't be set beside it")
+    folder = find_run(str(composed["run"])) if by_folder else Path(str(composed["results"])) / str(composed["name"])
     if by_folder:
-        if typed.keys() & {"name", "results"}:
-            raise ValueError("run=… says which folder, so name=… and results=… can't be set beside it")
-        folder = find_run(str(composed["run"]))
         composed = {**composed, "name": folder.name, "results": str(folder.parent), "run": None}
-    folder = Path(str(composed["results"])) / str(composed["name"])
     starts = RunLog(folder).starts()
     checkpoint = None if starts else find_whole(folder)[0]
     if not starts and checkpoint is None:
@@ -58,8 +56,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         check_record(recorded, folder / "run.json" if starts else checkpoint.folder / "info.json")
     recorded, composed = migrate(recorded), as_recorded(composed)
     keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
-    for group in typed.keys() & GROUPS:
-        choice = typed[group]
+    for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
         begun = any(f"{group}={choice}" in start.get("command", ()) for start in starts)
         if not begun and recorded.get(group, {}).get(GROUPS[group]) != choice:
             set_there = keys_of(configs, f"{group}/{choice}") or {f"{group}.{key}" for key in composed.get(group) or ()}
@@ -89,7 +86,10 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
             warnings.append(f"warning: {folder} is finished, its record stays: {', '.join(unused)} had no effect")
     if rest and not by_folder:  # with run=… these are defaults of other runs
         kept = [f"{key} {written(before)} (not {written(now)})" for key, (before, now) in rest.items()]
-        warnings.append(f"warning: settings stay as the run has them: {', '.join(kept)}; key=value changes one")
+        fixed = decisive(rest, config)
+        advice = ["key=value changes one"] if len(fixed) < len(rest) else []
+        advice += [f"{' and '.join(fixed)} can't change in a run, so take another name=…"] if fixed else []
+        warnings.append(f"warning: settings stay as the run has them: {', '.join(kept)}; {', but '.join(advice)}")
     return config, warnings
 
 
@@ -113,12 +113,19 @@ def _is_done(folder: Path, config: dict) -> bool:
 
 def find_run(run: str) -> Path:
     """Return the folder of the run to resume, the value of run=…, as a normalised path; symbolic links are kept. Raises
-    FileNotFoundError if it holds no run."""
+    FileNotFoundError if it holds no run; the message lists runs inside and next to it."""
     folder = Path(os.path.normpath(run))
     folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))
-    if not RunLog(folder).starts() and newest(folder) is None:
-        raise FileNotFoundError(f"{folder} {'holds no run' if folder.exists() else 'does not exist'}")
-    return folder
+
+    def holds_a_run(path: Path) -> bool:
+        return bool(RunLog(path).starts() or newest(path))
+
+    if holds_a_run(folder):
+        return folder
+    around = [path for place in (folder, folder.parent) if place.is_dir() for path in sorted(place.iterdir())]
+    runs = [f"run={path}" for path in (folder.parent, *around) if path.is_dir() and holds_a_run(path)]
+    what = "holds no run" if folder.exists() else "does not exist"
+    raise FileNotFoundError(f"{folder} {what}; near it: {listed(runs, 10) or 'no run either'}")
 
 
 def leaves(key: str, value: object) -> list[str]:

@@ -158,8 +158,7 @@ class Run:
 
     @property
     def demo_samples(self) -> int:
-        """The number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)) for class-conditional
-        digits and text-conditional emoji, 0 for all other runs."""
+        """The number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)), 0 without a judge."""
         return min(self.cfg.eval.demo_samples, max(40, self.cfg.train.steps)) if self.cfg.judges_demo else 0
 
     @contextlib.contextmanager

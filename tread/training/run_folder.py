@@ -12,11 +12,11 @@ from tread.training.alignment import Alignment
 from tread.training.settings import Settings
 
 # The settings that must not change when a run is resumed, besides the section of its objective (edm or rf).
-FIXED = {"seed", "objective", "model", "ema.power", *TextSettings().decisive}
-FIXED |= {"init_from", "init_weights", "init_classes", "init_positions", "lora", "train.class_token_weight"}
-FIXED |= {f"alignment.{item.name}" for item in fields(Alignment) if item.name not in ("precision", "until", "fade")}
-FIXED |= {"dataset.name", "dataset.channels", "dataset.size", "dataset.num_classes", "train.batch_size"}
-FIXED |= {"train.label_drop", "train.path_drop", "train.loss_tokens", "train.reconstruction"}
+FIXED = ("seed", "objective", "model", "ema.power", *TextSettings().decisive)
+FIXED += ("init_from", "init_weights", "init_classes", "init_positions", "lora", "train.class_token_weight")
+FIXED += tuple(f"alignment.{key}" for key in {each.name for each in fields(Alignment)} - {"precision", "until", "fade"})
+FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
+FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))
 LAUNCH = ("name", "results", "resume", "run")  # settings of a launch, not of a run
 NOTHING = "nothing"  # stands for a missing value
 FREE = ("optim.options.", "train.ratio_schedule.")  # dicts in which a missing key differs from its default
@@ -24,9 +24,8 @@ FREE = ("optim.options.", "train.ratio_schedule.")  # dicts in which a missing k
 
 def decisive(keys: Iterable[str], config: dict) -> list[str]:
     """Return those of the dotted keys whose settings must not change when a run with `config` is resumed."""
-    names = {*FIXED, config.get("objective", "edm")}
-    if config.get("train", {}).get("routes_until") == 0:  # which stands for "never any"
-        names.add("train.routes_until")
+    never = ["train.routes_until"] * (config.get("train", {}).get("routes_until") == 0)  # 0 stands for "never any"
+    names = (*FIXED, *never, config.get("objective", "edm"))
     return [key for key in keys if any(f"{key}.".startswith(f"{name}.") for name in names)]
 
 
@@ -44,13 +43,15 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     Raises FileExistsError if the folder has foreign files or, with resume=False, a run; FileNotFoundError if
     resume=True but no checkpoint is there; ValueError if its run has other settings where they must be the same."""
     other = "name=<another name> starts a run of its own"
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")
     checkpoint, damaged = find_whole(folder)
-    if checkpoint is None and resume is True:
-        raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint; resume=auto starts a run there")
     starts = RunLog(folder).starts()
     if checkpoint is None and not starts:
         if folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise FileExistsError(f"{folder} holds files that are not a run's; {other}")
+        if resume is True:
+            raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint; resume=auto starts a run there")
         return Claim()
     if resume is False:
         raise FileExistsError(f"{folder} holds a run already; resume=auto continues it, {other}")
@@ -61,11 +62,12 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     if fixed := decisive(changed, config):
         listed = [f"\n  {key}: {written(changed[key][0])} there, {written(changed[key][1])} here" for key in fixed]
         raise ValueError(f"{folder} holds a run with other settings; {other}{''.join(listed)}")
-    for key in [*changed]:  # keys that are younger than the record; items of lists are none
-        younger = changed[key][0] is NOTHING and not key.startswith(FREE) and not key[-1].isdecimal()
-        if younger or key in LAUNCH:
-            del changed[key]
-    return Claim(checkpoint, changed, damaged)
+    if checkpoint is None and resume is True:
+        raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
+    added = [key for key, (before, _) in changed.items() if before is NOTHING and not key.startswith(FREE)]
+    younger = {key for key in added if not key[-1].isdecimal()}
+    said = {key: both for key, both in changed.items() if key not in {*LAUNCH, *younger}}
+    return Claim(checkpoint, said, damaged)  # keys added since the run was recorded are left out, items of lists not
 
 
 def migrate(config: dict) -> dict:

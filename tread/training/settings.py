@@ -55,9 +55,8 @@ class Train:
     def __post_init__(self) -> None:
         again, memory = self.activation_checkpointing, self.memory
         if again is not None and memory != "auto" and again != (memory == "checkpointing"):
-            raise ValueError(
-                f"activation_checkpointing is {written(again)}, but train.memory is {memory}, which decides"
-            )
+            both = f"activation_checkpointing is {written(again)}, but train.memory is {memory}"
+            raise ValueError(f"{both}: memory alone decides, and checkpointing is a value of it")
         if again:
             object.__setattr__(self, "memory", "checkpointing")
         if self.reconstruction and self.loss_tokens == "all":
@@ -70,6 +69,10 @@ class Ema:
     warmup: bool
     power: tuple[Width, ...]
     snapshot_every: Count | None
+
+    def __post_init__(self) -> None:
+        if len(set(self.power)) < len(self.power):
+            raise ValueError(f"ema.power is {list(self.power)}, but must be different widths")
 
 
 @dataclass(frozen=True)
@@ -161,21 +164,20 @@ class Settings:
     lora: Lora = Lora()
 
     def __post_init__(self) -> None:
-        model, train, schedule, named = self.model, self.train, self.train.ratio_schedule, f"model={self.model.name}"
+        model, schedule, named = self.model, self.train.ratio_schedule, f"model={self.model.name}"
         side, rest = divmod(self.dataset.size or 0, model.patch_size)
         for number, route in enumerate(() if rest or not side else model.routes):  # the network refuses a remainder
-            key = f"model.routes.{number}.selection_ratio"
-            if schedule:
-                if (fixed := RULES[route.select].ratio) is not None:
-                    raise ValueError(f"train.ratio_schedule is given, but select={route.select} has a ratio of {fixed}")
-                route, key = replace(route, selection_ratio=max(schedule.start, schedule.end)), "train.ratio_schedule"
-            check_ratio(route, (side, side), key)
-        if schedule and not model.routes:
-            raise ValueError(f"train.ratio_schedule is for routes, but {named} has none")
-        if train.loss_tokens == "kept" and not model.routes and not model.masks:
-            raise ValueError(f"train.loss_tokens is for routes, but {named} has none")
-        if train.path_drop and not model.has_path:
-            raise ValueError(f"train.path_drop is {train.path_drop:g}, but {named} has no sparse path")
+            if schedule and (fixed := RULES[route.select].ratio) is not None:
+                given = f"train.ratio_schedule is given, but model.routes.{number}.select={route.select}"
+                raise ValueError(f"{given} fixes the ratio at {fixed}: select=token takes others")
+            ratio = max(schedule.start, schedule.end) if schedule else route.selection_ratio
+            key = "train.ratio_schedule" if schedule else f"model.routes.{number}.selection_ratio"
+            check_ratio(replace(route, selection_ratio=ratio), (side, side), key)
+        for key, given in {"ratio_schedule": schedule, "loss_tokens": self.train.loss_tokens != "all"}.items():
+            if given and not model.routes and (schedule or not model.masks):
+                raise ValueError(f"train.{key} is for routes, but {named} has none")
+        if self.train.path_drop and not model.has_path:
+            raise ValueError(f"train.path_drop is {self.train.path_drop:g}, but {named} has no sparse path")
         if model.class_token and self.objective != "rf":
             raise ValueError(f"model.class_token is {model.class_token}, but needs objective=rf, not {self.objective}")
         if model.takes_text and self.text.encoder is None:
@@ -184,17 +186,15 @@ class Settings:
             raise ValueError(f"eval.fid_every scores classes, which {named} has not: fid.py scores its checkpoints")
         for key in ("predicts", "loss_of", "contrastive", "train_shift") if self.objective == "edm" else ():
             if (value := getattr(self.rf, key)) != getattr(RF, key):
-                raise ValueError(f"rf.{key} is {written(value)}, but belongs to objective=rf, not to edm")
-        adapted = {
-            "init_classes": self.init_classes,
-            "init_positions": self.init_positions,
-            "lora.rank": self.lora.rank,
-        }
-        for key, given in adapted.items():
-            if given is not None and self.init_from is None:
+                instead = "; for edm add ln s to edm.P_mean" * (key == "train_shift")
+                raise ValueError(f"rf.{key} is {written(value)}, but belongs to objective=rf, not to edm{instead}")
+        for key in ("init_classes", "init_positions"):
+            if getattr(self, key) is not None and self.init_from is None:
                 raise ValueError(f"{key} is given, but init_from=… is not, whose weights it changes")
         if self.init_classes is not None and model.takes_text:
             raise ValueError(f"init_classes is given, but {named} takes texts, not classes")
+        if self.lora.rank and self.init_from is None:
+            raise ValueError("lora.rank is given, but init_from=… is not, whose weights it adapts")
         if self.lora.rank and OPTIMIZERS[self.optim.name].splits:
             raise ValueError(f"optim.name={self.optim.name} updates whole matrices, which lora.rank freezes: try adamw")
         if self.lora.rank and self.ema.power:
@@ -204,8 +204,9 @@ class Settings:
         for key, kinds in dict(block=both, blocks=both, until=both, encoder=("repa",), teacher=("self",)).items():
             value, kind = getattr(self.alignment, key), self.alignment.kind
             if value is not None and kind not in kinds:
+                given = f"alignment.{key} is {schema.written(value)}"
                 asked = " or ".join(f"alignment={choice}" for choice in kinds)
-                raise ValueError(f"alignment.{key} is {written(value)}, which belongs to {asked}, not alignment={kind}")
+                raise ValueError(f"{given}, which belongs to {asked}, not to alignment={kind}")
         if self.alignment.kind == "repa" and self.alignment.encoder is None:
             encoders = "dinov2-s, -b, -l, -g, a hub id or folder of DINOv2, inception, or module:function"
             raise ValueError(f"alignment.encoder is null, but alignment=repa needs one: {encoders}")
@@ -214,9 +215,9 @@ class Settings:
         if self.rf.shift != "auto":  # else `complete` settles it; raises ValueError for impossible steps
             process.schedule(process.default_steps if steps is None else steps)
         if (shape := tuple(process.weight(torch.full((2,), 0.5)).shape)) != (2,):  # of a plugin
-            name = type(process).__name__
-            raise ValueError(f"{name}.weight returns shape {shape} for noise levels of shape (2,), but must keep it")
-        if process.beyond >= train.batch_size:
+            said = f"{type(process).__name__}.weight returns shape {shape} for noise levels of shape (2,)"
+            raise ValueError(f"{said}, but must return one weight for each")
+        if process.beyond >= self.train.batch_size:
             raise ValueError("rf.contrastive contrasts with another sample of the batch, but train.batch_size is 1")
         if "/" in self.name or self.name in ("", ".", ".."):
             raise ValueError(f"name is {self.name!r}, but must be the name of one folder; see also results=…")
@@ -279,8 +280,8 @@ def read_text_settings(cfg: Settings) -> TextSettings:
     stored = asdict(LatentDataset(cfg.dataset.path, text=cfg.text.encoder).text_spec)
     for key, value in stored.items():
         if (given := getattr(cfg.text, key)) not in (getattr(TextSettings, key), value):
-            both = f"text.{key} is {str(given)[:80]}, but {str(value)[:80]} in {cfg.dataset.path}"
-            raise ValueError(f"{both}: leave it null, or name=… starts a run of its own")
+            there = f"{str(value)[:80]} in {cfg.dataset.path}: leave it null, or name=… starts a run of its own"
+            raise ValueError(f"text.{key} is {str(given)[:80]}, as typed or as the run was begun, but {there}")
     return TextSettings(**stored)
 
 
@@ -289,13 +290,13 @@ def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
     cifar10, make both, at dataset.path and beside it. Emoji get encoded captions if the network takes text. Raises
     ValueError or OSError if CIFAR-10's archive can't be fetched or read. For digits and emoji, raises FileNotFoundError
     if a missing `path` does not end in the dataset's name and the part (digits/train), as it is likely mistyped."""
-    kind, folder = cfg.dataset.embedded, Path(path)
-    if kind == "cifar10" and not folder.exists():
+    kind = cfg.dataset.embedded
+    if kind == "cifar10" and not Path(path).exists():
         cifar10.prepare_cifar10(Path(cfg.dataset.path), cfg.dataset.archive)
-    elif kind in ("digits", "emoji") and not folder.exists() and folder.absolute().parts[-2:] != (kind, part):
-        there = f"{kind} are written to folders …/{kind}/{part} only"
-        raise FileNotFoundError(f"{path} does not exist: latents of your own need dataset=folder; {there}")
+    elif kind in ("digits", "emoji") and not Path(path).exists() and Path(path).absolute().parts[-2:] != (kind, part):
+        said = f"{path} does not exist: latents of your own need dataset=folder"
+        raise FileNotFoundError(f"{said}; {kind} are written to folders …/{kind}/{part} only")
     elif kind == "digits":
-        digits.prepare_digits(folder, part)
+        digits.prepare_digits(Path(path), part)
     elif kind == "emoji":
-        emoji.prepare_emoji(folder, part, cfg.text.encoder if cfg.model.takes_text else None)
+        emoji.prepare_emoji(Path(path), part, cfg.text.encoder if cfg.model.takes_text else None)

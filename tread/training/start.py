@@ -15,7 +15,7 @@ from tread.checkpoints.adapting import new_classes, new_positions, position_scal
 from tread.checkpoints.ema import EMA, exponential, power
 from tread.checkpoints.lora import BASE, base_of
 from tread.checkpoints.network import build_network, process_of
-from tread.checkpoints.run_log import RunLog, differences
+from tread.checkpoints.run_log import RunLog, check_alike, differences
 from tread.checkpoints.weights import StoredWeights, load_weights
 from tread.data.columns import check_grid
 from tread.data.dataset import LatentDataset
@@ -57,16 +57,14 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     check_tracker(cfg.tracker)
     processes, precision = open_training(cfg.train.precision, cfg.train.cpu_threads, cfg.train.processes)
     stop.connect(processes.count)
-    told = processes.gather_objects(config)
-    if unlike := {key for other in told for key in differences(told[0], other)}:
-        raise ValueError(
-            f"{', '.join(sorted(unlike))}: typed for some of the processes alone; all need the same settings"
-        )
+    check_alike(processes.gather_objects(config))
     micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
     check_memory(cfg, processes.device)
     log = RunLog(Path(cfg.results) / cfg.name)  # before anything in the folder is read
     claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
     earlier = claimed.checkpoint
+    if earlier and not (earlier.folder / "info.json").is_file():
+        raise ValueError(f"{earlier.folder} is not seen by all processes; `results` must be a folder they share")
     with processes.main_first():
         data, heldout = open_datasets(cfg, processes.device)
     if earlier:
@@ -77,7 +75,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         network = build_network(cfg)
     network.residual = cfg.train.residual  # copied to the averaged networks, too
     if cfg.init_from and not earlier:
-        cfg = replace(cfg, init_from=processes.from_main(lambda: pinned(cfg.init_from)))
+        cfg = replace(cfg, init_from=processes.from_main(lambda: checkpoint.pinned(cfg.init_from)))
     weights, notes = bring_weights(cfg, network, claimed, data)
     base = adapt(cfg, network, earlier)
     cfg.optim.freeze(network)
@@ -119,19 +117,11 @@ def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
     already. Raises ValueError if it was set to another value (1, the default, counts as not set)."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, cfg.init_weights, run, side)
-    if (given := cfg.model.position_scale) not in (1.0, scale):
-        raise ValueError(
-            f"model.position_scale is {given:g}, but init_positions=scaled makes it {scale:g}: leave it out"
-        )
+    if cfg.model.position_scale not in (1.0, scale):
+        said = f"model.position_scale is {cfg.model.position_scale:g}, but init_positions=scaled makes it {scale:g}"
+        raise ValueError(f"{said}: leave it out")
     config = {**config, "model": {**config["model"], "position_scale": scale}}
     return replace(cfg, model=replace(cfg.model, position_scale=scale)), config
-
-
-def pinned(source: str) -> str:
-    """Return init_from's `source`; for a run's folder or its link `latest`, the checkpoint to which `latest` leads now,
-    as a run that is still training moves it."""
-    path = checkpoint.newest(Path(source)) or Path(source)
-    return str(path.resolve()) if path.name == "latest" else source
 
 
 def adapt(cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | None) -> frozenset[str]:
@@ -162,12 +152,9 @@ def prepare_blocks(
     def choose(compiled: bool) -> MemoryPlan:
         if device.type == "cpu":
             how = "plain" if cfg.train.memory == "auto" else cfg.train.memory
-            plan = MemoryPlan(how, how)
-        else:
-            more = lasting * 4 * count_parameters(network) + live_bytes(cfg, images, aligner and aligner.encoder)
-            plan = plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
-        network.activation_checkpointing = plan.how == "checkpointing"
-        return plan
+            return MemoryPlan(how, how)
+        more = lasting * 4 * count_parameters(network) + live_bytes(cfg, images, aligner and aligner.encoder)
+        return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
 
     def attempt() -> None:
         for routes in dict.fromkeys(routes for routes, _ in kinds):
@@ -175,6 +162,7 @@ def prepare_blocks(
 
     compiled, uncompiled = settle_compile(cfg.train.compile, device)
     plan = choose(compiled)
+    network.activation_checkpointing = plan.how == "checkpointing"
     if compiled:
         compile_blocks([*network.compiled(), *ema.network.compiled()], saving=plan.how == "budget")
         uncompiled = why_failing(attempt)
@@ -182,6 +170,7 @@ def prepare_blocks(
         if uncompiled:
             torch.compiler.set_stance("force_eager")
             compiled, plan = False, choose(compiled=False)
+            network.activation_checkpointing = plan.how == "checkpointing"
     if plan.how == "budget" and not compiled:
         said = "train.memory=budget is of compiled blocks, and these are not: all activations are kept"
         plan = plan._replace(warning=plan.warning or said)
@@ -194,7 +183,8 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
     now = vars(data.latents) | {"samples": len(data), "class_token": data.class_fingerprint}
     if changed := differences(vars(LatentSpec.from_json(earlier.info["latents"])) | made, now):
         listed = [f"\n  {key}: {str(was)[:99]} there, {str(now)[:99]} here" for key, (was, now) in changed.items()]
-        raise ValueError(f"{cfg.dataset.path} is not the data that run {cfg.name} was trained on{''.join(listed)}")
+        said = f"{cfg.dataset.path} is not the data that {Path(cfg.results) / cfg.name} was trained on"
+        raise ValueError(f"{said}; name=… starts another run{''.join(listed)}")
 
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
@@ -204,21 +194,21 @@ def check_memory(cfg: Settings, device: torch.device) -> None:
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of all architectures; most have more
     needed, room = int(4 * copies * least), memory_of(device)
     if needed > room:
-        asked = f"hidden_size, depth and mlp_ratio of the model make {least:.1e} parameters or more"
-        raise ValueError(f"{asked}, and training takes {size_text(needed)}; {device} has {size_text(room)}")
+        asked = f"model.hidden_size={model.hidden_size}, depth={model.depth} and mlp_ratio={model.mlp_ratio:g}"
+        takes = f"with gradients, optimizer and averages {size_text(needed)}"
+        raise ValueError(f"{asked} make {least:.1e} parameters or more, {takes}; {device} has {size_text(room)}")
 
 
 def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tuple[Decoder, OnlineFID | None]:
     """Return the decoder for sample grids, and the scorer of FIDs during training (None without eval.fid_every)."""
-    if not (cfg.sampling.decode or cfg.eval.fid_every):
-        return autoencoder.preview, None
-    with processes.main_first():  # one process downloads the weights
-        decoder = autoencoder.load_decoder(data.latents, processes.device, cfg.sampling.autoencoder)
-    online_fid = None
+    pictures, online_fid = None, None
+    if cfg.sampling.decode or cfg.eval.fid_every:
+        with processes.main_first():  # one process downloads the weights
+            pictures = autoencoder.load_decoder(data.latents, processes.device, cfg.sampling.autoencoder)
     if cfg.eval.fid_every:
         reference, samples = Path(cfg.eval.fid_reference), cfg.eval.fid_samples
-        online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, decoder, processes)
-    return decoder if cfg.sampling.decode else autoencoder.preview, online_fid
+        online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, pictures, processes)
+    return pictures if cfg.sampling.decode and pictures else autoencoder.preview, online_fid
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
@@ -229,9 +219,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
         run.folder, checkpoint_bytes(run.cfg, run.network, run.aligner) if run.step < run.cfg.train.steps else 0
     )
     facts = {"processes": run.processes.count, "device": device_name(run.processes.device), "precision": run.precision}
-    for key, data in (("files", run.data), ("heldout_files", run.heldout)):
-        if data is None:
-            continue
+    parts = {"files": run.data} | ({} if run.heldout is None else {"heldout_files": run.heldout})
+    for key, data in parts.items():
         begun = [start[key] for start in run.log.starts() if key in start]
         if claimed.checkpoint and begun and not (data is run.heldout and "dataset.heldout" in claimed.changed):
             run.warnings += changed_files(data.folder, begun[-1], hashes_alone=data.verify == "full")
@@ -321,7 +310,8 @@ def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset
     return Aligner(alignment, module, ema.network if alignment.kind == "self" else None, encoder, flops, fingerprint)
 
 
-USUAL = {"optim.betas": (0.9, 0.999), "optim.eps": 1e-8, "eval.fid_samples": 5000, "wandb.project": "tread"}  # defaults
+# defaults of configs/defaults.yaml that are neither None, 0 nor the default of a field
+USUAL = {"optim.betas": (0.9, 0.999), "optim.eps": 1e-8, "eval.fid_samples": 5000, "wandb.project": "tread"}
 
 
 def settings_warnings(cfg: Settings) -> list[str]:
@@ -329,18 +319,14 @@ def settings_warnings(cfg: Settings) -> list[str]:
     alignment, optim, train, scored, built_in = cfg.alignment, cfg.optim, cfg.train, cfg.eval, cfg.dataset.embedded
     kind, other = alignment.kind, "edm" if cfg.objective == "rf" else "rf"
     live = kind == "repa" and alignment.source == "live"
-    judge = built_in == "emoji" and scored.demo_samples
+    judge = cfg.judges_demo and built_in == "emoji" and scored.demo_samples
     inception = scored.fid_every or judge or (live and alignment.encoder == "inception")
     read = {  # setting → whether anything reads it, and where nothing does
-        "alignment.weight": (kind != "none", f"with alignment={kind}"),
-        "alignment.gap": (kind == "self", f"with alignment={kind}"),
-        "alignment.width": (kind == "repa", f"with alignment={kind}"),
-        "alignment.source": (kind == "repa", f"with alignment={kind}"),
         "alignment.precision": (live, "without a live encoder of alignment=repa"),
         "checkpoints.keep_every": (cfg.checkpoints.keep_last, "without checkpoints.keep_last, as all are kept"),
         "dataset.archive": (built_in == "cifar10", "but with dataset=cifar10"),
         "ema.snapshot_every": (cfg.ema.power, "without ema.power"),
-        "eval.demo_samples": (built_in in ("digits", "emoji"), "but with dataset=digits or emoji"),
+        "eval.demo_samples": (cfg.judges_demo, "but with digits by class or emoji by caption"),
         "eval.fid_reference": (scored.fid_every, "without eval.fid_every"),
         "eval.fid_samples": (scored.fid_every, "without eval.fid_every"),
         "eval.inception": (inception, "without an FID, emoji's judge or an alignment that reads it"),
@@ -352,6 +338,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
         "train.routes_until": (cfg.model.routes, "without routes"),
         "wandb.project": (cfg.tracker == "wandb", "but with tracker=wandb"),
     }
+    for key, kinds in dict(weight=("repa", "self"), gap=("self",), width=("repa",), source=("repa",)).items():
+        read[f"alignment.{key}"] = kind in kinds, f"with alignment={kind}"
     for key in ("betas", "eps", "weight_decay"):
         read[f"optim.{key}"] = key in OPTIMIZERS[optim.name].shared, f"with optim.name={optim.name}"
     sections = {"lora": (cfg.lora.rank, "without lora.rank"), other: (False, f"with objective={cfg.objective}")}
@@ -363,19 +351,20 @@ def settings_warnings(cfg: Settings) -> list[str]:
         value = getattr(getattr(cfg, section), name)
         usual = USUAL.get(key, getattr(type(getattr(cfg, section)), name, None))
         if not reads and value != usual and (value or usual):
-            warnings.append(f"{key}={written(value)} has no effect {where}")
-    one_channel, (blocks, teacher) = other == "edm" and cfg.dataset.channels == 1, alignment.resolve(cfg.model.depth)
+            warnings.append(f"{key}={written(value)[:80]} has no effect {where}")
+    blocks, teacher = alignment.resolve(cfg.model.depth)
+    one_channel = cfg.objective == "rf" and cfg.dataset.channels == 1
     until = (train.routes_until or 0) if cfg.model.routes else 0
     ratios = {route.selection_ratio for route in cfg.model.routes if train.ratio_schedule}
     mistakes = [  # whether it is one, and the warning
-        (kind == "self" and blocks[-1] >= teacher, f"the teacher's block {teacher} is not deeper than {blocks[-1]}"),
+        (kind == "self" and blocks[-1] >= teacher, f"alignment.teacher {teacher} is not deeper than {blocks[-1]}"),
         (optim.warmup_steps >= train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
         (until >= train.steps, "train.routes_until is not below train.steps: the routes stay to the end"),
         ((alignment.until or 0) >= train.steps, "alignment.until is not below train.steps: it lasts to the end"),
         (ratios - {0.5}, "selection_ratio of routes has no effect in training with train.ratio_schedule"),
         (train.label_drop == 1, "train.label_drop is 1: no class or text is learned"),
         (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
-        (one_channel and cfg.rf.direction, "rf.direction: of the direction of one channel only the sign is left"),
+        (one_channel and cfg.rf.direction, "rf.direction teaches nothing: one channel's direction is only a sign"),
     ]
     return warnings + [said for due, said in mistakes if due]
 
@@ -388,19 +377,22 @@ def data_warnings(run: Run) -> list[str]:
     ours, theirs = str(files_of(run.data.folder)), files_of(run.heldout.folder) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
         which = f"{len(same)} of {len(theirs)} files of latents in {dataset.heldout} are those of {dataset.path}"
-        warnings.append(f"{which}: the evaluation is of the training data, and says nothing about other pictures")
+        said = "the evaluation is of the training data, and says nothing about other pictures"
+        warnings.append(f"{which}: {said}; prepare_latents.py heldout=0.02 keeps 2% of the pictures for it")
     for key in ("orientation", "alpha") if run.heldout else ():
         here, there = getattr(run.data.latents, key), getattr(run.heldout.latents, key)
         if here != there:
-            warnings.append(f"{dataset.heldout} holds photos of {key}={there}, but {dataset.path} of {key}={here}")
+            photos = f"{dataset.heldout} holds photos of {key}={there}, {dataset.path} of {key}={here}"
+            warnings.append(f"{photos}: where that shows, the evaluation loss is of other pictures")
     made_of = read_index(run.data.folder).get("archive", "an archive that is not recorded")
     if dataset.embedded == "cifar10" and dataset.archive not in (None, made_of):
-        warnings.append(f"dataset.archive was not read: {dataset.path} was there already, made of {made_of}")
-    info = run.earlier.info if run.earlier else {}
-    if aligner and None not in (before := info.get("encoder"), aligner.fingerprint) and before != aligner.fingerprint:
+        unread = f"dataset.archive={dataset.archive} was not read"
+        warnings.append(f"{dataset.path} was there already, made of {made_of}: {unread}")
+    before = run.earlier and run.earlier.info.get("encoder")
+    if before and aligner and aligner.fingerprint not in (None, before):
         name = aligner.settings.encoder
         warnings.append(f"{name} is another encoder than the run was aligned with up to here, by its hash")
-    return warnings + plugin_changes(info)
+    return warnings + plugin_changes(run.earlier.info if run.earlier else {})
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
@@ -433,8 +425,9 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
         pairs[f"text.{key}"] = (getattr(heldout.text_spec, key), ours)
     for key, (theirs, ours) in pairs.items():
         if theirs != ours:
-            both = f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}: prepare both alike"
-            raise ValueError(f"{both}\n  {str(theirs)[:100]}\n  {str(ours)[:100]}")
+            both = f"{cfg.dataset.heldout} and {cfg.dataset.path} differ in {key}"
+            shown = f"{str(theirs)[:100]}\n  {str(ours)[:100]}"
+            raise ValueError(f"{both}: prepare both alike, or set dataset.heldout=null\n  {shown}")
     shift, scale = data.latents.channel_shift, data.latents.channel_scale
     heldout.latents = replace(heldout.latents, channel_shift=shift, channel_scale=scale)
     return data, heldout
