@@ -134,8 +134,15 @@ def _prefix(source: Path, names: list[str], folders: set[str], root: str | None,
 
 
 def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, int]:
-    """Return {picture: index of its class folder} of those in <class>/<picture>. Raises ValueError if as many pictures
-    are elsewhere, if all of a folder's lie deeper, or if a labels file is in a folder."""
+    """Return {picture: index of its class} for the pictures that lie directly in a class folder, <class>/<picture>.
+
+    where    the source, for error messages.
+    names    all files of the source, as paths below its root; some are no pictures.
+    classes  names of the class folders, in the order of their indices.
+
+    Raises ValueError if at least as many pictures lie elsewhere as in class folders, if all pictures of a class folder
+    lie in folders below it, or if a class folder holds a labels file.
+    """
     pictures, index = list(filter(is_picture, names)), {name: number for number, name in enumerate(classes)}
     numbers = {name: index[name.split("/")[0]] for name in pictures if name.count("/") == 1}
     strays = [name for name in pictures if "/" not in name]

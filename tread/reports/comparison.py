@@ -155,7 +155,8 @@ def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def cautions(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return warnings for readers: settings that differ, seeds and code."""
+    """Return warnings for readers: about groups whose runs share a seed or were made by different code, and about
+    settings that differ between the groups."""
     warnings = []
     for group in groups:
         seeds = {run.config.get("seed") for run in group.runs}
