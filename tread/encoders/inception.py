@@ -55,19 +55,10 @@ class Conv(nn.Module):
         return F.relu(self.bn(self.conv(x)))
 
 
-def average(x: Tensor) -> Tensor:
-    """Apply a 3×3 average pool of stride 1 whose averages leave out the padding."""
-    return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
-
-
-def largest(x: Tensor) -> Tensor:
-    """Apply a 3×3 max pool at stride 1."""
-    return F.max_pool2d(x, 3, stride=1, padding=1)
-
-
-def halved(x: Tensor) -> Tensor:
-    """Apply a 3×3 max pool at stride 2, without padding."""
-    return F.max_pool2d(x, 3, stride=2)
+# pools of 3×3: two that keep the size, and one that halves it
+average = partial(F.avg_pool2d, kernel_size=3, stride=1, padding=1, count_include_pad=False)
+largest = partial(F.max_pool2d, kernel_size=3, stride=1, padding=1)
+halved = partial(F.max_pool2d, kernel_size=3, stride=2)
 
 
 class Mixed(nn.Module):
@@ -202,7 +193,7 @@ def resize(x: Tensor) -> Tensor:
         at = torch.arange(SIZE, device=x.device, dtype=torch.float32) * (size / SIZE)
         low = at.floor().long().clamp(max=size - 1)
         high = (low + 1).clamp(max=size - 1)
-        weight = (at - low).view((1, 1, SIZE, 1) if dim == 2 else (1, 1, 1, SIZE))
+        weight = (at - low)[:, None] if dim == 2 else at - low
         x = x.index_select(dim, low).lerp(x.index_select(dim, high), weight)
     return x
 

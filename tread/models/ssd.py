@@ -175,9 +175,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 class _Shifted(torch.autograd.Function):
     """The function behind causal_conv: x (S, T, C), weight (C, K), bias (C,) → (S, T, C). Its backward pass is written
-    by hand, as autograd would keep a tensor of the size of x for each of the K taps. Tap K − 1 − s
-    reads the token s places back, and the last tap the token itself; no tap reads before the first token.
-    """
+    by hand, as autograd would keep a tensor of the size of x for each of the K taps. Tap K − 1 − s reads the token
+    s places back; no tap reads before the first token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -8,21 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tread.data.latents import Alpha, Orientation
 
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF")
-UPRIGHT = {  # EXIF orientation → the transposition that makes the picture upright
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 HEAD = 16  # bytes at a file's start that show its format
+# of EXIF data that can't be read (the picture stays as it is) or be written again (it is turned by then)
+EXIF_FAULTS = (SyntaxError, ValueError, TypeError, LookupError, AttributeError, OverflowError, OSError, struct.error)
 STRIP = 16  # pictures longer than this many times their width are enlarged only in the kept part
 
 
@@ -47,13 +40,13 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
     (32-bit grey, floating point), or more pixels than Pillow's limit.
     """
     with opened(content) as image:
-        turn = UPRIGHT.get(_orientation(image)) if orientation == "exif" else None
+        if orientation == "exif":
+            with contextlib.suppress(*EXIF_FAULTS):
+                ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):
             image = _eight_bits(image)
         if image.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"):
             raise ValueError(f"pixels are of mode {image.mode}; convert the picture to 8 bits a channel")
-        if turn is not None:
-            image = image.transpose(turn)
         if alpha == "white" and (image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info):
             white, image = Image.new("RGB", image.size, "white"), image.convert("RGBA")
             white.paste(image, mask=image)
@@ -88,14 +81,6 @@ def no_picture(head: bytes) -> str | None:
     if head.startswith(b"GIF8"):
         return "it is a GIF, which is not read: convert it"
     return "it is no JPEG, PNG or WebP, nor a TIFF" if head else "it is empty"
-
-
-def _orientation(image: Image.Image) -> int | None:
-    """Return the EXIF orientation of a decoded picture; None if it has none or its EXIF data can't be read."""
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation)
-    except (SyntaxError, ValueError, TypeError, LookupError, OSError, struct.error):
-        return None
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
