@@ -18,8 +18,8 @@ AT_ONCE = 64  # pictures per batch
 
 
 class ClipScore:
-    """CLIP's picture and text encoders, in fp32. `name` is a hub id, or a folder saved by transformers; `sha256` is the
-    hash of weights and vocabulary. Raises ValueError if the model can't be loaded."""
+    """CLIP's picture and text encoders, in fp32. `name` is a hub id, or a folder saved by transformers. The attribute
+    `sha256` is the hash of the loaded weights and vocabulary. Raises ValueError if the model can't be loaded."""
 
     def __init__(self, name: str, device: torch.device | str) -> None:
         known = (

@@ -158,7 +158,7 @@ class Run:
 
     @property
     def demo_samples(self) -> int:
-        """The number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)), 0 without a judge."""
+        """Samples scored at the end: min(eval.demo_samples, max(40, train.steps)), 0 unless cfg.judges_demo."""
         return min(self.cfg.eval.demo_samples, max(40, self.cfg.train.steps)) if self.cfg.judges_demo else 0
 
     @contextlib.contextmanager
