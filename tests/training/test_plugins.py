@@ -198,6 +198,7 @@ def test_a_plugin_in_a_checkpoints_own_folder_is_never_imported_by_its_record(tm
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert check_plugin("mine.py", Path("given")) == "mine.py"
+    (tmp_path / "given/run.json").write_text("[]")
     for name, place in itertools.product(("given/own.py", f"{tmp_path}/given/own.py"), ("given", "given/step_0000001")):
         with pytest.raises(ValueError, match="imports this one, if you trust it"):
             check_plugin(name, Path(place))

@@ -139,7 +139,7 @@ def test_a_shift_is_the_runs_unless_another_is_asked_for(trained):
     """In sample.py and fid.py. The reference is a drawing by RF(shift=…), and each score has its own place."""
     folder, run = trained[0], trained[0] / "results/shifted"
     text = launch(folder, "rf.shift=0.3", "rf.direction=1.0", "train.steps=1", "name=shifted", "dataset.heldout=null")
-    assert "rf.direction teaches nothing: one channel's direction is only a sign" in text
+    assert "rf.direction teaches nothing: latents of one channel have only a sign" in text
     drawn = ("seeds=0-1", "classes=[3]", "steps=2", "overwrite=true", "out=a.png")
     for words, shift, shown in (((), 0.3, " and shift 0.3"), (("shift=1",), 1.0, "")):
         text = take_samples(folder, f"checkpoint={run}", *drawn, *words)

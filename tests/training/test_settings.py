@@ -222,6 +222,7 @@ def test_bad_values_are_refused_by_name(composed, path, value, shown):
         (["alignment.weight=0.7", "alignment.gap=0.5"], ["alignment.weight has no effect", "alignment.gap has no"]),
         (["alignment=self", "alignment.width=64"], ["alignment.width has no effect with alignment=self"]),
         (["alignment=self", "alignment.weight=0.7"], []),
+        (["alignment=repa", "alignment.encoder=dinov2-b", "alignment.source=stored"], []),
         (["optim.name=sgd", "optim.betas=[0.8,0.9]"], ["optim.betas has no effect with optim.name=sgd"]),
         (["optim.name=sgd", "optim.eps=1e-3", "optim.weight_decay=0.1"], ["optim.eps has no effect with optim.name="]),
         (["optim.name=muon", "optim.muon_lr=1", "optim.eps=1e-3"], []),

@@ -62,7 +62,7 @@ def load(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check("precision", precision, Precision)
     check("decode_precision", decode_precision, Decoding)
-    import_plugins([str(name) for name in plugins])
+    import_plugins([str(name) for name in ([plugins] if isinstance(plugins, (str, Path)) else plugins)])
     saved = open_network(checkpoint.find(source), weights)
     if text_encoder is not None and not saved.text:
         raise ValueError(f"text_encoder is given, but {source} was trained with classes, and reads no prompt")

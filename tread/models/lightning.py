@@ -31,7 +31,7 @@ class LightningDiT(DiT):
     positions  "sincos": fixed sines and cosines are added to the tokens; "rope": in addition queries and keys rotate by
                their token's row and column (rotary positions), as in public checkpoints.
     qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
-    block      class or function that creates a block from DiTBlock's arguments.
+    block      class or function that creates a block from DiTBlock's arguments: norm, mlp and qk_norm by keyword.
     """
 
     def __init__(

@@ -214,7 +214,7 @@ def choose_ids(
         raise ValueError(f'select="{route.select}" scores the tokens before the route: run_blocks takes (route, draws)')
     ids = rule.choose(route, noise, grid, force_keep, None)
     check_count(route, ids, noise.shape[1], grid)
-    return keep_prefix(ids, prefix)
+    return keep_prefix(ids, prefix) if prefix else ids
 
 
 def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:

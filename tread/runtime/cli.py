@@ -68,10 +68,9 @@ def open_door(
         answer_help(script["__doc__"], config)
         if {"-m", "--multirun"} & {*sys.argv[1:]}:
             raise ValueError(f"-m and --multirun would run the first value alone: give {ONE_EACH}")
-        import_plugins(plugins := named_plugins(sys.argv[1:], config))
+        import_plugins(named_plugins(sys.argv[1:], config))
         known = schema.known_keys(main.kind) if known is None else [*(known() if callable(known) else known)]
-        done = plugins and "plugins" not in known
-        words = [word for word in sys.argv[1:] if not (done and re.match(r"\+*plugins=", word))]
+        words = [word for word in sys.argv[1:] if "plugins" in known or not re.match(r"\+*plugins=\[.*\]$", word)]
         sys.argv[1:] = spell(take_literally(words, literal))
         schema.check_overrides(sys.argv[1:], known)
         if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:

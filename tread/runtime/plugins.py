@@ -58,7 +58,8 @@ def check_plugin(name: str, folder: Path) -> str:
     """Return `name`, a plugin that the checkpoint in `folder` needs. Raises ValueError for a .py file that does not
     exist or lies in `folder` or its run's, which is imported only if the setting `plugins` names it, as other copies
     are."""
-    file, run = Path(name).name, folder.parent if folder.name.startswith("step_") else folder
+    file, above = Path(name).name, folder.resolve().parent
+    run = above if folder.name.startswith("step_") and (above / "run.json").exists() else folder
     elsewhere = Path(name).is_file() and run.resolve() not in Path(name).resolve().parents
     if not name.endswith(".py") or file in _imported or elsewhere:
         return name

@@ -322,7 +322,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
     judge = cfg.judges_demo and built_in == "emoji" and scored.demo_samples
     inception = scored.fid_every or judge or (live and alignment.encoder == "inception")
     read = {  # setting → whether anything reads it, and where nothing does
-        "alignment.precision": (live, "without a live encoder of alignment=repa"),
+        "alignment.precision": (live or alignment.precision == "auto", "without a live encoder of alignment=repa"),
         "checkpoints.keep_every": (cfg.checkpoints.keep_last, "without checkpoints.keep_last, as all are kept"),
         "dataset.archive": (built_in == "cifar10", "but with dataset=cifar10"),
         "ema.snapshot_every": (cfg.ema.power, "without ema.power"),
@@ -357,14 +357,14 @@ def settings_warnings(cfg: Settings) -> list[str]:
     until = (train.routes_until or 0) if cfg.model.routes else 0
     ratios = {route.selection_ratio for route in cfg.model.routes if train.ratio_schedule}
     mistakes = [  # whether it is one, and the warning
-        (kind == "self" and blocks[-1] >= teacher, f"alignment.teacher {teacher} is not deeper than {blocks[-1]}"),
+        (kind == "self" and blocks[-1] >= teacher, f"alignment.block {blocks[-1]} is not before .teacher {teacher}"),
         (optim.warmup_steps >= train.steps, "optim.warmup_steps is not below train.steps: optim.lr is not reached"),
         (until >= train.steps, "train.routes_until is not below train.steps: the routes stay to the end"),
         ((alignment.until or 0) >= train.steps, "alignment.until is not below train.steps: it lasts to the end"),
         (ratios - {0.5}, "selection_ratio of routes has no effect in training with train.ratio_schedule"),
         (train.label_drop == 1, "train.label_drop is 1: no class or text is learned"),
         (cfg.init_weights == "model" and not cfg.init_from, "init_weights=model has no effect without init_from"),
-        (one_channel and cfg.rf.direction, "rf.direction teaches nothing: one channel's direction is only a sign"),
+        (one_channel and cfg.rf.direction, "rf.direction teaches nothing: latents of one channel have only a sign"),
     ]
     return warnings + [said for due, said in mistakes if due]
 
