@@ -19,7 +19,7 @@ else
     -r requirements-alignment.txt -r requirements-emoji.txt -r requirements-lora.txt -r requirements-test.txt
 fi
 
-select=(-m "not slow and not gpu" -n auto --dist loadfile)
+select=(-m "not slow and not gpu" -n auto --dist loadfile --no-loadscope-reorder)
 if [ "${1:-}" = "--slow" ]; then
   shift
   select=()

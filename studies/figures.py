@@ -23,6 +23,7 @@ from tread.evaluation.metric_table import METRICS, feature_metrics
 from tread.runtime.files import explain_failure, write_whole
 
 Columns = dict[str, dict[str, str]]  # title → arm → cell
+Dots = Sequence[tuple[float, Sequence[float]]]  # x, a value per seed
 
 
 class Figure(NamedTuple):
@@ -191,14 +192,14 @@ OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#
 
 def colours(study: Study) -> dict[str, str]:
     """Return {arm: colour}: the colour that its overrides have in COLOURS, else the next one of OTHERS. Arms that
-    differ only in how they are scored share a colour."""
-    counts = Counter(word for arm in study.arms.values() for word in arm.overrides)
-    base = {word for word, count in counts.items() if 2 * count > len(study.arms) and not word.startswith("model=")}
-    if len({frozenset({*arm.overrides} - base) for arm in study.arms.values()}) < len(
-        {arm.overrides for arm in study.arms.values()}
-    ):
-        base = {word for word, count in counts.items() if count == len(study.arms)}
-    words = {name: " ".join(sorted({*arm.overrides} - base)) for name, arm in study.arms.items()}
+    differ only in how they are scored, or in a setting that their trials choose, share a colour."""
+    tried = {word.partition("=")[0] for trials in study.trials.values() for word in trials}
+    own = {n: frozenset(w for w in a.overrides if w.partition("=")[0] not in tried) for n, a in study.arms.items()}
+    counts = Counter(chain(*own.values()))
+    base = {word for word, count in counts.items() if 2 * count > len(own) and not word.startswith("model=")}
+    if len({each - base for each in own.values()}) < len({*own.values()}):
+        base = {word for word, count in counts.items() if count == len(own)}
+    words = {name: " ".join(sorted(each - base)) for name, each in own.items()}
     words = {name: each.replace("_text", "") for name, each in words.items()}  # the same arms for captions
     others = [each for each in dict.fromkeys(words.values()) if each not in COLOURS]
     known = COLOURS | {each: OTHERS[number % len(OTHERS)] for number, each in enumerate(others)}
@@ -206,16 +207,13 @@ def colours(study: Study) -> dict[str, str]:
 
 
 def pair_name(arm: str, other: str) -> str:
-    """Name the difference of two compared arms, the first less (−) the second: "a less b" or, if names start alike,
-    "depth 8: routed less dense" for "depth 8, routed" and "depth 8, dense"."""
+    """Name the difference of two compared arms: "a − b" or, if names start alike, "depth 8: routed − dense" for
+    "depth 8, routed" and "depth 8, dense"."""
     (first, _, rest), (second, _, others) = arm.partition(", "), other.partition(", ")
-    return f"{first}: {rest} less {others}" if first == second and rest and others else f"{arm} less {other}"
+    return f"{first}: {rest} − {others}" if first == second and rest and others else f"{arm} − {other}"
 
 
-def mean_line(
-    name: str, points: Sequence[tuple[float, Sequence[float]]], colour: str | None = None, dashed: bool = False,
-    interval: bool = False,
-) -> Line:  # fmt: skip
+def mean_line(name: str, points: Dots, colour: str | None = None, dashed: bool = False, interval: bool = False) -> Line:
     """Return a line through the means of `points` (x, one value per seed). If every point has several seeds, it has a
     band of ± one standard deviation; with `interval`, of the 95% interval, if every point has enough seeds for it."""
     each = [estimate(values) for _, values in points]
@@ -253,7 +251,8 @@ def over_training(
 
 
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
-    """Return up to two panels over training: a metric's differences between compared arms at equal images or FLOPs."""
+    """Return panels of a metric's differences, an arm's less that of the arm it is compared with, over training: at
+    equal numbers of training images, and at equal training FLOPs. A panel without data is left out."""
     colour, panels = colours(study), []
     for axis, name in (("images", "images"), ("flops", "FLOPs")):
         lines = []
@@ -261,11 +260,13 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
             besides = place >= len(study.against)
             less = along(results.get(arm, ()), results.get(other, ()), metric, axis)
             points = [(point["images"] / 1e3, values) for point, values in less]
-            line = mean_line(pair_name(arm, other), points, colour[other if besides else arm], besides, interval=True)
-            lines += [line] if points else []
-        label = f"{METRICS[metric].title}, difference"
+            seeds = min((len(values) for _, values in points), default=0)
+            told = f" ({seeds} seed{'s' * (seeds > 1)})" * (seeds < ENOUGH)
+            of = colour[other if besides else arm]
+            lines += [mean_line(pair_name(arm, other) + told, points, of, besides, interval=True)] if points else []
+        label, x_label = f"{METRICS[metric].title}, difference", "images of the first, thousands"
         if lines:
-            panels.append(Panel(f"at equal {name}", "images, thousands", label, lines, levels={"even": 0.0}))
+            panels.append(Panel(f"at equal {name}", x_label, label, lines, levels={"even": 0.0}))
     return panels
 
 
@@ -291,7 +292,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
     panels = []
     for metric in measured(study.metrics[:1], networks):
         panels += over_training(networks, metric, ("images", "flops", *timed), colours(study))
-    _save(study, path, panels + balance_panels(study, results))
+    _save(study, path, panels + balance_panels(study, results), key="below: numbers are guidance scales, dots seeds")
 
 
 def draw_precision(study: Study, results: Results, path: Path) -> None:
@@ -303,9 +304,10 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
 
 
 def balance_panels(study: Study, results: Results) -> list[Panel]:
-    """Return panels of the final FID against precision, and of precision against recall. A line joins a network's
-    scores at several guidance scales, by the same seeds; scales of fewer seeds or other samples are not drawn."""
-    networks, panels = networks_of(study, results), []
+    """Return panels of the final FID against precision, and of precision against recall. A line joins the means of a
+    network's scores at several guidance scales, the last of which stands beside its point, by the same seeds, which are
+    small dots; scales of fewer seeds or other samples are not drawn."""
+    networks, panels, colour = networks_of(study, results), [], colours(study)
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, drawn = defaultdict(dict), []
         for arm, runs in results.items():
@@ -316,10 +318,13 @@ def balance_panels(study: Study, results: Results) -> list[Panel]:
                 lines[network, name][arm] = ends
         for (network, name), scales in lines.items():
             most = max((len(ends) for arm, ends in scales.items() if arm not in networks), default=0)
-            joined = [ends for ends in scales.values() if len(ends) >= most]
-            seeds = set.intersection(*map(set, joined))
-            values = ([statistics.mean(ends[seed][key] for seed in seeds) for ends in joined] for key in (across, up))
-            drawn.append(Line(name, *values, dashed=name not in networks, colour=colours(study)[network]))
+            joined = {arm: ends for arm, ends in scales.items() if len(ends) >= most}
+            seeds = set.intersection(*map(set, joined.values()))
+            each = [[[ends[seed][key] for seed in seeds] for key in (across, up)] for ends in joined.values()]
+            means = [[statistics.mean(values) for values in pair] for pair in each]
+            dots = tuple(chain(*(zip(*pair) for pair in each))) if len(seeds) > 1 else ()
+            scale = [*[""] * (len(joined) - 1), *re.findall(r"[\d.]+", [*joined][-1].removeprefix(network))]
+            drawn.append(Line(name, *map(list, zip(*means)), None, name not in networks, colour[network], scale, dots))
         panels += [Panel("", METRICS[across].label, METRICS[up].label, drawn)] if drawn else []
     return panels
 
@@ -341,7 +346,7 @@ def precision_columns(study: Study, results: Results) -> Columns:
                     less.append(here[metric] - float(np.interp(here["precision"], *zip(*line))))
             if mean := estimate(less):
                 cells[arm] = mean.signed()
-        columns[f"{METRICS[metric].title} less {first}'s, at equal precision"] = cells
+        columns[f"{METRICS[metric].title} − {first}'s, at equal precision"] = cells
     return columns
 
 
@@ -392,7 +397,7 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
         if rows:
             band = chance(study, results, metric, name)
             names = names if not panels or len(panels) % 2 == 0 else ("",) * len(names)
-            label = f"{METRICS[metric].title} less its pair's"
+            label = f"{METRICS[metric].title}, difference"
             panels.append(Panel(title, label, "", lines, names=names, noise=band, levels={"": 0.0}))
     return panels
 
@@ -489,7 +494,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
         points = [(lengths[arm], values) for arm, values in less.items() if values]
         if points:
             band = chance(study, results, metric) if metric != "loss" else None
-            title = f"{METRICS[metric].title}, less the dense one's"
+            title = f"{METRICS[metric].title} − the dense one's"
             line = mean_line("routes", points, "C1", interval=True)
             panels.append(Panel(title, "blocks of the route", "", [line], levels={"even": 0.0}, noise=band))
     _save(study, path, panels, 3, "grey: two standard deviations by seed")
@@ -511,7 +516,7 @@ def draw_placement(study: Study, results: Results, path: Path) -> None:
         if not np.isnan(cells).all():
             title = "training FLOPs over\nthe dense one's"
             if name:
-                title = f"{METRICS[metric].title} less the dense one's,\nat equal {name}"
+                title = f"{METRICS[metric].title} − the dense one's,\nat equal {name}"
             maps[title] = cells
     if maps:
         (first, cells), *others = maps.items()
@@ -553,7 +558,7 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
         panels = {f"{arm} network,\n{SIMILARITIES[panel]}": mean for (arm, panel), mean in means.items()}
         label, less = "behind block (in: the embedding)", {}
         if {("dense", "dense"), ("routed", "dense")} <= {*means}:
-            less = {"routed less dense,\nall tokens": means["routed", "dense"] - means["dense", "dense"]}
+            less = {"routed − dense,\nall tokens": means["routed", "dense"] - means["dense", "dense"]}
         save_heat_maps(path, panels, less, names, names, (label, label), study.headline, most=0)
 
 

@@ -78,9 +78,7 @@ def run(options: Options) -> None:
     """Run a study, draw its figure and write its table. Wrong options raise ValueError or OSError before any run."""
     study = read_study(options.study, options.scale)
     if study.figure not in FIGURES:
-        raise ValueError(
-            f"studies/{study.name}.yaml has figure.kind {study.figure}, but there are {', '.join(FIGURES)}"
-        )
+        raise ValueError(f"studies/{study.name}.yaml has figure.kind {study.figure}, not one of {', '.join(FIGURES)}")
     study = rehearsed(study) if options.rehearse else study
     data, results = Path(options.data), Path(options.results)
     place = results / study.name / f"{study.scale}{'_rehearsal' * options.rehearse}"

@@ -136,6 +136,12 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a CUDA device")
 
 
+def pytest_collection_modifyitems(items):
+    """The files that take longest come first, so that no core waits for another's at the end."""
+    longest = ("test_survival", "test_pages", "test_studies", "test_diffusers", "test_scoring", "test_encode_photos")
+    items.sort(key=lambda item: item.path.stem not in longest)
+
+
 def pytest_collection_finish():
     """What was imported and collected stays to the end: spare each garbage collection the walk over it."""
     gc.enable()

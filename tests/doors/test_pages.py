@@ -62,6 +62,7 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"^(torchrun|sbatch)|--multi_gpu|--config_file": "several processes or nodes",
     r"^python benchmarks/step_time.py": "measures for minutes",
     r"results/photos": "tests/doors/test_own_data.py runs them",
+    r"models/cifar10-tread.* seeds=0-9": "docs/start.md's command draws four seeds of it",
     r"finetune_own": "public weights of gigabytes, and photos of others",
     r"results/studies/": "a network that a study trains on a GPU",
     r"push=": "the hub (tests/doors/test_load.py has a stand-in)",

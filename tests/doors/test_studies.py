@@ -138,7 +138,7 @@ BAD = {  # what is put into depth.yaml → what is said
     "titel: x": "unknown titel",
     "rule: {arm: 8 dense, rivals: [9 dense], metrics: [kid]}": "unknown 9 dense",
     "figure: {kind: ends, metrics: [eval_los]}": "unknown eval_los",
-    "figure: {kind: end, metrics: [kid]}": "figure.kind end, but there are balance, curves",
+    "figure: {kind: end, metrics: [kid]}": "figure.kind end, not one of balance, curves",
     "arms: {a: {over: c, overrides: []}}": "arm a is over c, which is no arm",
 }
 
@@ -189,7 +189,7 @@ def test_flops_are_those_that_training_counts(tmp_path):
 
 def test_the_table_has_means_errors_and_paired_differences():
     read, runs = study.read_study("convergence", "small"), planned("convergence")
-    # at equal images, routed less dense is .01, .02, .03; a routed step costs half, so that its end, at 4688 steps, has
+    # at equal images, routed − dense is .01, .02, .03; a routed step costs half, so that its end, at 4688 steps, has
     # the FLOPs of 2344 dense steps, which lie at log 2 / log 4 = half the way between the points at 1172 and 4688
     found = {}
     for seed in range(3):
@@ -210,9 +210,7 @@ def test_the_table_has_means_errors_and_paired_differences():
     lines = figures.table(read, by_arm).splitlines()
     assert "| routed | 3 | 300,032 | 2.34e+12 | – | 1.120 ± 0.110 | 0.2000 ± 0.0000 |" in lines[3]
     # Student's t of two degrees of freedom is 4.3027 at 97.5%: 0.02 ± 4.3027 · 0.01 / √3
-    assert (
-        "| routed less dense | 3 | +0.0200 (0.0058) [-0.0048, +0.0448] | -0.030 (0.035) [-0.179, +0.119] |" in lines[7]
-    )
+    assert "| routed − dense | 3 | +0.0200 (0.0058) [-0.0048, +0.0448] | -0.030 (0.035) [-0.179, +0.119] |" in lines[7]
     assert "KID and FID are of 20 samples" in lines[-1]
     assert results.missing([*runs.values()], found) == ""
 
@@ -392,8 +390,8 @@ def test_precision_is_compared_on_the_line_between_scales():
         for arm, (p, fid) in ends.items()
     }
     columns = figures.precision_columns(read, made)
-    assert columns["FID less dense's, at equal precision"] == {"TREAD": "+2"}
-    assert columns["recall less dense's, at equal precision"] == {"TREAD": "+0"}
+    assert columns["FID − dense's, at equal precision"] == {"TREAD": "+2"}
+    assert columns["recall − dense's, at equal precision"] == {"TREAD": "+0"}
 
 
 def test_again_leaves_out_what_is_published(tmp_path):
@@ -556,7 +554,9 @@ def test_scales_of_guidance_are_joined_over_the_same_seeds():
     assert [each.x for each in line] == [[0.1, 0.2, 0.3], [0.5]] and line[0].y == [10.0, 20.0, 30.0]
     guided["dense 12, cfg 2"] = unguided  # a scale of fewer seeds than another one is left out
     (line, *_) = figures.balance_panels(read, {"dense 12": unguided, **guided})[0].lines
-    assert line.x == [0.5, 0.5]
+    assert (
+        line.x == [0.5, 0.5] and line.labels == ["", "2"] and sorted({*line.dots}) == [(0.1, 10), (0.5, 50), (0.9, 90)]
+    )
 
 
 def test_packed_pictures_come_out_as_they_were(tmp_path):

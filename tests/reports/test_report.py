@@ -136,7 +136,7 @@ def test_curves_are_the_records_against_steps_flops_and_time(tmp_path):
     write_run(dense, [4.0, 3.0], flops=1e7, seconds=60.0, model__name="dit")
     found = read(routed, dense)
     line = {"name": "tread", "x": [100, 200, 300], "y": [3.0, 2.0, 1.5], "spread": None, "dashed": False}
-    line["colour"] = None
+    line |= {"colour": None, "labels": [], "dots": []}
     assert found.lines("evaluation loss")["tread"] == line
     assert found.lines("evaluation loss", "FLOPs")["dit"]["x"] == [1.0, 2.0]  # 10^9 of them
     assert found.lines("evaluation loss", "time")["tread"]["x"] == pytest.approx([100 / 60, 200 / 60, 5.0], rel=1e-5)

@@ -136,10 +136,8 @@ class TreadPipeline(DiffusionPipeline):
         precision, in_fp32 = ("fp32", {}) if self.transformer.dtype == torch.float32 else ("bf16", {"fp32": "off"})
         routes = tuple(Route(**{**route, **in_fp32}) for route in self.config.routes or ())
         model = Model(process, self.transformer, routes, text)
-        churned = Churn(churn) if churn else None
-        sampler = Sampler.of(
-            process, num_inference_steps, solver, min(batch_size, len(seeds)), precision, guide, churned
-        )
+        how = (min(batch_size, len(seeds)), precision, guide, Churn(churn) if churn else None)
+        sampler = Sampler.of(process, num_inference_steps, solver, *how)
         levels = process.schedule(sampler.steps).tolist()
         bar = self.progress_bar(total=-(-len(seeds) // sampler.batch_size) * sampler.steps)
 

@@ -95,7 +95,8 @@ def fit(
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError for non-finite numbers, unexpected position embeddings, or a nonzero null class of MaskDiT."""
+    """Raise ValueError if `state` has numbers that are not finite, position embeddings that differ from `expected`, or
+    MaskDiT's null class with an embedding that is not 0; the message names the weights `where`."""
     if broken := [name for name in expected if not state[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
     for name in (name for name in POSITIONS if name in expected):

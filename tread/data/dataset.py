@@ -112,9 +112,8 @@ class LatentDataset:
             self._open(index, full=self.verify == "full")
         except (KeyError, TypeError) as error:
             raise damaged(path, error) from error
-        if self.flip and (
-            self.features or self.class_token or self.latents.views > 1 or not holds_pixels(self.latents)
-        ):
+        fixed = self.features or self.class_token or self.latents.views > 1
+        if self.flip and (fixed or not holds_pixels(self.latents)):
             raise ValueError(
                 f"dataset.flip mirrors pixels stored in one view, without stored features, but {self.folder} holds "
                 f"{self.latents.autoencoder}, {self.latents.views} views, features {self.features}: dataset.flip=false "

@@ -49,7 +49,7 @@ def open_arrays(
 ) -> list[np.memmap]:
     """Memory-map a dataset's .npy files read-only. Raises FileNotFoundError or ValueError unless they match index.json.
 
-    entries  for each file a dict with its name (key `kind`), its hash (<kind>_sha256) and its number of rows ("count").
+    entries  a dict for each file: entry[kind] is its name, entry[f"{kind}_sha256"] its hash, entry["count"] its rows.
     row      the shape of a row.
     hashed   compare the hashes too.
     """

@@ -231,9 +231,9 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """Return for each route what must be equal in both branches if they are to run as one batch: the shape of the kept
-    tokens' indices, and which blocks they run and skip. If a route comes with floats instead of indices, the network
-    chooses the tokens by them, and the whole route must be equal."""
+    """Return a tuple for each route; two branches of guidance run as one batch only if theirs are equal. It holds the
+    shape of the kept tokens' indices, and the blocks that run in fp32 and that are skipped; for a route with random
+    numbers instead of indices, by which the network chooses the tokens, the whole Route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

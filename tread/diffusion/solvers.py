@@ -120,8 +120,8 @@ def heun(
 def solve(
     solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object, **hooks: Callable
 ) -> Tensor:
-    """Solve by "euler" or "heun" from standard normal noise (B, C, S, S) over falling levels (N+1,). `churning` holds a
-    Churn and a function (step) → noise for heun; euler ignores it. `hooks` are after_step and on_step of both."""
+    """Return the sample that "euler" or "heun" reach from standard normal noise (B, C, S, S) over noise levels (N+1,).
+    `churning` is heun's churn and churn_noise, which euler ignores. `hooks` are their after_step and on_step."""
     check("solver", solver, Solver)
     if solver == "heun":
         return heun(denoiser, noise, levels, *churning, **hooks)

@@ -19,8 +19,9 @@ class Line:
 
     spread  for each point, half the height of a band around y; in a panel with `names`, half the length of a bar along
             x instead. None: no band and no bars.
-    dashed  True for a curve that must not be compared with solid ones.
+    dashed  True for a curve that must not be compared with solid ones; its points are squares.
     colour  a matplotlib colour; None: chosen by the name's position among the names in the figure.
+    labels  texts beside the points; `dots` are further points (x, y), drawn small and pale.
     """
 
     name: str
@@ -29,6 +30,8 @@ class Line:
     spread: Sequence[float] | None = None
     dashed: bool = False
     colour: str | None = None
+    labels: Sequence[str] = ()
+    dots: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,15 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = 
         for line in panel.lines:
             colour = line.colour or f"C{names.index(line.name) % 10}"
             style = "" if panel.names else "--" if line.dashed else "-"
-            marker = "o" + style if len(line.x) <= 30 else style
+            marker = ("s" if line.dashed else "o") + style if len(line.x) <= 30 else style
             if line.spread is not None and panel.names:
                 axis.errorbar(line.x, line.y, xerr=line.spread, fmt="|", markersize=10, color=colour, capsize=3)
                 continue
             axis.plot(line.x, line.y, marker, color=colour, label=line.name, markersize=4, linewidth=1.2)
+            if line.dots:
+                axis.plot(*zip(*line.dots), "o", color=colour, alpha=0.4, markersize=2)
+            for text, *place in zip(line.labels, line.x, line.y):
+                axis.annotate(text, place, (3, 3), textcoords="offset points", fontsize=7, color=colour)
             if line.spread is not None:
                 y, spread = np.array(line.y), np.array(line.spread)
                 axis.fill_between(line.x, y - spread, y + spread, color=colour, alpha=0.15, linewidth=0)

@@ -130,10 +130,10 @@ MIXED_7 = {  # 8×8 → 8×8
 
 
 class Inception(nn.Module):
-    """The network from normalised pixels to features; with_classes adds the layer fc, which some weight files lack.
+    """The network from pixels (as_input) to features; with_classes adds the layer fc, which some weight files lack.
 
-    narrow  divisor of all numbers of channels: 1 for FID's network; 2, 4, 8 or 16 for quick tests of code.
-    sizes   number of features of each kind for a picture.
+    narrow  by what all numbers of channels are divided: 1 for FID's network; 2, 4, 8 or 16 for quick tests of code.
+    sizes   {"pool": 2048, "spatial": 2023}, the number of features of each kind; fewer if narrow.
     sha256  hash of the weight file.
     """
 

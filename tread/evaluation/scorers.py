@@ -172,7 +172,7 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 class DigitsJudge(Scorer):
-    """Scores digits by `judge_digits`; these metrics are not FID."""
+    """Scores pictures of digits by a classifier and by their pixels (judge_digits); that is no FID."""
 
     metrics = ("label_agreement", "frechet_pixels")
 

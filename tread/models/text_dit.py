@@ -72,9 +72,9 @@ class TextBlock(DiTBlock):
 class TextEmbedder(nn.Module):
     """Embed a text as a vector (B, D), added to the conditioning, and as tokens (B, T, D) that blocks attend to.
 
-    width       channels C of the encoder's tokens; None: word numbers, embedded here with learned positions.
+    width       channels C of the encoder's tokens; None: texts are word ids, embedded here with learned positions.
     pooled      channels P of the encoder's pooled text; None: the mean of the tokens is used instead.
-    vocabulary  number of words; None if the tokens come from an encoder.
+    vocabulary  number of word ids; None if the tokens come from an encoder.
     """
 
     def __init__(

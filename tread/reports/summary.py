@@ -92,10 +92,8 @@ def describe_alignment(run: Run) -> str:
 def disk(cfg: Settings, network: Backbone, aligner: Aligner | None) -> str:
     """Return a text on the size of a checkpoint, and of the averages that are stored for ema.power."""
     every, size = cfg.ema.snapshot_every or cfg.every.save, 2 * len(cfg.ema.power) * count_parameters(network)
-    averages = f"; {size_text(size)} of averages stored every {every:,} steps" * bool(size)
-    return (
-        f"{size_text(checkpoint_bytes(cfg, network, aligner))} a checkpoint, every {cfg.every.save:,} steps{averages}"
-    )
+    more = f"; {size_text(size)} of averages stored every {every:,} steps" * bool(size)
+    return f"{size_text(checkpoint_bytes(cfg, network, aligner))} a checkpoint, every {cfg.every.save:,} steps{more}"
 
 
 def describe_outcome(run: Run) -> str:

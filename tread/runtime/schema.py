@@ -174,7 +174,7 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return a copy of `tree` in which a float such as 1e3 is an int where `built`, read from `tree`, has an int."""
+    """Return a copy of the config `tree` with 1e3 as the int 1000 where `built`, which was read from it, has an int."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree

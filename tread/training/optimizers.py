@@ -38,9 +38,7 @@ OPTIMIZERS = Table(OptimizerEntry, {
         lambda options: 2 + bool(options.get("amsgrad")),
         ("betas", "eps", "weight_decay"),
     ),
-    "muon": OptimizerEntry(
-        Muon, lambda options: 2, ("betas", "eps", "weight_decay", "muon_lr", "muon_scale"), splits=True
-    ),
+    "muon": OptimizerEntry(Muon, lambda _: 2, ("betas", "eps", "weight_decay", "muon_lr", "muon_scale"), splits=True),
     "sgd": OptimizerEntry(torch.optim.SGD, lambda options: float(bool(options.get("momentum")))),
 })  # fmt: skip
 

@@ -215,9 +215,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
     """Record the start in the run's folder, and remove results after the step at which the run continues; in the main
     process only. Raises OSError, also for a disk too full for a checkpoint, or ValueError if no tracker opens."""
     say, optim = run.processes.say, run.cfg.optim
-    check_place(
-        run.folder, checkpoint_bytes(run.cfg, run.network, run.aligner) if run.step < run.cfg.train.steps else 0
-    )
+    needed = checkpoint_bytes(run.cfg, run.network, run.aligner) if run.step < run.cfg.train.steps else 0
+    check_place(run.folder, needed)
     facts = {"processes": run.processes.count, "device": device_name(run.processes.device), "precision": run.precision}
     parts = {"files": run.data} | ({} if run.heldout is None else {"heldout_files": run.heldout})
     for key, data in parts.items():
