@@ -7,8 +7,8 @@ If a measurement fails, or lacks memory or a package, the reason is recorded and
     part=…     null: all in this order: machine (limits of the device), host (time to launch kernels), steps (with and
                without token routes), variants (other torch settings), peers (diffusers' DiT), kinds (other networks),
                sampling (network, decoder and DINOv2)
-    sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]: the file keeps other sizes' numbers, with their
-               commit and time. null: each part's own; the file's numbers of the part are replaced
+    sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]: their numbers are replaced, those of other sizes
+               stay, with their commit and time. null: the part's own sizes; all of its numbers are replaced
     --cpu      everything tiny, on a CPU: a rehearsal
     out=…      the file; null: benchmarks/results/gpu_<device>.json, but no file with --cpu
 

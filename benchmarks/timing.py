@@ -56,7 +56,7 @@ def write(path: str | None, result: dict) -> None:
 
 
 def begin(main: Callable[[], None]) -> None:
-    """Run a benchmark; --help prints its docstring. ValueError, OSError, a full GPU and Ctrl-C end it with one line."""
+    """Run a benchmark's `main`, or print its file's docstring for --help. Expected errors end it with one line."""
     answer_help(sys.modules["__main__"].__doc__)
     with explained():
         main()

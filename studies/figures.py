@@ -264,7 +264,7 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
             told = f" ({seeds} seed{'s' * (seeds > 1)})" * (seeds < ENOUGH)
             of = colour[other if besides else arm]
             lines += [mean_line(pair_name(arm, other) + told, points, of, besides, interval=True)] if points else []
-        label, x_label = f"{METRICS[metric].title}, difference", "images of the first, thousands"
+        label, x_label = f"{METRICS[metric].title}, difference", "images of the first-named, thousands"
         if lines:
             panels.append(Panel(f"at equal {name}", x_label, label, lines, levels={"even": 0.0}))
     return panels
@@ -292,7 +292,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
     panels = []
     for metric in measured(study.metrics[:1], networks):
         panels += over_training(networks, metric, ("images", "flops", *timed), colours(study))
-    _save(study, path, panels + balance_panels(study, results), key="below: numbers are guidance scales, dots seeds")
+    _save(study, path, panels + balance_panels(study, results), key=MARKS)
 
 
 def draw_precision(study: Study, results: Results, path: Path) -> None:
@@ -300,7 +300,7 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
     networks = networks_of(study, results)
     guided = any(results[arm] for arm in results if arm not in networks)
     panels = end_panels(study, networks) + (balance_panels(study, results) if guided else [])
-    _save(study, path, panels, key=ENDS)
+    _save(study, path, panels, key=f"{ENDS}\n{MARKS}" if guided else ENDS)
 
 
 def balance_panels(study: Study, results: Results) -> list[Panel]:
@@ -352,6 +352,7 @@ def precision_columns(study: Study, results: Results) -> Columns:
 
 NOISE_OF = "convergence"  # the published study from which `chance` takes the noise if a study has too few seeds
 ENDS = "dots: seeds; bars: their 95% interval; grey: two standard deviations by seed"  # what end_panels show
+MARKS = "numbers: the largest guidance scale; small dots: seeds, where there are several"  # in balance_panels
 
 
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:

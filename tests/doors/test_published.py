@@ -28,7 +28,6 @@ from tread.training.run_folder import migrate
 
 FOLDERS = sorted(path for path in (ROOT / "models").iterdir() if path.is_dir())
 PICTURES = [path for folder in FOLDERS for path in sorted(folder.glob("*.png"))]
-LARGE = [pytest.mark.slow]  # the marks of cifar10-tread, which takes eight seconds a picture
 EACH, TOGETHER = 30e6, 60e6  # bytes
 TOLERANCE = 3  # grey levels of 256
 PLACES = re.compile(r"(?<![\w.~])/(?:tmp|work|home|root|mnt|data|usr|var|Users)\b|[A-Z]:\\")
@@ -102,8 +101,8 @@ def plain_lists(tree: object) -> object:
     return json.loads(json.dumps(tree))
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, id=named(path), marks=LARGE * ("cifar10" in path.parent.name)) for path in PICTURES]
+@pytest.mark.parametrize(  # cifar10-tread takes eight seconds a picture
+    "path", [pytest.param(p, id=named(p), marks=[pytest.mark.slow] * ("cifar10" in str(p))) for p in PICTURES]
 )
 def test_what_is_drawn_is_the_stored_picture(path, tmp_path, asset):
     """The second class and seed are drawn anew, by the settings that the picture itself states."""

@@ -143,8 +143,9 @@ def test_states_and_similarity_equal_those_by_hand(network, kind):
     for state, tokens, held in zip(expected, found.tokens, found.held):
         assert {tuple(key) for key in held.nonzero().tolist()} == state.keys()
         assert not tokens[~held].any()
+        rounding = max(1e-3, 2e-5 * tokens.abs().max().item())  # MaskDiT's states grow to 670
         for key, token in state.items():
-            assert_close(tokens[key], token, atol=1e-2, rtol=1e-2)  # some CPUs' rounding grows to 3e-3
+            assert_close(tokens[key], token, atol=rounding, rtol=1e-3)
     matrix = similarity([found])
     assert_close(matrix, torch.tensor(cosines(expected)).double(), atol=1e-4, rtol=0)
     assert matrix.min() < 0.8

@@ -232,8 +232,8 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 def _shapes(routes: Routes) -> list[tuple]:
     """Return a tuple for each route; two branches of guidance run as one batch only if theirs are equal. It holds the
-    shape of the kept tokens' indices, and the blocks that run in fp32 and that are skipped; for a route with random
-    numbers instead of indices, by which the network chooses the tokens, the whole Route."""
+    shape of the kept tokens' indices, the skipped and the fp32 blocks, and how tokens return; if a route comes with
+    random numbers, by which the network chooses the tokens, their shape and the whole Route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

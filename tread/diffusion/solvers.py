@@ -120,7 +120,7 @@ def heun(
 def solve(
     solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object, **hooks: Callable
 ) -> Tensor:
-    """Return the sample that "euler" or "heun" reach from standard normal noise (B, C, S, S) over noise levels (N+1,).
+    """Return the sample that "euler" or "heun" reaches from standard normal noise (B, C, S, S) over levels (N+1,).
     `churning` is heun's churn and churn_noise, which euler ignores. `hooks` are their after_step and on_step."""
     check("solver", solver, Solver)
     if solver == "heun":

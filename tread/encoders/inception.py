@@ -132,7 +132,7 @@ MIXED_7 = {  # 8×8 → 8×8
 class Inception(nn.Module):
     """The network from pixels (as_input) to features; with_classes adds the layer fc, which some weight files lack.
 
-    narrow  by what all numbers of channels are divided: 1 for FID's network; 2, 4, 8 or 16 for quick tests of code.
+    narrow  divisor of all numbers of channels: 1 for FID's network; 2, 4, 8 or 16 for quick tests of code.
     sizes   {"pool": 2048, "spatial": 2023}, the number of features of each kind; fewer if narrow.
     sha256  hash of the weight file.
     """

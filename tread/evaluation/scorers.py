@@ -172,7 +172,7 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 class DigitsJudge(Scorer):
-    """Scores pictures of digits by a classifier and by their pixels (judge_digits); that is no FID."""
+    """Scores pictures of digits by a classifier and by their pixels (judge_digits); neither is FID."""
 
     metrics = ("label_agreement", "frechet_pixels")
 

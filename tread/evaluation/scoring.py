@@ -363,9 +363,9 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures, from find_cifar10(plans), to the scorer's reference "cifar10", which has only
-    statistics. Without options.reference_features only if their features are cached. With it, missing pictures are
-    downloaded, and ValueError is raised if they can't be read, or are not as many as the statistics were made of."""
+    """Add CIFAR-10's training pictures, from find_cifar10(plans), to the scorer's reference "cifar10", which ships as
+    statistics alone, for the metrics that need features. Unless options.reference_features is set, this is done only if
+    their features are cached; if it is, missing pictures are downloaded. Raises ValueError for other pictures then."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():

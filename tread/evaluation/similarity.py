@@ -30,10 +30,10 @@ from tread.runtime.randomness import seeded_uniform
 
 
 class States(NamedTuple):
-    """The tokens between the L blocks in one forward pass.
+    """The tokens in one forward pass of L blocks: state 0 is the first block's input, state i the output of the i-th.
 
-    tokens  (L + 1, B, N, D) fp32, at their positions in the grid; 0 for tokens that a state does not hold.
-    held    (L + 1, B, N) bool: which tokens a state holds.
+    tokens  (L + 1, B, N, D) fp32, at their positions in the grid; 0 for tokens that are skipping blocks then.
+    held    (L + 1, B, N) bool: False for those.
     """
 
     tokens: Tensor

@@ -368,9 +368,9 @@ def finish(
 def look_at(
     part: str, photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, device: torch.device
 ) -> dict:
-    """Complete the dataset of `part` with its index and the photos' captions, if any, and return a report on it. If
-    options.decode is above 0, also write report.png, with up to that many photos beside their decoded latents. Raises
-    ValueError if a training class has no picture, unless options.allow_empty is set."""
+    """Complete the dataset of `part`, a key of `writers`, whose shards exist, by index.json and any captions. Returns a
+    report on it. If options.decode is above 0, report.png gets up to that many photos beside their decoded latents.
+    Raises ValueError if a training class has no picture, unless options.allow_empty is set."""
     writer, other = writers[part], "train" if part == "heldout" else "heldout"
     fields = {other: f"../{writers[other].folder.name}"} if other in writers else {}
     fields |= {"attribution": options.attribution} if options.attribution else {}

@@ -167,8 +167,8 @@ class Processes:
 
     @contextlib.contextmanager
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
-        """Context in which the main process holds a file lock. If another launch holds the lock, raises FileExistsError
-        with the message `busy` or, with busy=None, waits."""
+        """Context for all processes, in which the main one holds the lock file `path`. If another launch holds it, the
+        main process raises FileExistsError with the message `busy` or, with busy=None, waits."""
         held = None
         if self.main:
             try:

@@ -31,7 +31,7 @@ def block_matrices(network: nn.Module) -> list[nn.Parameter]:
 
 
 def groups_of(parameters: Iterable[nn.Parameter], network: nn.Module) -> list[dict]:
-    """Split a run's parameters into Muon's two groups: the network's block matrices, and the rest."""
+    """Split a run's parameters into two groups: block_matrices(network), which Muon orthogonalises, and the rest."""
     matrices, own, rest = set(block_matrices(network)), [], []
     for parameter in parameters:
         (own if parameter in matrices else rest).append(parameter)

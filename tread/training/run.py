@@ -63,8 +63,8 @@ class StepStatistics:
         self.recent.copy_(torch.cat([self.recent[1:], skip[None]]))
 
     def read(self) -> dict[str, float | str]:
-        """Return {name: its sum since the last log} for NAMES and, under "recent", a text such as "0010": the last 100
-        steps, the newest last, a bad one as "1". Waits for the device."""
+        """Return {name: value} for NAMES and, under "recent", a text such as "0010": of the last 100 steps, the newest
+        last, a bad one is "1". Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}

@@ -260,8 +260,9 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
-    """If a run begins, load init_from's weights. Give a text-conditional network the encoded empty caption. Returns
-    (a text on the weights' origin, warnings). Raises FileNotFoundError, or ValueError if weights do not fit."""
+    """Load init_from's weights if `claimed` begins at step 0. Store the empty caption of `data` in a text-conditional
+    network. Returns (a text on the weights' origin, warnings). Raises FileNotFoundError, ValueError for other weights.
+    """
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
