@@ -251,8 +251,7 @@ def over_training(
 
 
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
-    """Return panels of a metric's differences, an arm's less that of the arm it is compared with, over training: at
-    equal numbers of training images, and at equal training FLOPs. A panel without data is left out."""
+    """Return panels of a metric's difference in each compared pair over training: at equal images, at equal FLOPs."""
     colour, panels = colours(study), []
     for axis, name in (("images", "images"), ("flops", "FLOPs")):
         lines = []

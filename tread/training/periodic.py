@@ -53,8 +53,7 @@ class Clock:
         self.first = self.run.step
 
     def tick(self, due: bool) -> None:
-        """Call after each step, before it is logged (`due`: whether it will be). After the first step prints how long
-        the start took, after some more the time that the run will take."""
+        """Call after each step, `due` if its log comes next. Prints how long the start took, later the expected time."""
         if self.run.step in (self.start_step + 1, self.settled):
             wait_for(self.run.device)
             self.advance()

@@ -260,9 +260,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
-    """Load init_from's weights if `claimed` begins at step 0. Store the empty caption of `data` in a text-conditional
-    network. Returns (a text on the weights' origin, warnings). Raises FileNotFoundError, ValueError for other weights.
-    """
+    """Load init_from's weights if `claimed` begins at step 0; store the empty caption of `data` in a text-conditional
+    network. Returns (where weights come from, warnings). Raises FileNotFoundError, ValueError for unfit weights."""
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
