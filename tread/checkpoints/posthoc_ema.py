@@ -73,8 +73,8 @@ def _compact(value: Tensor, name: str) -> Tensor:
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Remove the snapshots of steps after `step`, which a run that continues at `step` will store again."""
-    for path in (run / "ema_snapshots").glob("step_*.safetensors"):
+    """Remove snapshots and sample grids of steps after `step`, which a run that continues at `step` will make again."""
+    for path in (*run.glob("ema_snapshots/step_*.safetensors"), *run.glob("samples/step_*.png")):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
             path.unlink()

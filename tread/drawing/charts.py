@@ -69,7 +69,7 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = 
     if title:
         figure.suptitle(title, fontsize=11)
     axes = figure.subplots(rows, columns, squeeze=False)
-    names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
+    names, handles = list(dict.fromkeys(line.name for panel in panels for line in panel.lines)), {}  # by label
     for axis, panel in zip(axes.flat, panels):
         for line in panel.lines:
             colour = line.colour or f"C{names.index(line.name) % 10}"
@@ -78,7 +78,7 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = 
             if line.spread is not None and panel.names:
                 axis.errorbar(line.x, line.y, xerr=line.spread, fmt="|", markersize=10, color=colour, capsize=3)
                 continue
-            axis.plot(line.x, line.y, marker, color=colour, label=line.name, markersize=4, linewidth=1.2)
+            [handles[line.name]] = axis.plot(line.x, line.y, marker, color=colour, markersize=4, linewidth=1.2)
             if line.dots:
                 axis.plot(*zip(*line.dots), "o", color=colour, alpha=0.4, markersize=2)
             for text, *place in zip(line.labels, line.x, line.y):
@@ -88,7 +88,7 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = 
                 axis.fill_between(line.x, y - spread, y + spread, color=colour, alpha=0.15, linewidth=0)
         for name, height in panel.levels.items():
             draw = axis.axvline if panel.names else axis.axhline
-            draw(height, color="black", linestyle=":", linewidth=1, label=name)
+            handles[name] = draw(height, color="black", linestyle=":", linewidth=1)
         if panel.noise:
             span = axis.axvspan if panel.names else axis.axhspan
             span(-panel.noise, panel.noise, color="grey", alpha=0.2, linewidth=0)
@@ -109,9 +109,7 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = 
     for axis in axes.flat[len(panels) :]:
         axis.remove()
     if any(names):
-        handles = {}  # by label
-        for axis in figure.axes:
-            handles |= dict(zip(*reversed(axis.get_legend_handles_labels())))
+        handles.pop("", None)
         columns = min(2, columns)
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize="small")
     with explain_failure(path):

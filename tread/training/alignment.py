@@ -182,9 +182,8 @@ class Aligner:
 
     def flops(self, routes: Sequence[Route]) -> int:
         """Return the FLOPs that alignment adds per sample: the projector's, and the live encoder's or EMA teacher's."""
-        network = self.module.network
         layers = [layer.weight.numel() for layer in self.module.projector if isinstance(layer, nn.Linear)]
         flops = self.encoder_flops + 3 * 2 * sum(layers) * sum(self.tokens(routes))
         if self.teacher is not None:
-            flops += self.teacher.forward_flops(upto=self.settings.resolve(len(network.blocks))[1])
+            flops += self.teacher.forward_flops(upto=self.settings.resolve(len(self.teacher.blocks))[1])
         return flops

@@ -58,7 +58,7 @@ class Muon(torch.optim.AdamW):
 
     Like fused AdamW it divides gradients by `grad_scale`, changes nothing if `found_inf` is 1 (both 0-d, or None), and
     takes rates as tensors. Matrices of one shape are orthogonalized together, in bf16 on a GPU and in fp32 on a CPU,
-    which may emulate bf16. Raises ValueError for a momentum outside [0, 1), or for steps < 1.
+    which may emulate bf16. Raises ValueError for a momentum outside [0, 1), or steps that are no whole number above 0.
     """
 
     grad_scale = found_inf = None
@@ -67,10 +67,10 @@ class Muon(torch.optim.AdamW):
         self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
         muon_lr: float, muon_scale: Scale, momentum: float = 0.95, nesterov: bool = True, steps: int = 5,
     ) -> None:  # fmt: skip
-        if not 0 <= momentum < 1 or steps < 1:
-            raise ValueError(f"momentum is {momentum}, steps {steps}, but must lie in [0, 1) and be at least 1")
+        if not 0 <= momentum < 1 or steps < 1 or steps % 1:
+            raise ValueError(f"momentum is {momentum}, steps {steps}: must be in [0, 1) and a whole number above 0")
         super().__init__(groups, lr, betas, eps, weight_decay, fused=True)
-        self.scale, self.momentum, self.nesterov, self.iterations = SCALES[muon_scale], momentum, nesterov, steps
+        self.scale, self.momentum, self.nesterov, self.iterations = SCALES[muon_scale], momentum, nesterov, int(steps)
         self.param_groups[0]["lr_factor"] = muon_lr / lr
 
     @torch.no_grad()

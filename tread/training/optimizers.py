@@ -131,8 +131,7 @@ class Optim:
             for name, parameter in parameters:
                 group = self._group_of(name)  # alignment's projector, which `freeze` leaves alone, always has a rate
                 members.setdefault(group if group and group.lr else None, []).append(parameter)
-            rates = {group: {"lr_factor": group.lr / self.lr} for group in members if group is not None}
-            groups = [{"params": part, **rates.get(group, {})} for group, part in members.items()]
+            groups = [{"params": part, **({"lr_factor": g.lr / self.lr} if g else {})} for g, part in members.items()]
         try:
             optimizer = OPTIMIZERS[self.name].make(groups, **self._arguments(), **(self.options or {}))
         except (TypeError, ValueError, RuntimeError) as error:

@@ -50,10 +50,10 @@ class Clock:
 
     def restart(self) -> None:
         self.run.loader.waited = self.seconds = 0.0
-        self.first = self.run.step
+        self.first, self.flops = self.run.step, self.run.flops
 
     def tick(self, due: bool) -> None:
-        """Call after each step, `due` if its log comes next. Prints how long the start took, later the expected time."""
+        """Call after each step, `due` if its log comes next. Prints the time of the start, later the expected time."""
         if self.run.step in (self.start_step + 1, self.settled):
             wait_for(self.run.device)
             self.advance()
@@ -97,7 +97,7 @@ def log(run: Run, clock: Clock) -> str:
             values["alignment"] = mean(sums["alignment"]) / sums["good"]
             values["total"] = values["loss"] + weight * values["alignment"]
     speed = (run.step - clock.first) * run.cfg.train.batch_size / clock.seconds
-    flops = sample_flops(run.network, active_routes(run.cfg, run.step - 1), run.aligner_at(run.step - 1)) * speed
+    flops = (run.flops - clock.flops) / clock.seconds
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
     if (peak := peak_flops(run.device, run.precision)) is not None:
         values["mfu"] = round(flops / (peak * run.processes.count), 4)
@@ -149,8 +149,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], where: str) -> str:
     """Return a message on steps whose loss or gradient was not finite: their noise levels, samples with bad numbers,
     and advice. `where` names the steps in the message. Waits for a checkpoint in progress."""
     process = process_of(run.cfg)
-    draws = [step_draws(run.cfg, run.data.latents, step, run.device) for step in steps[:100]]  # the numbers used before
-    levels = torch.cat([process.noise_level(draw.level) for draw in draws])
+    normal = [step_draws(run.cfg, run.data.latents, step, run.device).level for step in steps[:100]]  # as used before
+    levels = process.noise_level(torch.cat(normal))
     spoilt, seen = look_at_samples(run, steps)
     finish_saving(run)
     advice = "Try a smaller optim.lr, optim.clip_norm=1 or train.precision=fp32, or look at the data"

@@ -40,6 +40,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         for group, name in ((group, typed.get(f"{group}.name")) for group in ("model", "dataset"))
         if name != typed.get(group) and (configs / group / f"{name}.yaml").is_file()
     ]
+    composed |= {key: os.path.expanduser(composed[key]) for key in ("results", "run") if isinstance(composed[key], str)}
     by_folder = composed["run"] is not None
     if by_folder and typed.keys() & {"name", "results"}:
         raise ValueError("run=… says which folder, so name=… and results=… can't be set beside it")

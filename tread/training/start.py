@@ -225,6 +225,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
             run.warnings += changed_files(data.folder, begun[-1], hashes_alone=data.verify == "full")
         else:
             facts[key] = files_of(data.folder)
+    before = run.log.read_status().get("spent", {})  # is not in metrics.jsonl yet: the next record has it
+    run.spent = {name.removesuffix("_seconds"): seconds for name, seconds in before.items()}
     run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
     try:
         with explain_failure(run.folder):
@@ -333,6 +335,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
         "rf.clamp": (cfg.rf.predicts != "velocity", "with rf.predicts=velocity"),
         "rf.time_mean": (cfg.rf.time != "uniform", "with rf.time=uniform"),
         "rf.time_std": (cfg.rf.time != "uniform", "with rf.time=uniform"),
+        "sampling.autoencoder": (cfg.sampling.decode or scored.fid_every, "with sampling.decode=false"),
         "train.class_token_weight": (cfg.model.class_token, "without model.class_token"),
         "train.routes_until": (cfg.model.routes, "without routes"),
         "wandb.project": (cfg.tracker == "wandb", "but with tracker=wandb"),
