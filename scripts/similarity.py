@@ -56,6 +56,8 @@ def main(options: Options) -> None:
     saved = open_network(checkpoint.find(options.checkpoint), options.weights)
     routes = settle_routes(saved, options.routes)
     data = open_latents(saved, options.data)
+    if options.out is None and options.checkpoint.startswith("hf:"):
+        raise ValueError(f"checkpoint={options.checkpoint} has no folder of yours: name one for the files, out=…")
     folder = Path(options.out).expanduser() if options.out else saved.found.folder
     check_place(folder, 0)
     model = saved.load(device)

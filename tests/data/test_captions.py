@@ -4,6 +4,7 @@ import pickle
 import shutil
 from collections import Counter
 from functools import partial
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.section_writer import TextWriter
-from tread.data.shards import PLACEMENTS
+from tread.data.shards import Placement
 from tread.data.writer import write_dataset
 from tread.models.conditions import Text
 from tread.runtime.distributed import split_batch
@@ -83,7 +84,7 @@ def same(a: Text, b: Text) -> bool:
 
 
 @pytest.mark.parametrize("spec", [WORDS, FROZEN], ids=["words", "frozen"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", get_args(Placement))
 def test_every_placement_reads_the_text_that_was_written(made, spec, placement):
     folder, texts = made
     data, text = LatentDataset(folder, "full", placement, text=spec.encoder), texts[spec.encoder]

@@ -8,6 +8,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
-from tread.data.shards import PLACEMENTS
+from tread.data.shards import Placement
 from tread.data.writer import write_dataset
 from tread.runtime.distributed import split_batch
 from tread.runtime.files import sha256
@@ -168,7 +169,7 @@ def test_writing_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):
 # ------------------------------------------------------------------------------------------- the loader
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", get_args(Placement))
 def test_every_placement_reads_what_was_written(folder, placement):
     stored, labels = (np.concatenate(parts) for parts in zip(arrays(20), arrays(33), arrays(5)))
     data = LatentDataset(folder, verify="full", placement=placement)
@@ -183,7 +184,7 @@ def test_every_placement_reads_what_was_written(folder, placement):
     assert data.read(np.zeros(0, dtype=np.int64)).stored.shape == (0, 2, 4, 4)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", get_args(Placement))
 def test_what_is_not_there_is_not_read(folder, placement):
     data = LatentDataset(folder, placement=placement)
     for indices, view in (([58], 0), ([-1], 0), ([0], 2), ([0], -1)):
@@ -286,7 +287,7 @@ def test_a_dataset_of_imagenets_size_is_opened_by_its_labels_and_takes_little_me
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", get_args(Placement))
 def test_a_gpu_gets_the_batches_of_each_step(folder, placement):
     """Copies overlap with work on the GPU, whose results must be those of the right samples."""
     device = torch.device("cuda")

@@ -292,7 +292,7 @@ def test_what_can_not_be_scored_is_refused(folder, clip, inception_file, tmp_pat
         (classes, "prompts=heldout", "prompts=heldout is for captions, but .* with classes"),
         (classes, f"clip={clip}", "is for captions, but .* with classes"),
         (classes, "reference=heldout", "has no held-out data"),
-        ("samples=x", "clip=y", "scored without their captions"),
+        ("samples=x", "clip=y", "taken without captions"),
     )
     latents = replace(PIXELS, autoencoder="x", scale_applied=False)
     write_dataset(tmp_path / "latents", latents, [(np.zeros((3, 1, 3, 16, 16), np.float32), np.zeros(3, np.int64))])

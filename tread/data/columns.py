@@ -145,11 +145,13 @@ def open_features(
 
 
 CLIP_L = "openai/clip-vit-large-patch14"  # its short name is clip-l
+SHORT = ("words", "minilm", "clip-l")  # never a folder of that name
 
 
 def text_encoder_name(name: str) -> str:
     """Return the name that is recorded for an encoder: clip-l for CLIP-L, a folder's full path, others as given."""
-    return "clip-l" if name == CLIP_L else str(Path(name).resolve()) if Path(name).is_dir() else name
+    name = "clip-l" if name == CLIP_L else name
+    return str(Path(name).resolve()) if name not in SHORT and Path(name).is_dir() else name
 
 
 @dataclass(frozen=True)

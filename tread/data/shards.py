@@ -5,7 +5,7 @@ import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, get_args
+from typing import BinaryIO, Literal
 
 import numpy as np
 import psutil
@@ -17,7 +17,6 @@ from tread.data.latents import LatentSpec
 from tread.runtime.files import size_text
 
 Placement = Literal["mmap", "ram", "device"]
-PLACEMENTS = get_args(Placement)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,9 @@ class ShardStore:
         same = before == {**fresh, **(begun or {})}
         if not (same or again) and any(self.notes()):
             said = f"{self.work} holds unfinished work of another kind: continue it as it was begun, or start anew"
-            raise ValueError(f"{said} (again=true, or remove the folder)\n{differences(before, fresh)}")
+            raise ValueError(
+                f"{said} (remove the folder, or again=true where there is that option)\n{differences(before, fresh)}"
+            )
         with explain_failure(self.work):
             self.work.mkdir(parents=True, exist_ok=True)
             if not same:

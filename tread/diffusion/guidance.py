@@ -75,8 +75,8 @@ class Schedule:
         left = (1 + math.cos(math.pi * u)) / 2 if self.schedule == "cosine" else 1 - u
         return left * self.start + (1 - left) * self.end
 
-    def __str__(self) -> str:
-        return f"{self.schedule} {self.start:.12g}→{self.end:.12g}"
+    def __format__(self, digits: str) -> str:
+        return f"{self.schedule} {self.start:{digits}}→{self.end:{digits}}"
 
 
 def ends_of(value: float | Schedule) -> tuple[float, float]:
@@ -85,10 +85,6 @@ def ends_of(value: float | Schedule) -> tuple[float, float]:
 
 def _at(value: float | Schedule, u: float) -> float:
     return value.at(u) if isinstance(value, Schedule) else value
-
-
-def _show(value: float | Schedule) -> str:
-    return str(value) if isinstance(value, Schedule) else f"{value:.12g}"
 
 
 @dataclass(frozen=True)
@@ -136,9 +132,9 @@ class Guidance:
         for name in ("strong", "weak"):
             given = getattr(self, name)
             if not all(0 <= end < 1 for end in ends_of(given)):
-                raise ValueError(f"guidance.{name} is {_show(given)}, but must lie in [0, 1), a fraction of the tokens")
+                raise ValueError(f"guidance.{name} is {given:.12g}, but must lie in [0, 1), a fraction of the tokens")
             if not row.routed and any(ends_of(given)):
-                raise ValueError(f"guidance.{name} is {_show(given)}, but guidance={self.kind} runs all tokens")
+                raise ValueError(f"guidance.{name} is {given:.12g}, but guidance={self.kind} runs all tokens")
         if not self.scheduled and self.checkpoint is None and self.strong > self.weak and not self.force:
             above = f"guidance.strong {self.strong} is larger than guidance.weak {self.weak}"
             raise ValueError(f"{above}, but the weak branch sees fewer tokens (guidance.force=true allows it)")
@@ -167,8 +163,8 @@ class Guidance:
         """Return a text such as "cfg 1.5" or "sparse 1.5 with ratios 0.3 and 0.7"."""
         if self.kind == "none":
             return "none"
-        parts = [f"{self.kind} {_show(self.scale)}"]
-        parts += [f"with ratios {_show(self.strong)} and {_show(self.weak)}"] if self.row.routed else []
+        parts = [f"{self.kind} {self.scale:.12g}"]
+        parts += [f"with ratios {self.strong:.12g} and {self.weak:.12g}"] if self.row.routed else []
         parts += ["of the same tokens"] if self.same_ids else []
         parts += [f"against {self.weights} weights of another network"] if self.checkpoint else []
         parts += [f"within {self.interval[0]:.12g}..{self.interval[1]:.12g}"] if self.interval else []

@@ -97,6 +97,8 @@ class Sampler:
         levels = process.schedule(self.steps).tolist()
         order = call_order(self.solver, self.steps)
         raised = [level * (1 + self.churn.gamma(level, self.steps)) for level in levels]
+        if self.churn.amount > 0 and raised == levels:
+            raise ValueError(f"churn's {self.churn.sigma_min:g}..{self.churn.sigma_max:g} holds no noise level")
         seen = [(levels if call % 2 else raised)[i] for call, i in enumerate(order)]
         return self.guidance.plan(seen, [i / max(1, order[-1]) for i in order])
 

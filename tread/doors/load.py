@@ -158,6 +158,7 @@ class TrainedModel:
 
         Raises ValueError for options that do not fit together or with the network, before anything is drawn.
         """
+        steps, shift, churn, batch_size = map(_plain, (steps, shift, churn, batch_size))
         check("output", output, Output)
         check("batch_size", batch_size, Count)
         check("steps", steps, Count | None)
@@ -168,7 +169,7 @@ class TrainedModel:
         other = open_weak(guide, saved)
         seeds = [operator.index(seed) for seed in parse_seeds(seeds)]
         prompts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
-        columns, numbers = self._pairs(classes, labels, prompts, seeds)
+        numbers, columns = self._pairs(classes, labels, prompts, seeds)
         how = (steps, solver, min(batch_size, len(columns)), use_precision(self.precision, self.device), guide)
         if not isinstance(churn, Churn | None):
             churn = read({"amount": churn} if isinstance(churn, (int, float)) else churn, Churn, "churn.")
@@ -188,20 +189,15 @@ class TrainedModel:
 
     def _pairs(
         self, classes: object, labels: Sequence[Label] | None, prompts: Sequence[str], seeds: list[int]
-    ) -> tuple[list[int], list[int]]:
-        """Return the seeds and labels of all pictures. Raises ValueError for unknown classes or conflicting options."""
-        if labels is None:
-            listed = [classes] if isinstance(classes, (str, int, np.integer)) else classes
-            numbers = None if listed is None else [class_number(label, self.classes) for label in listed]
-            rows = row_labels(self.saved, numbers, prompts)
-            pairs = [(seed, label) for label, seed in itertools.product(rows, seeds)]
-        elif prompts or len(labels) != len(seeds) or classes is not None:
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the labels and seeds of all pictures. Raises ValueError for unknown classes or conflicting options."""
+        if labels is not None and (prompts or len(labels) != len(seeds) or classes is not None):
             told = f"labels has {len(labels)} classes for {len(seeds)} seeds"
             raise ValueError(f"{told}: it gives one for each seed, in the place of classes and prompts")
-        else:
-            numbers = [class_number(label, self.classes) for label in labels]
-            pairs = list(zip(seeds, row_labels(self.saved, numbers, ())))
-        return [seed for seed, _ in pairs], [label for _, label in pairs]
+        listed = [classes] if isinstance(classes, (str, int, np.integer)) else classes if labels is None else labels
+        numbers = None if listed is None else [class_number(label, self.classes) for label in listed]
+        rows = row_labels(self.saved, numbers, prompts)
+        return tuple(zip(*(itertools.product(rows, seeds) if labels is None else zip(rows, seeds))))
 
     def _open_decoder(self) -> Decoder:
         if self._decoder is None:

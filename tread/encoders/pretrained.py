@@ -69,6 +69,8 @@ def load_pretrained(
     missing = [key for key in sorted(loading["missing_keys"]) if not key.startswith(unused)]
     if odd := missing + sorted(map(str, loading["mismatched_keys"])):
         raise ValueError(f"{what} lacks weights of a {kind}, or has others: {', '.join(odd[:3])}, …")
+    if any(2 * len(part) < config.get_text_config().vocab_size for part in beside if hasattr(part, "get_vocab")):
+        raise ValueError(f"{what} lacks its tokenizer's files (tokenizer.json, spiece.model, …): put them beside")
     for key in loading["missing_keys"]:  # unused, and drawn anew at every load: the hash must not depend on them
         model.get_parameter(key).data.zero_()
     return model.float().eval().requires_grad_(False), beside

@@ -112,7 +112,7 @@ class Encoder:
 def encoder_name(name: str) -> str:
     """Return the name to record: DINOv2's short names for its hub ids, absolute paths for folders, others as given."""
     short = {hub_id: short for short, hub_id in DINOV2.items()}
-    return short.get(name) or (str(Path(name).resolve()) if Path(name).is_dir() else name)
+    return short.get(name) or (str(Path(name).resolve()) if name not in WIDTHS and Path(name).is_dir() else name)
 
 
 def open_encoder(

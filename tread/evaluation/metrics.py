@@ -12,14 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tread.diffusion.solvers import unseen
+
 NEIGHBOURS = 3  # k of precision and recall
 SPLIT = 5000  # pictures in a split of the Inception Score
 BLOCK_NUMBERS = 2**25  # numbers in a block of distances: 128 MB in fp32, of which two live at a time
 Seen = Callable[[int], object]  # called with the number of rows just done, for progress bars
-
-
-def nobody(rows: int) -> None:
-    """Do nothing: the default progress callback `seen` of this module's functions."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
     return float(np.mean(scores))
 
 
-def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> tuple[float, float]:
+def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = unseen) -> tuple[float, float]:
     """Return improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991); features (n, D), (m, D) fp32.
 
     Precision is the share of samples inside the reference's manifold; recall is the share of the reference inside the
@@ -132,7 +130,7 @@ def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float
     return inside.item() / len(points)
 
 
-def kernel_distance(reference: Tensor, samples: Tensor, seen: Seen = nobody) -> float:
+def kernel_distance(reference: Tensor, samples: Tensor, seen: Seen = unseen) -> float:
     """Return KID, the unbiased squared MMD with kernel (x·y/D + 1)³ (Bińkowski et al. 2018, arXiv 1801.01401), between
     features (n, D) and (m, D) fp32, n and m at least 2. All pairs are used; other code averages over random subsets.
     `seen` is called with the number of rows just done; these numbers add up to n + 2·m."""

@@ -70,11 +70,6 @@ def encode_prompts(
     return encoder.encode(prompts), remarks(encoder, prompts)
 
 
-def brief(prompt: str) -> str:
-    """Return a prompt for a message, cut to 60 letters."""
-    return prompt if len(prompt) <= 60 else prompt[:59] + "…"
-
-
 @dataclass(frozen=True)
 class ScoredPrompts:
     """Captions numbered 0..count−1, in the order of their pictures, that samples are drawn for and scored with.

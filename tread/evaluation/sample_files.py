@@ -16,7 +16,6 @@ from tread.checkpoints.for_sampling import SavedNetwork
 from tread.diffusion.sampling import Sampler
 from tread.drawing.grids import FACTS, draw_grid, name_rows, save_png
 from tread.evaluation.image_sets import save_npz
-from tread.evaluation.prompts import brief
 from tread.runtime.files import check_place, explain_failure, whole_file
 from tread.runtime.tensor_files import save_tensors
 from tread.runtime.versions import versions
@@ -165,7 +164,8 @@ class SampleFiles:
         shown = [f"{n}" if name == str(n) else f"{n} ({name})" if n < len(self.classes) else "null" for n, name in told]
         what = f"classes [{', '.join(shown)}]"
         if self.prompts:
-            first = json.dumps(brief(self.classes[0]), ensure_ascii=False)
+            first = self.classes[0]
+            first = json.dumps(first if len(first) <= 60 else first[:59] + "…", ensure_ascii=False)
             what = f"{len(self.classes)} prompts from {first} on" if self.classes[1:] else f"prompt {first}"
         rgb = ", grey as RGB of three equal channels" if grey else ""
         if self.form == "grid":

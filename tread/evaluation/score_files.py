@@ -50,12 +50,13 @@ class ScoreFiles:
                 return self.path("fid.json", number), record
         return None
 
-    def make_room(self, settings: dict) -> None:
-        """Rename the newest score's files to the next free number, unless that score has these settings."""
+    def make_room(self, settings: dict, scored: str = "") -> None:
+        """Rename the newest score's files, not `scored`, to the next free number, unless it has these settings."""
         if not self._is(None, settings):
             number = self._free()
             for name in self._there():
-                self.path(name).replace(self.path(name, number))
+                if self.path(name).resolve() != Path(scored).resolve():
+                    self.path(name).replace(self.path(name, number))
 
     def write(self, record: dict) -> Path:
         """Write `record` as fid.json, and return its path. Replaces an older fid.json, unless make_room renamed it."""

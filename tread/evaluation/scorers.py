@@ -114,7 +114,7 @@ class ReferenceScorer:
                 values[name] = float(METRICS[name].compute(sets))
             except Unavailable as error:
                 unavailable[name] = str(error)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, MemoryError, OSError):  # another try goes on with the samples
                 raise
             except Exception as error:  # the other metrics still get values
                 unavailable[name] = f"it failed: {type(error).__name__}: {error}"

@@ -92,8 +92,8 @@ class ScoringOptions:
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.samples is None) and not (self.samples is None and self.save_reference):
             raise ValueError("name one of checkpoint=… and samples=… to score, or reference=… save_reference=stats.npz")
-        if self.samples and (self.prompts or self.clip):
-            raise ValueError("prompts=… and clip=… are for a checkpoint; samples=… are scored without their captions")
+        if self.checkpoint is None and (self.prompts or self.clip):
+            raise ValueError("prompts=… and clip=… are for a checkpoint; other pictures are taken without captions")
         usual = {"num_samples": None, "first_seed": 0, "labels": "random", "steps": None, "solver": None, "shift": None}
         usual |= {"weights": "ema", "autoencoder": None, "decode_precision": "fp32", "save_samples": False}
         drawing = [key for key, value in usual.items() if getattr(self, key) != value]
@@ -122,8 +122,8 @@ def read_options(config: dict) -> ScoringOptions:
     """Read the options from a config composed by Hydra, with ~ expanded in paths."""
     paths = ("checkpoint", "samples", "reference", "save_reference", "prompts", "clip")
     paths += ("inception", "autoencoder", "out", "cache")
-    for section, keys in ((config, paths), (config["guidance"], ("checkpoint",))):
-        section |= {key: str(Path(section[key]).expanduser()) for key in keys if isinstance(section[key], str)}
+    for section, keys in ((config, paths), (config.get("guidance") or {}, ("checkpoint",))):
+        section |= {key: str(Path(section[key]).expanduser()) for key in keys if isinstance(section.get(key), str)}
     return schema.read(config, ScoringOptions)
 
 
@@ -403,7 +403,7 @@ def files_beside(options: ScoringOptions) -> ScoreFiles:
     """Return the files for the score of options.samples: in options.out or, if that is null, beside the samples."""
     if options.out:
         return ScoreFiles(Path(options.out))
-    path = Path(options.samples)
+    path = Path(options.samples if Path(options.samples).name else Path.cwd())
     return ScoreFiles(next(parent for parent in path.parents if parent.is_dir()), f"{path.stem}.")
 
 
@@ -411,6 +411,8 @@ def check_target(path: Path, reference: Reference) -> None:
     """Raise ValueError or OSError unless the reference's statistics can be written to `path`, which must be new."""
     if reference.pictures is None:
         raise ValueError(f"{reference.where} holds no pictures to make statistics of")
+    if reference.stated:
+        raise ValueError(f"{reference.where} holds mu and sigma: it is such a file, and its pictures may be others")
     if path.exists():
         raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
     check_place(path.parent, 0)
@@ -606,7 +608,7 @@ def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringO
         }
         files = files_beside(options)
         with explain_failure(files.folder):
-            files.make_room(record["settings"])
+            files.make_room(record["settings"], options.samples)
             where = files.write(record)
         tqdm.write(f"{table(record)}\n  written   {where}")
     processes.wait()

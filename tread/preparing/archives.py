@@ -26,6 +26,7 @@ class Folder:
         self.path, self.names, self.folders = Path(path), [], []
         for folder, inner, files in os.walk(path, followlinks=True, onerror=_raise):
             inside = PurePosixPath(os.path.relpath(folder, path))
+            inner[:] = [name for name in inner if name[0] != "."]  # which nothing reads, and not all may open
             self.names += [str(inside / name) for name in files]
             self.folders += [str(inside / name) for name in inner]
         self.names.sort()
@@ -94,7 +95,7 @@ class Tar:
             raise ValueError(f"{said}; a compressed tar must be unpacked first") from error
         with self.path.open("rb") as file:  # tarfile stops without an error at a damaged header
             file.seek(end)
-            if file.read(512) != bytes(512):
+            if len(rest := file.read(1 << 20)) < 512 or any(rest):  # another tar behind it would be lost
                 raise ValueError(f"{self.path} is truncated or damaged after {end} bytes: a tar ends with zeros")
         for name, target in links.items():
             if target not in self._at:
@@ -132,7 +133,7 @@ def tar_paths(source: Path) -> list[Path]:
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
         only = all(name.lower().endswith((".tar", *BESIDE_TARS)) for name in names)
-        return [source / name for name in names if name.endswith(".tar") and only]
+        return [source / name for name in names if name.lower().endswith(".tar") and only]
     if source.exists():
         return []
     if braces := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(source)):

@@ -35,7 +35,7 @@ class FeatureOptions:
     dataset: DatasetPlace
     encoder: str
     source: str | None
-    root: str | None
+    root: str | int | None
     labels: str | None
     grid: Count | None
     inception: str | None
@@ -107,7 +107,7 @@ def open_source(
 
 
 def find_again(
-    data: LatentDataset, source: Path, root: str | None, labels: str | None
+    data: LatentDataset, source: Path, root: str | int | None, labels: str | None
 ) -> tuple[Photos, Crop, np.ndarray]:
     """Find the photos that a dataset (training or held-out) was made from, as recorded in its report.json. Returns all
     photos of the source, how they are cropped, and the index of each sample's photo, (n,). source, root and labels must

@@ -90,7 +90,7 @@ def read_crops(
         yield from DataLoader(Crops(photos, crop), batch_sampler=[rows.tolist() for rows in batches], **options)
     except RuntimeError as error:  # PyTorch's, when a worker died
         how = "It may have had too little (shared) memory: try fewer workers, or a smaller batch_size"
-        raise OSError(f"a reading process ended: {error}\n{how}. What was done before is kept") from error
+        raise ChildProcessError(f"a reading process ended: {error}\n{how}. What was done before is kept") from error
 
 
 def source_hash(photos: Photos) -> str:
@@ -394,7 +394,8 @@ def look_at(
     }
     if options.decode:
         chosen, crops = spread_indices(len(data), options.decode), Crops(photos, options.crop)
-        before = np.stack([crops[kept[index]][0].numpy() for index in chosen])
+        read = {index: pixels for index in chosen if (pixels := crops[kept[index]][0]) is not None}  # still there
+        chosen, before = np.array([*read]), torch.stack([*read.values()]).numpy()
         after = decode_samples(data, chosen, device)
         if data.latents.autoencoder != "pixels":  # pixels come back unchanged
             made["psnr"] = [psnr(*pair) for pair in zip(before, after)]

@@ -170,7 +170,7 @@ def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tupl
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
     classes = sorted(set(table.values()))
     if not any(isinstance(label, str) for label in classes):
-        check_labels(np.array(classes, dtype=np.int64), MOST_CLASSES, where)
+        check_labels(np.array(classes, dtype=object), MOST_CLASSES, where)
         classes = range(max(classes, default=-1) + 1)
     index = {label: number for number, label in enumerate(classes)}
     return {name: index[table[name]] for name in sorted(table)}, [*map(str, classes)]
@@ -189,7 +189,7 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
     try:
         text = content.decode("utf-8-sig")
         if name.endswith(".csv"):
-            read = csv.DictReader(io.StringIO(text))
+            read = csv.DictReader(io.StringIO(text, newline=None))
             rows = [(row["file" if "file" in row else "file_name"], row["label"]) for row in read]
         else:
             rows = json.loads(text)["labels"]
@@ -207,6 +207,6 @@ def label_table(name: str, content: bytes) -> dict[str, int | str]:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"labels file {name}: line {line} is not UTF-8, in which it must be saved") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"labels file {name} can't be read: {why}. It must be {LABEL_FORMATS}") from error

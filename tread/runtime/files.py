@@ -94,7 +94,7 @@ def explain_failure(path: Path) -> Iterator[None]:
     """Context that turns an OSError in its block into one that names `path` as the file that could not be written."""
     try:
         yield
-    except (Unwritable, BrokenPipeError):  # BrokenPipeError is about standard output, not `path`
+    except (Unwritable, BrokenPipeError, ChildProcessError):  # the others are about standard output and readers
         raise
     except OSError as error:
         raise Unwritable(f"{path} could not be written ({error}). What was done before is kept") from error
