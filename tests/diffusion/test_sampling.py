@@ -113,6 +113,8 @@ def test_churn_adds_noise_that_the_seed_gives(tiny):
     alone = latents_of(tiny, seeds[1:] * 2, labels[1:].repeat(2), steps=4, batch_size=2, churn=churn)
     assert torch.equal(alone[0], actual[1])
     for process, solver in ((RF(), "heun"), (EDM(), "euler")):
+        with pytest.raises(ValueError, match="100..200 holds no noise level"):
+            Sampler(4, 2, "fp32", churn=Churn(40, 100, 200)).plan(EDM())
         with pytest.raises(ValueError, match="churn=0.5 needs EDM and solver=heun"):
             latents_of(tiny, seeds, labels, process=process, solver=solver, churn=Churn(0.5))
 

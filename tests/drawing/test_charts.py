@@ -76,3 +76,10 @@ def test_heat_maps_have_numbers_where_they_can_be_read_else_a_colour_bar(figures
 def test_matplotlibs_font_cache_does_not_speak_into_a_progress_bar(caplog):
     logging.getLogger("matplotlib.font_manager").warning("Matplotlib is building the font cache")
     assert not caplog.records
+
+
+def test_a_name_that_begins_with_an_underscore_is_in_the_legend(figures):
+    save_panels(
+        Path("panel.png"), [Panel("", "step", "loss", [Line("_base", [1, 2], [1, 2])], levels={"even": 1.5})], 1
+    )
+    assert [text.get_text() for text in figures[-1].legends[0].get_texts()] == ["_base", "even"]

@@ -10,7 +10,7 @@ from conftest import read_json, write_json
 from safetensors.torch import load_file, save_file
 from tiny_text import WIDTH, save_encoder
 
-from tread.data.columns import TextSpec
+from tread.data.columns import TextSpec, text_encoder_name
 from tread.encoders import language
 from tread.encoders.language import MOST, encoder_for, make_vocabulary, settle_tokens, split_words, text_encoder
 
@@ -174,3 +174,19 @@ def test_minilm_from_its_package_knows_what_sentences_mean():
     text = encoder.encode(["a man is eating food", "someone eats a meal", "the stock market fell"])
     pooled = torch.nn.functional.normalize(text.pooled.float(), dim=1)
     assert encoder.spec.width == 384 and pooled[0] @ pooled[1] > 0.5 > 0.2 > pooled[0] @ pooled[2]
+
+
+def test_a_model_without_its_tokenizers_files_is_refused(tmp_path):
+    """transformers makes an empty tokenizer then, to which all captions are alike."""
+    folder = save_encoder(tmp_path / "bert", "bert")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="bert' lacks its tokenizer's files"):
+        text_encoder(str(folder))
+
+
+def test_a_folder_of_a_short_name_is_not_taken_for_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("words", "own"):
+        (tmp_path / name).mkdir()
+    assert [text_encoder_name(name) for name in ("words", "own")] == ["words", str(tmp_path / "own")]

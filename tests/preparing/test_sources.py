@@ -103,6 +103,7 @@ def test_a_flat_source_has_the_classes_of_its_labels_file(tmp_path, table, how):
 
 def test_numbers_are_their_own_names():
     assert label_table("a.csv", b"file,label\na.png,3\nb.png,0\n") == {"a.png": 3, "b.png": 0}
+    assert label_table("a.csv", b"file,label\ra.png,3\rb.png,0\r") == {"a.png": 3, "b.png": 0}
     assert label_table("a.json", b'{"labels": [["a", 10], ["b", 9]]}') == {"a": 10, "b": 9}
     assert label_table("a.csv", b"file,label\na.png,n03\nb.png,0\n") == {"a.png": "n03", "b.png": "0"}
 
@@ -276,3 +277,13 @@ def test_an_imagefolder_is_what_datasets_reads_it_as(tmp_path, metadata, classes
     (tmp_path / "train" / rows[1][0]).unlink()
     with pytest.raises(ValueError, match="labelled, but not there" if metadata else "without a picture"):
         find_photos(tmp_path, "train").check()
+
+
+def test_a_tar_behind_another_is_not_lost_in_silence(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").touch()
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            tar.add(tmp_path / f"{name}.txt", f"{name}.txt")
+    (tmp_path / "both.tar").write_bytes((tmp_path / "a.tar").read_bytes() + (tmp_path / "b.tar").read_bytes())
+    with pytest.raises(ValueError, match="both.tar is truncated or damaged after .* a tar ends with zeros"):
+        find_photos(tmp_path / "both.tar")

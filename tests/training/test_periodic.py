@@ -153,6 +153,8 @@ def test_flops_are_those_of_the_steps_routes_and_batch(tmp_path):
     steps = np.cumsum([half] * 3 + [quarter] * 2 + [network.forward_flops()]) * 3 * 8
     assert all(record["flops"] == steps[record["step"] - 1] for record in actual)
     assert [record["step"] for record in actual] == [3, 4, 6, 6]
+    *_, last = (record for record in actual if "flops_per_s" in record)  # of a step with a route and one without
+    assert last["flops_per_s"] / last["images_per_s"] == pytest.approx((steps[5] - steps[3]) / 16, rel=0.01)
 
 
 @pytest.mark.parametrize("routes", [(), (Route(1, 3, 0.5),)])

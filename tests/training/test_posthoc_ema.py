@@ -195,7 +195,11 @@ def test_refusals_name_what_is_there(tmp_path):
         posthoc_ema.save_snapshot(tmp_path, 5, {"0.1/w": torch.tensor([1.0, torch.nan])})
     for step in (10, 20, 30, 40):
         path = posthoc_ema.save_snapshot(tmp_path, step, {"0.1/w": torch.ones(2)})
+    (tmp_path / "samples").mkdir()
+    for step in (30, 40):
+        (tmp_path / f"samples/step_{step:07d}.png").touch()
     posthoc_ema.forget_after(tmp_path, 30)
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_0000030.png"]
     assert [snapshot.step for snapshot in posthoc_ema.find_snapshots(tmp_path)] == [10, 20, 30]
     with pytest.raises(ValueError, match="no snapshot at step 17; the nearest of its 3 is at 20"):
         posthoc_ema.reconstruct(tmp_path, 0.1, 17)

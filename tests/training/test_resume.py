@@ -217,6 +217,11 @@ def test_a_changed_config_yaml_is_not_taken_by_an_old_run(composed, tmp_path, mo
     assert found["optim"]["betas"] == [0.9, 0.999] and found["model"]["routes"] == []
 
 
+def test_the_home_folder_is_meant_by_its_sign(composed, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert settle(composed("results='~/runs'"), ["results='~/runs'"], CONFIGS)[0]["results"] == f"{tmp_path}/runs"
+
+
 def test_a_name_typed_as_if_it_chose_a_model_is_told(composed, tmp_path, monkeypatch):
     """It is told unless that model is chosen too; a name that no file has is one's own."""
     monkeypatch.chdir(tmp_path)
