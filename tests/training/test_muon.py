@@ -49,7 +49,7 @@ def test_closed_forms():
         assert not found[1].any()
     scales = [scale(*shape) for scale in SCALES.values() for shape in ((2304, 768), (768, 2304))]
     assert scales == pytest.approx([3**0.5, 1.0, 9.6, 9.6])
-    with pytest.raises(ValueError, match="steps 0, but must .* be at least 1"):
+    with pytest.raises(ValueError, match="steps 0: must be .* a whole number above 0"):
         settings(name="muon", muon_lr=0.1, options={"steps": 0}).build([], small())
 
 

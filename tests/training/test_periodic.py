@@ -196,7 +196,7 @@ def test_seconds_count_training_alone_and_all_launches(tmp_path, monkeypatch):
 
     log, evaluated = RunLog(tmp_path / RUN), {"eval_seconds": 100.0}
     drawn = {"draw_seconds": 100.0, "save_seconds": 100.0}
-    assert [beside(record) for record in log.records()] == [{}, evaluated, drawn, evaluated] * 2
+    assert [beside(record) for record in log.records()] == [{}, *[evaluated, drawn] * 3, evaluated]  # the end's too
     assert log.read_status()["spent"] == drawn
     assert logged(tmp_path / RUN, "first_step_seconds") == [10.0, 1.0]
 

@@ -93,10 +93,10 @@ def test_a_finished_run_keeps_its_record(begun):
 
 def test_plugins_typed_for_a_run_that_needs_others_fail_before_the_record(begun):
     path = begun / RUN / "run.json"
-    (begun / "mine.py").write_text("raise KeyError('imported')")
+    (begun / "needed.py").write_text("raise KeyError('imported')")
     starts = json.loads(path.read_text())
-    path.write_text(json.dumps([{**starts[0], "config": {**own(begun), "plugins": [str(begun / "mine.py")]}}]))
-    with pytest.raises(SystemExit, match="mine.py, which can't be imported: KeyError: 'imported'"):
+    path.write_text(json.dumps([{**starts[0], "config": {**own(begun), "plugins": [str(begun / "needed.py")]}}]))
+    with pytest.raises(SystemExit, match="needed.py, which can't be imported: KeyError: 'imported'"):
         resume(begun, f"run={RUN}")
     assert "is finished" in resume(begun, f"run={RUN}", "plugins=[]") and own(begun)["plugins"] == []
 
