@@ -2,7 +2,7 @@
 
 Parameter names and shapes are those of public DiT checkpoints, so such a state dict loads with strict=True. This file
 holds the blocks, with the options of LightningDiT (tread/models/lightning.py); last layer and forward pass are in
-tread/models/backbone.py, embedders in embedders.py beside it.
+tread/models/backbone.py, embedders in tread/models/embedders.py.
 
 Shapes: B samples, N tokens, D hidden size, H heads of d = D/H channels.
 """
@@ -22,7 +22,7 @@ MlpKind = Literal["gelu", "swiglu"]
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; qk_norm=True: with an RMSNorm of each head's queries and keys."""
+    """Multi-head self-attention; qk_norm adds RMSNorm on queries and keys. Raises ValueError unless H divides D."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool = False) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Attention(nn.Module):
         self.v1_lambda = None  # see value_residual.py
 
     def forward(self, x: Tensor, *along: Tensor) -> tuple[Tensor, Tensor]:
-        """Map x (B, N, D) to tokens (B, N, D) and values (B, N, H, d). `along` are the rotary table (B, N, d), if
-        positions rotate, and the first block's values (B, N, H, d), if the network mixes them in."""
+        """Return the output (B, N, D) for tokens x (B, N, D), and the values (B, N, H, d). `along` holds the rotary
+        table (B, N, d), if positions are rotary, then the first block's values (B, N, H, d), if they are mixed in."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
         v, table = mixed(self, v, along)
         return attend(self, q, k, v, *table), v
@@ -83,13 +83,13 @@ class SwiGLU(nn.Module):
 
 
 def make_norm(norm: Norm, dim: int) -> nn.Module:
-    """Return a norm over the last axis: "rms" is RMSNorm with a weight per channel, "layer" LayerNorm without any."""
+    """Return a norm over the last axis: "rms" is RMSNorm with channel weights, "layer" is LayerNorm without weights."""
     return nn.RMSNorm(dim, eps=1e-6) if norm == "rms" else nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
 
 
 class DiTBlock(nn.Module):
-    """DiT's transformer block with adaLN-Zero. `conditioning` is the conditioning vector's width; None: hidden size.
-    norm, mlp and qk_norm are options of LightningDiT."""
+    """DiT's transformer block with adaLN-Zero; the MLP is dim·mlp_ratio wide, with "swiglu" 2/3 of that. `conditioning`
+    is the conditioning vector's width; None: dim. norm, mlp and qk_norm are options of LightningDiT."""
 
     returns_values = False  # see value_residual.py
 
@@ -102,7 +102,7 @@ class DiTBlock(nn.Module):
         self.norm1 = make_norm(norm, dim)
         self.attn = Attention(dim, num_heads, qk_norm)
         self.norm2 = make_norm(norm, dim)
-        self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # as many weights in both
+        self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # weight counts are equal
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning or dim, 6 * dim))
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:

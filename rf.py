@@ -32,7 +32,7 @@ SHORTEST = 0.01
 
 @dataclass(frozen=True)
 class RF(Process):
-    """Rectified flow with its training distribution of times and its sampler's time shift.
+    """Rectified flow, with its training density of t and its sampler's time shift. Raises ValueError for bad values.
 
     time        density of t in training: "logit_normal", logit t ~ Normal(time_mean, time_std²), or "uniform".
     time_scale  the network gets time_scale·t: 1 as in the released code and SiT; 1000 for networks that take timesteps.
@@ -112,7 +112,7 @@ class RF(Process):
         return x - level * self._velocity(output, x, level)
 
     def _predicted(self, output: Tensor, x: Tensor) -> Tensor:
-        """Return the first C channels of `output`, as many as x has, in fp32; a velocity as noise minus data."""
+        """Return the first C channels of `output`, C as in x, in fp32; with `reverse`, velocities are negated."""
         predicted = output[:, : x.shape[1]].float()
         return -predicted if self.reverse and self.predicts == "velocity" else predicted
 
@@ -134,7 +134,7 @@ class RF(Process):
         """Return three (B, C, S, S) fp32 tensors: squared errors of the quantity `loss_of`; the predicted data x_t −
         t·v, with the predicted velocity v; and x_t. To the squared errors, `direction` adds a cosine term, the same in
         all channels of a position, and `contrastive` adds −λ·(v − v')². v' is the true velocity of the next sample; the
-        last sample's next one is the first or, if x and noise hold one sample more than t, that extra one."""
+        sample after the last is the first or, if x and noise hold one sample more than t, that extra one."""
         others = negatives(x, noise, len(t)) if self.contrastive else None
         x, noise = x[: len(t)], noise[: len(t)]
         noisy, level = self.noised(x, t, noise), t.float().view(-1, 1, 1, 1)
@@ -161,7 +161,7 @@ class RF(Process):
         return (v - (noise - x)).square().mean(dim=(1, 2, 3))
 
     def schedule(self, num_steps: int = 50) -> Tensor:
-        """Return num_steps + 1 times fp64 from 1 to 0, shifted by `shift`. Raises ValueError if two would be equal."""
+        """Return num_steps + 1 shifted times, 1 to 0, fp64. Raises ValueError for num_steps < 1 or two equal times."""
         if num_steps < 1:
             raise ValueError(f"steps is {num_steps}, but must be at least 1")
         t = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
@@ -181,7 +181,7 @@ class RF(Process):
         solver: str = "euler",
     ) -> Tensor:
         """Draw samples (B, C, S, S) float64 of classes y from standard normal noise by the solver "euler" or "heun".
-        null_class, the label of no class, turns on guidance: D_null + scale·(D_y − D_null), where D_null and D_y are
+        null_class, the label for "no class", turns on guidance: D_null + scale·(D_y − D_null), where D_null and D_y are
         the data predicted for null_class and y. Without null_class, a scale other than 1 raises ValueError."""
         if null_class is None and scale != 1:
             raise ValueError(f"scale is {scale}, but without null_class there is no guidance")

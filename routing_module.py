@@ -26,7 +26,7 @@ Grid = tuple[int, int]  # rows and columns of tokens
 
 class Table(dict):
     """A dict of named entries, to which users may add. An entry must be an instance of `kind`; with kind=None it may be
-    an instance of any class, but not itself a class. Raises TypeError for other entries."""
+    any object but a class. Adding any other entry raises TypeError."""
 
     def __init__(self, kind: type | None, entries: Mapping | tuple = ()) -> None:
         super().__init__(entries)
@@ -49,7 +49,7 @@ RULES = Table(None)  # name (Route.select) → rule; tread/routing/ids.py adds i
 
 @dataclass(frozen=True)
 class Route:
-    """A route r(start→end): some of the tokens skip the blocks `start` to `end`, both included.
+    """A route r(start→end): some tokens skip blocks `start` to `end`, both included. Raises ValueError for bad values.
 
     start, end       0-based block indices; negative ones count from the end of the network.
     selection_ratio  fraction of the tokens that skip the blocks, in [0, 1).
@@ -198,8 +198,8 @@ def readable(values: Tensor) -> bool:
 
 
 class GatherRows(torch.autograd.Function):
-    """Gathers the rows of a tensor (R, …) at distinct indices (S,) into (S, …). As no index comes twice, the backward
-    pass writes each gradient to its row; Tensor.gather would add gradients up, on a GPU by atomic operations."""
+    """Gathers the rows of a tensor (R, …) at distinct indices (S,) into (S, …). As no index is repeated, the backward
+    pass writes each gradient to its row; Tensor.gather's would add gradients, on a GPU by atomic operations."""
 
     generate_vmap_rule = True
 
@@ -236,7 +236,7 @@ def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
 
 
 def scatter_tokens(saved: Tensor, kept: Tensor, ids_keep: Tensor) -> Tensor:
-    """Return all tokens (B, N, …): `kept` (B, K, …) at the indices ids_keep (B, K), else exactly `saved` (B, N, …).
+    """Return all tokens (B, N, …): `kept` (B, K, …) at the indices ids_keep (B, K), elsewhere `saved` (B, N, …).
     Gradients reach both inputs. Raises ValueError if shapes do not fit or, on a CPU, indices repeat or exceed N − 1."""
     check_ids(ids_keep, *saved.shape[:2])
     if kept.shape != (*ids_keep.shape, *saved.shape[2:]):
@@ -318,8 +318,8 @@ class Record:
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
     """Return a route's ids_keep (B, K) int64. `chosen` is ids_keep itself, or uniform random numbers (B, N) from which
-    the rule route.select chooses them. The rule may also score `tokens` (B, N, D); if it keeps whole rows or groups, it
-    needs their `grid`. Raises ValueError for ids_keep that do not fit the tokens."""
+    the rule route.select chooses ids_keep. The rule may also score `tokens` (B, N, D); if it keeps whole rows or one of
+    each group, it needs the tokens' `grid` (H, W). Raises ValueError for ids_keep that do not fit the tokens."""
     if chosen.is_floating_point():
         if route.select not in RULES:
             raise ValueError(f"{route.select!r} is no rule known here (of tread/routing/ids.py): give ids_keep")
@@ -364,9 +364,9 @@ def run_blocks(
     grid    (rows, columns) of the tokens in raster order, which every block then gets as its argument `grid`. On a
             route it is the grid of the kept tokens, so the route must select whole rows.
     record  receives each route's ids_keep and the outputs of the blocks in record.blocks.
-    leading number of tokens at the front, such as a class token, that every route keeps. The indices in
-            `routes` and the contents of `record` leave them out, and count from the token after them.
-    layout  the grid for rules that choose by it where the blocks do not get it.
+    leading number of tokens at the front, such as a class token, that every route keeps. The indices and draws in
+            `routes` and the contents of `record` leave these tokens out; index 0 is the first token after them.
+    layout  (rows, columns) of the tokens for rules that need them, if blocks take no grid and `grid` is None.
 
     Raises ValueError for arguments that do not fit each other, RuntimeError if a block changed saved tokens in place.
     """

@@ -70,7 +70,7 @@ def train(run: Run) -> bool:
     with clock.paused():
         if run.step != (run.saving or run.saved or 0):
             periodic.save(run)
-        if clock.starting:  # it ends before its first log
+        if clock.starting:  # the run ends before its first log
             run.record(**clock.starting)
         with run.timed("save"):
             periodic.finish_saving(run)

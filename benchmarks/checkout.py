@@ -1,4 +1,4 @@
-"""Imported first by each benchmark: puts the repository on sys.path; Ctrl-C during imports prints one line only."""
+"""Puts the repository on sys.path, and lets Ctrl-C during imports print one line. Each benchmark imports this first."""
 
 import sys
 from pathlib import Path

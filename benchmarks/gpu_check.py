@@ -1,15 +1,16 @@
 """Measures where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py part=steps [options]
 
 Seven parts measure why a step is slower than its FLOPs would allow. A part begins no further measurement after its
-time limit. Each number is printed beside its prediction, and written at once to a file that all parts share.
+time limit. Each number is printed next to its prediction, and written at once to a file that all parts share.
 If a measurement fails, or lacks memory or a package, the reason is recorded and the next measurement follows.
 
     part=…     null: all in this order: machine (limits of the device), host (time to launch kernels), steps (with and
                without token routes), variants (other torch settings), peers (diffusers' DiT), kinds (other networks),
                sampling (network, decoder and DINOv2)
-    sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]: their numbers are replaced, those of other sizes
-               stay, with their commit and time. null: the part's own sizes; all of its numbers are replaced
-    --cpu      everything tiny, on a CPU: a rehearsal
+    sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]. The file's numbers for these sizes are replaced;
+               others stay, with their commit and time. null: the part's own sizes; all of its numbers are replaced
+    pairs=6    number of turns in which the functions to compare are timed
+    --cpu      run everything in tiny sizes on a CPU, as a rehearsal
     out=…      the file; null: benchmarks/results/gpu_<device>.json, but no file with --cpu
 
 python benchmarks/gpu_check.py --cpu
@@ -18,7 +19,6 @@ python benchmarks/gpu_check.py part=steps sizes=[XL,S]
 
 if __name__ == "__main__":
     import checkout  # noqa: F401
-
 
 import contextlib
 import copy
@@ -69,7 +69,7 @@ OTHERS = {  # other networks at B's size → predicted time of their step divide
     "mamba": 4.0,
     "mamba model.kernel=mamba_ssm": 2.0,
 }
-KERNELS = (  # kind of a GPU's kernel, and what its name contains; the first match counts
+KERNELS = (  # kind of GPU kernel, and a regular expression for its name; the first match counts
     ("memory-bound", "triton_poi"),
     ("reduction", "triton_red|triton_per"),
     ("attention", "flash|fmha|sdpa|attention"),
@@ -97,7 +97,7 @@ class Check:
     """Takes and records the measurements of one `part` of this script; none begins after its `minutes` are over.
 
     path    the JSON file, rewritten after each measurement; None: measurements are only printed.
-    result  the content of that file, with the measurements of all parts: keyed by part, then by name.
+    result  the content of that file: {part: {"rows": {name: measurement}, and facts such as the commit}}.
     """
 
     part: str
@@ -107,7 +107,7 @@ class Check:
     began: float = field(default_factory=time.perf_counter)
 
     def add(self, name: str, measured: float, unit: str, predicted: float | None = None, **more: object) -> None:
-        """Record a number, with further facts `more` for the JSON, and print it beside its prediction, if any."""
+        """Record a number, with further facts `more` for the JSON, and print it next to its prediction, if any."""
         predicted = None if CPU else predicted
         expected = "" if predicted is None else f"  (predicted {predicted:,.4g})"
         print(f"  {name:<52} {measured:>12,.4g} {unit}{expected}", flush=True)
@@ -164,7 +164,7 @@ def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 def machine(check: Check, options: Options) -> None:
     """Measure the device's limits: the speed of copies, of each DiT size's matrix products, and of attention backends.
-    They show which backend suits which shape, and how much a step could gain by fusing memory-bound operations."""
+    The speeds show which backend suits which shape, and what a step could gain by fusing memory-bound operations."""
     times, batch = (1, 2) if CPU else (20, 256)
 
     def copies() -> None:
@@ -224,7 +224,7 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
 
 
 def words_of(size: str, *more: str, images: int = 256) -> list[str]:
-    """Return train.py's overrides for a routed DiT of `size`, `images` a step (all tiny on a CPU), and `more`."""
+    """Return train.py's overrides for a DiT of `size` with routes and `images` per step (tiny on a CPU), and `more`."""
     tiny = ["model.hidden_size=32", "model.num_heads=2", "model.depth=3", "dataset.size=8", "train.batch_size=2"]
     tiny += ["model.routes=[{start: 1, end: 1}]"]
     words = [f"experiment=imagenet256_{size.lower()}2", "model=tread"]
@@ -233,7 +233,7 @@ def words_of(size: str, *more: str, images: int = 256) -> list[str]:
 
 @contextlib.contextmanager
 def opened(*words: str) -> Iterator[Run]:
-    """Open a run of train.py with the overrides `words`, on random latents."""
+    """Context that opens a run of train.py with the overrides `words`, on random latents."""
     with tempfile.TemporaryDirectory() as folder:
         yield open_run(Path(folder), words)
 
@@ -306,7 +306,7 @@ def kernel_kind(name: str) -> str:
 
 
 def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
-    """Return the seconds of `work` by kind of kernel, such as "attention" or "copy"; on a GPU also of "idle" time."""
+    """Run `work`; return {kind of kernel, such as "copy": seconds}, on a GPU also "idle", the time between kernels."""
     cuda = DEVICE.type == "cuda"
     wait_for(DEVICE)
     began = time.perf_counter()
@@ -414,7 +414,7 @@ def peers(check: Check, options: Options) -> None:
             check.add(f"{size}: FLOPs of diffusers' DiT", flops, "of ours", 1.0)
             if compiled:
                 theirs.compile(dynamic=False)
-                compile_blocks(plain.compiled())  # which a copy is not
+                compile_blocks(plain.compiled())  # deepcopy's result is not compiled
             how = f"{size}, {'compiled' if compiled else 'eager'}"
             calls = {
                 f"{how}: train.py": partial(take_steps, run, cfg, BLOCK),
@@ -430,7 +430,7 @@ def peers(check: Check, options: Options) -> None:
 
 
 def kinds(check: Check, options: Options) -> None:
-    """Time training steps of networks other than DiT (SPRINT, Mamba, …) at DiT-B's size, over DiT-B's, in turns."""
+    """Time training steps of networks other than DiT (SPRINT, Mamba, …) at DiT-B's size, relative to DiT-B's steps."""
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
 

@@ -1,19 +1,19 @@
 """Measures how fast latents reach the device: python benchmarks/loader.py [folder=…] [rounds=5]
 
-Prints how many 4×32×32 float16 latents per second reach the device in batches of 256. These ways take turns:
+Times these ways of bringing 4×32×32 float16 latents to the device in batches of 256; in each round all take a turn:
 
-  ours        tread.data.loader.Loader, with the dataset mapped from disk (mmap), in RAM (ram), on the device (device)
+  ours        tread.data.loader.Loader, with the dataset mapped from disk (mmap), in RAM (ram) or on the device (device)
   webdataset  a tar of the same latents, read with the webdataset library, in one process and with 2 workers
   npy files   a .npy per sample through a PyTorch DataLoader, in one process and with 2 workers
   memcpy      copying one array to another of the same size, by one thread
 
-Needs requirements-test.txt. Files are in the page cache. The tar and .npy files hold an eighth of the samples, as
-reading them is slow. Prints median speeds over the rounds, and their ratios to memcpy and to the faster webdataset run.
+Prints the median latents per second of each way, and their ratios to memcpy and to the faster webdataset run. The files
+are written to a temporary folder in `folder` (null: the system's), so reads come from the page cache. The tar and .npy
+files hold an eighth of the samples, as reading them is slow. Needs requirements-test.txt.
 """
 
 if __name__ == "__main__":
     import checkout  # noqa: F401
-
 
 import itertools
 import tempfile
@@ -66,7 +66,7 @@ def write(folder: Path) -> None:
 
 
 def ours(folder: Path, placement: str) -> Callable[[], None]:
-    """Return a function that reads an epoch to the device with our loader; `placement`: "mmap", "ram" or "device"."""
+    """Return a function that reads an epoch to the device with our Loader. `placement` is "mmap", "ram" or "device"."""
     data = LatentDataset(folder / "ours", placement=placement, device=DEVICE)
     loader, steps = Loader(data, 0, BATCH, [slice(0, BATCH)], DEVICE), itertools.count()
 

@@ -5,8 +5,8 @@ Prints for each kind of step the median time, images/s, FLOP/s, MFU and peak mem
 its confidence interval; and the speedup divided by the ratio of FLOPs. Then prints which fractions of a step loading,
 forward, backward, optimizer and EMA take. If one kind of step fails, the others go on. Overrides are train.py's, and
 
-    beside=dit    further models, separated by commas; they ignore overrides of options that only some models have
-    pairs=24      turns to measure; a turn is one step (on a GPU 5 steps, to hide the time to launch the kernels)
+    beside=dit    further models to time, separated by commas, without overrides of options that only some models have
+    pairs=24      turns of each kind of step; a turn is one step (on a GPU 5, to hide the time to launch the kernels)
     out=…         a JSON file to write as well
 
 python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
@@ -59,7 +59,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.pairs < 6:
-            raise ValueError(f"pairs is {self.pairs}, but an interval of the median needs 6")
+            raise ValueError(f"pairs is {self.pairs}, but an interval of the median needs at least 6")
 
 
 def main() -> None:
@@ -196,7 +196,7 @@ def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
 
 
 def interval(ordered: Sequence[float]) -> list[float]:
-    """Return [low, high], a 95% confidence interval of the median of 6 or more sorted values, by the binomial."""
+    """Return [low, high], a 95% confidence interval of the median of 6 or more sorted values (binomial)."""
     low = max(0, int(stats.binom.ppf(0.025, len(ordered), 0.5)) - 1)
     return [ordered[low], ordered[-1 - low]]
 

@@ -1,4 +1,4 @@
-"""Tools of the benchmarks: options, random data, calls timed in turns, peak memory, and the machine's description."""
+"""Tools for the benchmarks: options, random data, calls timed in turns, peak memory, and the machine's description."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
     own = [word for word in sys.argv[1:] if word.partition("=")[0] in names]
     rest = [word for word in sys.argv[1:] if word not in (*own, "--cpu")]
     if unknown := [word for word in rest if not re.match("~|--|[^-].*=", word)]:
-        raise ValueError(f"{unknown[0]!r} is no option; --help has them")
+        raise ValueError(f"{unknown[0]!r} is no option; --help lists them")
     schema.check_overrides(rest, [*names, *([*settings.known_keys(), "experiment"] if others else [])])
     for word in [word for word in own if word.startswith("out=")]:
         check_file(word.partition("=")[2])
@@ -56,7 +56,7 @@ def write(path: str | None, result: dict) -> None:
 
 
 def begin(main: Callable[[], None]) -> None:
-    """Run a benchmark's `main`, or print its file's docstring for --help. Expected errors end it with one line."""
+    """Run a benchmark's `main`, or print its docstring for --help. ValueError and OSError end it with one line."""
     answer_help(sys.modules["__main__"].__doc__)
     with explained():
         main()
@@ -85,8 +85,8 @@ class Turns(NamedTuple):
     """The measured costs of a function that was called repeatedly, in turns with other functions.
 
     first    seconds of its first call, with compilation.
-    held     peak bytes of tensors during a call, minus those held before it. On a GPU it is of the first call, as CUDA
-             graphs hide the memory of later ones; on a CPU of the second, as the first one allocates the gradients.
+    held     peak bytes of tensors during a call, minus those held before the call: on a GPU the first call, as CUDA
+             graphs hide the memory of later ones; on a CPU the second, as the first one allocates the gradients.
     seconds  the seconds of each measured call.
     """
 

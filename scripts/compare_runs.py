@@ -3,11 +3,11 @@
 Prints a table, and how many steps and FLOPs each run needs to reach the others' results. Writes comparison.png (curves
 against steps, FLOPs and time) and comparison.csv (their numbers) beside the first run's folder; out=path writes
 path.png and path.csv instead. Existing files are replaced. Runs that differ only in their seed are averaged: mean ±
-standard deviation. Without several seeds, differences of a few percent are chance.
+standard deviation. Without several seeds, differences of a few percent may be chance.
 
-edm's evaluation loss, rf's velocity error, and the evaluation loss that older code wrote for rf are three different
-quantities, with a column and a curve each. The training loss is left out, as it can't compare runs with token routes to
-runs without. images/s is the median over the run; to measure speed, benchmarks/step_time.py times runs in turns.
+EDM's evaluation loss, rectified flow's velocity error, and the evaluation loss that older code wrote for rectified flow
+are three different quantities, with a column and a curve each. The training loss is left out, as it can't compare runs
+with token routes to runs without. images/s is the median over the run; to measure speeds, use benchmarks/step_time.py.
 """
 
 import os
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def show(groups: Sequence[comparison.SeedGroup]) -> None:
-    """Print the table, warnings (unfinished runs, what is not comparable), and when runs reach others' results."""
+    """Print the results, warnings (unfinished runs, what is not comparable), and when runs reach others' results."""
     head, rows = comparison.results_table(groups)
     for cells in (head, ["---"] * len(head), *rows):
         print(f"| {' | '.join(cells)} |")

@@ -2,10 +2,10 @@
 
 python scripts/export_checkpoint.py checkpoint=results/my-run out=exports/my-run
 
-The folder holds ema.safetensors (for a DiT with public DiT's parameter names), info.json and config.yaml. It is a
-checkpoint that sample.py, fid.py and init_from take. To give it away, dtype=fp16 halves its size, and paths=short
-cuts the absolute paths in info.json to their last two names. format=diffusers writes a folder that diffusers loads
-instead, and push=user/name uploads what was written. All options: configs/export_checkpoint.yaml.
+The folder holds ema.safetensors (a DiT's has the public DiT's parameter names), info.json and config.yaml. It is a
+checkpoint that sample.py, fid.py and train.py's init_from take. To give it away, dtype=fp16 halves its size, and
+paths=short cuts the absolute paths in info.json to their last two names. format=diffusers writes a folder for diffusers
+instead, and push=user/name uploads it to the Hugging Face hub. All options: configs/export_checkpoint.yaml.
 """
 
 from pathlib import Path, PurePath
@@ -77,14 +77,14 @@ def published(source: checkpoint.Checkpoint, options: Options) -> dict:
 
 def export_for_diffusers(options: Options) -> str:
     """Write a folder that diffusers loads, and return a text to print. Raises ValueError or OSError if the checkpoint
-    does not fit the options, or if writing fails; then nothing is left of the folder."""
+    does not fit the options, or if writing fails; in both cases nothing is left of the folder."""
     from tread.checkpoints import diffusers_export  # imported here because diffusers takes seconds
 
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
     source.verify(options.weights)
     saved, info = open_network(source, options.weights), published(source, options)
     tensors = as_dtype(source.tensors(options.weights), options.dtype)
-    name = options.autoencoder or source.info["latents"]["autoencoder"]  # not shortened, as info may have it
+    name = options.autoencoder or source.info["latents"]["autoencoder"]  # whole, while paths in `info` may be shortened
     inside = name if diffusers_export.goes_inside(name, options.include_autoencoder) else None
     check_place(out.parent, sum(value.nbytes for value in tensors.values()))
     with explain_failure(out), whole_folder(out) as partial:
@@ -98,12 +98,12 @@ def export_for_diffusers(options: Options) -> str:
 def export(options: Options) -> checkpoint.Checkpoint:
     """Write a checkpoint with one kind of weights, options.weights, and return it. options.public adds a file with
     MaskDiT's released parameter names. Raises ValueError or OSError if the checkpoint does not fit the options, or if
-    writing fails; then nothing is left of the folder."""
+    writing fails; in both cases nothing is left of the folder."""
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
     source.verify(options.weights)
     name = f"{options.weights}.safetensors"
     info, stated = published(source, options), source.info["files"][name]
-    copied = options.dtype == stored_dtype(info) and "adapter" not in source.info  # LoRA's are merged
+    copied = options.dtype == stored_dtype(info) and "adapter" not in source.info  # LoRA's adapters are merged
     tensors = {} if copied and not options.public else as_dtype(source.tensors(options.weights), options.dtype)
     theirs = public_names(tensors) if options.public else {}
     size = stated["bytes"] if copied else sum(value.nbytes for value in tensors.values())

@@ -4,8 +4,8 @@ guidance=… chooses the kind. ω is the guidance weight, an interval is the ran
 ratios are the fractions of tokens that the strong and the weak branch skip. Set these by sweep.…, not by guidance.….
 Each setting is scored as by fid.py, in a folder of its own in `out`; a stopped sweep resumes when started again.
 
-Writes sweep.csv, and curves.png with each metric against ω. For kinds with routes it also writes sweep.png, heat maps
-over both ratios: one metric for each ω and interval, and the cost. All options: configs/guidance_sweep.yaml.
+Writes sweep.csv, and curves.png with each metric against ω. Kinds with ratios also get sweep.png: heat maps over
+both ratios, of a metric for each ω and interval and of the cost. All options: configs/guidance_sweep.yaml.
 """
 
 import sys
@@ -74,7 +74,7 @@ class Sweep:
 def main(tree: dict) -> None:
     for name in Point._fields:
         if any(word.lstrip("+").startswith(f"guidance.{name}=") for word in sys.argv[1:]):
-            raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] in its place")
+            raise ValueError(f"guidance.{name} is what a sweep changes: set sweep.{name}=[…] instead")
     if any(word.startswith("guidance=sg_") for word in sys.argv[1:]):
         raise ValueError("guidance=sg_… sets the ratios, which a sweep changes: take guidance=sparse")
     sweep = schema.read(tree.pop("sweep"), Sweep, "sweep.")
@@ -129,7 +129,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 
 
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
-    """Return the metric to draw: sweep.metric or, if None, the first scored. Raises ValueError if it is not scored."""
+    """Return the metric to draw: sweep.metric (None: the first one scored). Raises ValueError if it is not scored."""
     reference = settle_reference(options, plans).reference
     scored = feature_metrics() if reference else plans[0].judge.metrics
     allowed = [*scored, *([scoring.CLIP] if options.clip else [])]

@@ -1,10 +1,10 @@
-"""Turns weights that were trained elsewhere into a checkpoint that sample.py, fid.py and init_from take.
+"""Turns weights that were trained elsewhere into a checkpoint that sample.py, fid.py and train.py's init_from take.
 
 python scripts/import_checkpoint.py weights=SiT-XL-2-256.pt experiment=sit256_xl2 model=dit rf.reverse=true \\
   model.learn_sigma=true name=sit-xl2
 
 A state dict does not say what it was trained on, so the options must. With wrong options, samples are noise. If the
-file belongs to one of our checkpoints, the options are compared with the info.json beside the file. All options:
+file belongs to a checkpoint of this code, the options are compared with the info.json beside the file. All options:
 configs/import_checkpoint.yaml; file formats: tread/runtime/tensor_files.py.
 """
 
@@ -52,8 +52,8 @@ def main(tree: dict) -> None:
 
 
 def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
-    """Write a run's folder with one checkpoint, at step 0; return warnings, a summary and how to sample it. `config` is
-    `cfg` as a dict. Raises ValueError or OSError if the folder exists, the weights do not fit, or writing fails."""
+    """Write a run's folder with a checkpoint at step 0; return warnings, a summary and a sampling command as text.
+    `config`: `cfg` as a dict. Raises ValueError or OSError if the folder exists, weights don't fit or writing fails."""
     folder = Path(cfg.results) / cfg.name
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
@@ -106,8 +106,8 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
     """Return the weights to import, keyed "model" or "ema": those of the kind options.take; for "all", all in the file.
-    Weights of a kind that the file does not record count as options.take or, for "all", as "ema". Raises
-    FileNotFoundError if options.weights is not a file, ValueError if it can't be read or lacks options.take."""
+    If the file does not record their kind, it counts as options.take or, for "all", as "ema". Raises FileNotFoundError
+    if options.weights is not a file, ValueError if the file can't be read or lacks the kind options.take."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")

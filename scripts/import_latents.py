@@ -1,6 +1,6 @@
 """Imports other people's latents as a dataset: python scripts/import_latents.py kind=… source=… out=…
 
-Started again after a stop, it makes the missing shards. All options: configs/import_latents.yaml; what each kind means:
+Restarted after a stop, it makes only the missing shards. All options: configs/import_latents.yaml; the kinds of source:
 tread/preparing/imports.py.
 """
 
@@ -74,7 +74,7 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
             writer.write(number, np.stack(stored), labels[ranges[number]])
 
     writer.share(processes, "latents", make, "sample")
-    if missing or not (writer.data / "index.json").exists():  # which may name text already
+    if missing or not (writer.data / "index.json").exists():  # else the index stays: it may list text
         writer.assemble(**normalize)
     if text is not None:
         write_text(writer.data, text, processes)
@@ -82,7 +82,7 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
 
 
 def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSamples) -> None:
-    """Save options.decode samples as a picture, move the dataset to its final name, print warnings and what is next."""
+    """Save options.decode samples as a picture, rename the dataset's folder, print warnings and the next command."""
     data = LatentDataset(writer.data)
     made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"

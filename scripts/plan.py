@@ -58,7 +58,7 @@ def main(tree: dict) -> None:
 
 
 def show(cfg: Settings, options: Options) -> None:
-    """Print the plan: a column without routes and, if there are any, one with. Raises ValueError for uneven batches."""
+    """Print the plan without routes and, if there are any, with them. Raises ValueError if devices' shares differ."""
     if cfg.train.batch_size % options.devices:
         raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
     with torch.device("meta"):

@@ -1,7 +1,7 @@
 """Writes an encoder's features of a dataset: python scripts/prepare_features.py dataset=… encoder=…
 
 Training reads features of patches for alignment.source=stored, and features of whole pictures for model.class_token.
-Started again after a stop, with any number of processes, it makes the missing shards. All options:
+Restarted after a stop, with any number of processes, it makes only the missing shards. All options:
 configs/prepare_features.yaml; encoders: tread/encoders/vision.py.
 """
 

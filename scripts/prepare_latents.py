@@ -1,6 +1,6 @@
 """Encodes photos as a dataset of latents: python scripts/prepare_latents.py source=… out=…
 
-Started again after a stop, with any number of processes, it makes the missing shards. All options:
+Restarted after a stop, with any number of processes, it makes only the missing shards. All options:
 configs/prepare_latents.yaml.
 """
 

@@ -1,7 +1,7 @@
 """Encodes a dataset's captions with a text encoder: python scripts/prepare_text.py dataset=… encoder=…
 
-Text-conditional networks train on the result. Started again after a stop, with any number of processes, it makes the
-missing shards. All options: configs/prepare_text.yaml; encoders: tread/encoders/language.py.
+Text-conditional networks train on the result. Restarted after a stop, with any number of processes, the script makes
+only the missing shards. All options: configs/prepare_text.yaml; encoders: tread/encoders/language.py.
 """
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Computes, after training, an average of the weights with another EMA width σ_rel.
+"""Computes, after training, an average of a run's weights with another EMA width σ_rel.
 
 python scripts/reconstruct_ema.py run=results/my-run sigma_rel=0.075 step=400000
 
 Combines the snapshots that a run with ema.power stored (tread/checkpoints/posthoc_ema.py) into a checkpoint that
-sample.py, fid.py and init_from take. All options: configs/reconstruct_ema.yaml.
+sample.py, fid.py and train.py's init_from take. All options: configs/reconstruct_ema.yaml.
 """
 
 from pathlib import Path
@@ -20,8 +20,8 @@ from tread.diffusion.guidance import NO_GUIDANCE
 from tread.runtime.cli import door, open_door
 from tread.runtime.files import check_place, explain_failure, whole_folder
 
-POOR_FIT = 0.05  # relative L2 distance of profiles
-COARSE = 0.002  # relative rounding error of a parameter, about that of bf16
+POOR_FIT = 0.05  # relative L2 distance of profiles that causes a warning
+COARSE = 0.002  # relative rounding error of a parameter that causes a warning; bf16's is about as large
 # keys of info.json that are not copied from the run
 OF_THE_MOMENT = ("format", "version", "step", "files", "tally", "flops", "seconds")
 

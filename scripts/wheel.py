@@ -1,4 +1,4 @@
-"""Builds a wheel with train.py, sample.py, fid.py and configs/ in tread/doors, which pyproject.toml alone can't do."""
+"""Lets a wheel hold train.py, sample.py, fid.py and configs/ in tread/doors, which pyproject.toml alone can't do."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ DOORS = ("train.py", "sample.py", "fid.py")
 
 
 class BuildWithDoors(build_py):
-    """setuptools' build_py, which also copies the scripts in DOORS and configs/ into the package tread/doors, where its
-    commands, such as tread-train, find them. An editable install needs no copies: it runs the checkout's scripts."""
+    """setuptools' build_py, which also copies the scripts in DOORS and configs/ into the package tread/doors, where the
+    wheel's commands, such as tread-train, find them. An editable install needs no copies: it runs the originals."""
 
     def run(self) -> None:
         super().run()

@@ -35,7 +35,7 @@ class Figure(NamedTuple):
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm: a metric of each run that has it}, at the last number of images for which all of these have it."""
+    """Return {arm: [the metric of each run that has it]}, at the most images for which all of these runs have it."""
     having = {arm: [run for run in runs if curve(run, metric, "images")] for arm, runs in results.items()}
     return {arm: points[-1][1] for arm, runs in having.items() if (points := series(runs, metric))}
 
@@ -112,14 +112,14 @@ def networks_of(study: Study, results: Results) -> Results:
 
 
 def grid(columns: Columns, names: Iterable[str]) -> list[str]:
-    """Return the lines of a Markdown table from {title: {row name: cell}}, and a blank one; [] without names."""
+    """Return a Markdown table's lines from {title: {row name: cell}}: rows `names`, a blank line; [] without rows."""
     rows = [[*columns], *([cells.get(name, "–") for cells in columns.values()] for name in names)]
     head, *lines = [f"| {' | '.join(row)} |" for row in rows]
     return [head, "|---" * len(columns) + "|", *lines, ""] if lines else []
 
 
 def seconds_alone(results: Results) -> dict[str, str]:
-    """Return {arm: mean seconds of training, less the first step} of arms whose runs had a device to themselves."""
+    """Return {arm: mean seconds of training, without first steps} of arms whose runs all had a device to themselves."""
     cells = {}
     for arm, runs in results.items():
         alone = runs and all(run["timed_on"] is not None and run["timed_on"][1:] == (1,) for run in runs)
@@ -149,22 +149,26 @@ def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tupl
 def outcome(study: Study, results: Results) -> list[str]:
     """Return lines that say whether the arm of study.rule beats its best rival at the end of training; [] if the study
     has no rule. The best rival is the one that is best in the rule's first metric. To beat it, the arm must be better
-    in every metric of the rule, with a 95% interval of the paired difference that excludes 0."""
+    in every metric of the rule, with a 95% interval of the paired difference that excludes 0. If some rivals have
+    not run, the only verdict is that the arm is behind a rival in the first metric, and so behind the best one, too."""
     if not (rule := study.rule):
         return []
     ends = last_means(results, rule["metrics"][0])
-    if absent := [arm for arm in (rule["arm"], *rule["rivals"]) if arm not in ends]:
-        return [f"The rule is not decided: {', '.join(absent)} not run.", ""]
-    best = METRICS[rule["metrics"][0]].best(rule["rivals"], key=ends.get)
+    absent = [arm for arm in (rule["arm"], *rule["rivals"]) if arm not in ends]
+    ran = [arm for arm in rule["rivals"] if arm in ends]
+    best = METRICS[rule["metrics"][0]].best(ran, key=ends.get, default=rule["rivals"][0])
     said, signs = [], []
     for metric in rule["metrics"]:
         less = estimate(differences(results[rule["arm"]], results[best], last_difference, metric))
         said.append(f"{METRICS[metric].title} {less.signed() if less else 'not paired'}")
         better = -1 if METRICS[metric].better == "lower" else 1
         signs.append(better * less.sign if less and less.sign is not None else None)
-    words = {True: "beats it", False: "does not beat it"}[signs == [1] * len(signs)]
-    verdict = "too few seeds for a verdict" if None in signs else f"{rule['arm']} {words}"
-    return [f"By the rule, against the best rival, {best}: {'; '.join(said)}: {verdict}.", ""]
+    if absent and signs[0] != -1:
+        return [f"The rule is not decided: {', '.join(absent)} not run.", ""]
+    verdict = f"{rule['arm']} {'beats' if signs == [1] * len(signs) else 'does not beat'} it"
+    verdict = "too few seeds for a verdict" if None in signs and {0, -1}.isdisjoint(signs) else verdict
+    rival = f"the best rival of those that have run (not {', '.join(absent)})" if absent else "the best rival"
+    return [f"By the rule, against {rival}, {best}: {'; '.join(said)}: {verdict}.", ""]
 
 
 def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal: Sequence[str]) -> Columns:
@@ -223,7 +227,7 @@ def mean_line(name: str, points: Dots, colour: str | None = None, dashed: bool =
 
 
 def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, key: str = "") -> None:
-    """Draw panels under the study's headline and a second line, `key`, that explains what is drawn."""
+    """Draw panels into the image `path`, under the study's headline and a line, `key`, that explains what is drawn."""
     if panels:
         width = 4.6 if columns < 3 else 3.7
         save_panels(path, panels, columns, "\n".join(filter(None, [study.headline, key])), width)
@@ -233,7 +237,7 @@ def over_training(
     results: Results, metric: str, axes: Sequence[str], colour: Mapping[str, str] | None = None
 ) -> list[Panel]:
     """Return a panel per axis ("images", "flops" or "steady_seconds" of training, as in jobs.py) with each arm's mean
-    over the seeds, ± one standard deviation. `colour` maps arms to colours; the chart chooses those of other arms."""
+    of the metric over seeds, ± one standard deviation. `colour` maps arms to colours; the chart chooses the others."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
     power, panels = 3 * int(math.log10(most) // 3), []
     units = {
@@ -251,7 +255,7 @@ def over_training(
 
 
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
-    """Return panels of a metric's difference in each compared pair over training: at equal images, at equal FLOPs."""
+    """Return panels of how a metric differs in compared pairs over training: at equal images, and at equal FLOPs."""
     colour, panels = colours(study), []
     for axis, name in (("images", "images"), ("flops", "FLOPs")):
         lines = []
@@ -304,8 +308,8 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
 
 def balance_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the final FID against precision, and of precision against recall. A line joins the means of a
-    network's scores at several guidance scales, the last of which stands beside its point, by the same seeds, which are
-    small dots; scales of fewer seeds or other samples are not drawn."""
+    network's scores at several guidance scales, and the last scale is written next to its point. All means of a line
+    are over the same seeds, the small dots. Scales with fewer seeds or another number of samples are not drawn."""
     networks, panels, colour = networks_of(study, results), [], colours(study)
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, drawn = defaultdict(dict), []
@@ -484,7 +488,7 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """Draw how much arms with a route differ from the one without, over the number of blocks in the route: in the
+    """Draw how much arms with a route differ from the arm without, over the number of blocks in the route: in the
     training loss, and in the other metrics at equal images."""
     lengths = {arm: 1 - int(np.subtract(*map(int, re.findall(r"\d+", arm)))) for arm in results if arm != "dense"}
     panels = []

@@ -1,10 +1,10 @@
 """Teaches a network that was trained on the digits 0 to 6 the classes 7, 8 and 9 as well.
 
-python studies/finetune_digits.py out=results/finetune-digits
+python studies/finetune_digits.py out=results/finetune-digits steps=2500 seeds=1
 
 A network is trained on the digits 0 to 6, then, keeping them (init_classes), on all ten for a tenth of the steps. It
 is compared with two networks trained on all ten from the start, for a tenth and for all of the steps. `table.md` in
-`out` states which fraction of 100 samples per class a classifier puts in their class, for old and for new classes.
+`out` states the fraction of 100 samples per class that a classifier puts in the right class, for old and new classes.
 """
 
 import sys

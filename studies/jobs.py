@@ -80,7 +80,7 @@ class Job:
         return word if filled == value else f"{key}='{quoted}'"
 
     def record(self, score: Score) -> dict | None:
-        """Return a score's JSON without the keys LEFT_OUT, but with its overrides as "words"; None if there is none."""
+        """Return a score's JSON without the keys LEFT_OUT, but with its overrides as "words"; None if it is missing."""
         path = self.folder / f"score-{score.key}" / f"{Path(score.script).stem}.json"
         if not path.exists():
             return None
@@ -148,8 +148,8 @@ def costs_of(jobs: Sequence[Job]) -> str:
 
 
 def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None], part: Part = "both") -> list[str]:
-    """Train and score the jobs on the folder `data`, or do only the `part` "train" or "score". `at_once` jobs at a time
-    share the cores equally. `after` is called in this thread when a job ends. Returns the failed jobs' errors."""
+    """Train and score the jobs with data from folder `data`, or do only the `part` "train" or "score". `at_once` jobs
+    at a time share the cores equally. `after` is called in this thread when a job ends. Returns failed jobs' errors."""
     cores, problems, children = max(1, usable_cores() // at_once), [], Children()
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(make_one, job, data, at_once, cores, children, part) for job in jobs]

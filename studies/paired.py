@@ -94,7 +94,7 @@ def interpolate(values: Mapping[float, float], place: float) -> float | None:
 
 
 def last_difference(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's last value of a metric minus another's last, at equal images or not; None if one has none."""
+    """Return a run's last value of a metric minus another's last, even at different images; None if either has none."""
     ends = [[*curve(each, metric, "images").values()][-1:] for each in (run, other)]
     return ends[0][0] - ends[1][0] if all(ends) else None
 
@@ -109,7 +109,7 @@ def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     """Return one run's metric minus another's at the most FLOPs or seconds that both reach; `axis` is "flops" or
     "steady_seconds" (as in jobs.py). None if one has no value there, or if the seconds may be from different devices.
     Runs that end within 1% of the same seconds are compared at their ends; runs that end within 1% of the same FLOPs
-    only if the metric can't be interpolated there and `at_equal_images` can't compare it either."""
+    are too, but only if the metric can't be interpolated there and `at_equal_images` can't compare them either."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
@@ -131,7 +131,7 @@ def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *nam
 def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) -> list[tuple[dict, list[float]]]:
     """Compare runs of equal seeds: return (point, [a run's metric minus that of its partner in `others`, one per seed])
     for each number of training images where all have the metric. The point is the first run's record there: images,
-    FLOPs, metrics. The partner's metric is read at equal images or, with axis="flops", interpolated at the run's."""
+    FLOPs, metrics. The partner's metric is read at equal images or, with axis="flops", interpolated at equal FLOPs."""
     by_seed = {run["seed"]: curve(run, metric, axis) for run in others}
     runs, found = [run for run in runs if run["seed"] in by_seed], []
     for point, values in series(runs, metric):

@@ -27,7 +27,7 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
     """Return {training's hash: content of its result.json}, from published results (unless `again`) and folder
-    `results`. If both have a training, the folder's is taken (if trained, else the published one), with all scores."""
+    `results`. If both have it, the folder's counts, unless only the published one is trained; scores are joined."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
@@ -58,7 +58,7 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
     """Return {arm: its trained runs, with the scores they have; if none is trained, the run that got furthest}. `made`
-    is {training's hash: its result.json}. A run whose training an earlier arm has too must have all its scores."""
+    is {training's hash: its result.json}. A run that shares an earlier arm's training counts only if fully scored."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():

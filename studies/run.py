@@ -9,8 +9,8 @@
     arms=[dense]   only these arms (the kinds of run that the study compares), with all their ways of scoring
     part=train     only train; part=score: only score finished trainings
     rehearse=true  a short trial of everything with a tiny network, where the study's file says how (cifar10)
-    data=data      the folder of imagenette/ (scale=small) or imagenet256/ (paper)
-    results=results/studies   the folder of the runs
+    data=data      the folder that holds imagenette/ (scale=small) or imagenet256/ (scale=paper)
+    results=results/studies   the folder to which the runs are written
 
 A study is studies/<name>.yaml. Its runs are ordinary runs of train.py and fid.py in results/studies/<name>/<scale>/.
 Started again after a stop, it goes on; when it stops, it draws what exists. Without study=, all studies are listed.
@@ -95,7 +95,7 @@ def run(options: Options) -> None:
     jobs = left_to_make(runs)
     print(f"{study.title}: {study.question}")
     done, anew = sum(is_made(run, made) for run in runs), sum(job.only_scores_lack(made) for job in jobs)
-    print(f"  {len(runs)} runs, {done} of them made already; {len(jobs)} trainings are concerned")
+    print(f"  {len(runs)} runs, {done} of them made already; {len(jobs)} trainings are left to do or to score")
     if anew:
         print(f"  {anew} of them were made before, but their checkpoints are not here: trained again, to be scored")
     if study.trials:

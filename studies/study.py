@@ -132,7 +132,7 @@ class Training:
 
     @property
     def cfg(self) -> settings.Settings:
-        """The settings that train.py will read, but with "data" as the path of the data, for {data}."""
+        """The settings that train.py will read, but with the path "data" for {data}, whatever the data's folder is."""
         return replace(settings_of(*self.overrides), seed=self.seed)
 
     @property
@@ -186,7 +186,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     scales.<scale>.arms     the arm's values at this scale; its overrides are added, and null leaves the arm out
 
     An arm with `over: <earlier arm>` adds its overrides and scoring to that arm's, and is compared with it. A scale's
-    `instead: {override: other override}` replaces it in all arms. `ways` and scales.<scale>.ways {name: values} score
+    `instead: {override: other}` replaces an override in all arms. `ways` and scales.<scale>.ways {name: values} score
     networks in further ways: each adds an arm for every arm, or for those in its `only`; null leaves a way out.
     `choose: {key: [values]}`, of the study, a scale or an arm, adds an unscored arm of one seed for each arm and value,
     to choose the best value (Study.trials). Raises ValueError for an unknown name, key or scale.
@@ -260,7 +260,7 @@ def rehearsed(study: Study) -> Study:
 
 
 def _over(base: dict, said: dict) -> dict:
-    """Return `base` updated by `said`, with both's "overrides" and "scoring" joined, the last one of each key."""
+    """Return `base` updated by `said`; lists "overrides" and "scoring" are joined, and the last of each key is kept."""
     return base | said | {key: _last_words(base[key], said.get(key, [])) for key in ("overrides", "scoring")}
 
 
@@ -271,7 +271,7 @@ def plan(study: Study, seeds: int | None = None, made: Mapping | None = None, gu
            always has one seed.
     made   {key of a training: its result.json}. An arm with `choose` takes the value of its best trial, and is left
            out until all its trials are made. None: it takes the first value.
-    guess  whether an arm takes the first value until then, instead.
+    guess  True: until its trials are made, an arm with `choose` takes the first value instead of being left out.
     """
     arms = {name: _chosen(study, name, made) or (_chosen(study, name, None) if guess else None) for name in study.arms}
     counts = {name: 1 if name in _trials(study) else seeds or arm.seeds for name, arm in arms.items() if arm}

@@ -13,11 +13,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["imported"])
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")])
 
 
 def _become(command: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:
@@ -38,21 +40,26 @@ def _become(command: list[str], folder: str, environment: dict[str, str], output
         runpy.run_path(command[0], run_name="__main__")
 
 
-def start_python(
-    *command: object, cwd: Path, outputs: list[str], environment: dict[str, str] | None = None
-) -> multiprocessing.Process:
-    """Start `python *command`, a script's path or -c and code first; output goes to two files."""
+def fork(target: Callable, *given: object) -> multiprocessing.Process:
+    """Start target(*given). The first call starts the server, which finds what it imports ahead by PYTHONPATH alone."""
     path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")])
-    try:  # the server finds what it imports ahead by this alone
-        given = [str(part) for part in command], str(cwd), environment or dict(os.environ), outputs
-        process = FORKS.Process(target=_become, args=given)
+    os.environ["PYTHONPATH"] = PATHS
+    try:
+        process = FORKS.Process(target=target, args=given)
         process.start()
     finally:
         os.environ.pop("PYTHONPATH")
         if path is not None:
             os.environ["PYTHONPATH"] = path
     return process
+
+
+def start_python(
+    *command: object, cwd: Path, outputs: list[str], environment: dict[str, str] | None = None
+) -> multiprocessing.Process:
+    """Start `python *command`, a script's path or -c and code first; output goes to two files."""
+    environment = environment or {**os.environ, "PYTHONPATH": PATHS}
+    return fork(_become, [str(part) for part in command], str(cwd), environment, outputs)
 
 
 def start_together(

@@ -61,7 +61,7 @@ def test_damage_is_named(saved):
         ('{"format": "check', "info.json is damaged"),
         ("[]", "info.json is damaged"),
         (json.dumps({**whole, "files": {"model.safetensors": {}}}), "info.json is damaged"),
-        (json.dumps({**whole, "files": elsewhere}), "must name files beside it"),
+        (json.dumps({**whole, "files": elsewhere}), "must name files next to it"),
         (None, "info.json is missing"),  # not an older one in its place
     ):
         info.unlink() if text is None else info.write_text(text)

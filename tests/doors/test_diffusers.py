@@ -151,6 +151,7 @@ def exports(tmp_path_factory, composed, autoencoder):
     return root
 
 
+@pytest.mark.slow
 def test_a_process_without_our_code_draws_our_pictures(exports, tmp_path):
     bare = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     bare |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}

@@ -88,7 +88,7 @@ SMALL = {  # what is appended so that a command takes a second
     "scripts/similarity.py": ["samples=16"],
 }
 RATIOS = ["sweep.strong=[0]", "sweep.weak=[0.5]"]  # of the sweep's kinds that have them
-EARLIER = {"step_0050000": "step_0000003"}  # a checkpoint of a long run → one of TINY's
+EARLIER = {"step_0050000": "step_0000003", "steps=18": "steps=2", "seeds=0-9": "seeds=0,1"}  # what is long → shorter
 
 
 @dataclass(frozen=True)

@@ -368,6 +368,15 @@ def test_the_rule_asks_for_each_metric_beyond_its_interval():
         assert "the best rival, dense 8: evaluation loss -0.1000" in told and said in told
 
 
+def test_an_arm_behind_one_rival_is_behind_the_best_of_them():
+    read = study.read_study("fair", "small")
+    runs = [one for one in study.plan(read) if one.arm in ("dense 12", "dense 8", "TREAD")]
+    for tread, said in ((1.1, "TREAD does not beat it"), (0.9, "not decided: dense 5, dense 12, batch 45 not run")):
+        losses = {"TREAD": tread, "dense 8": 1.0, "dense 12": 1.2}
+        made = {one.training.key: result_of(one, {1: losses[one.arm] + one.training.seed / 100}) for one in runs}
+        assert said in figures.outcome(read, results.gather(runs, made))[0]
+
+
 def test_mechanisms_arms_are_cifar10s_and_one_that_removes_nothing():
     arms, others = (study.read_study(name, "demo").arms for name in ("mechanism", "cifar10"))
     for name in ("TREAD", "delayed", "naive"):

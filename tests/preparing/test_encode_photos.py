@@ -23,7 +23,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from conftest import ROOT, TINY_KL, contents, launch, logged, names_in, raising, read_json, score, times, write_json
-from forked import FORKS, run_python
+from forked import fork, run_python
 from PIL import Image
 from safetensors.torch import save_file
 from torch.testing import assert_close
@@ -228,9 +228,7 @@ def work(tree, limit=None, descriptors=None):
 
 def started(*given, target=work):
     """An attempt that has begun, in a fork of a process that has everything imported."""
-    process = FORKS.Process(target=target, args=given)
-    process.start()
-    return process
+    return fork(target, *given)
 
 
 def ended(*given) -> int:

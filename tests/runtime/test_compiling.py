@@ -273,6 +273,7 @@ def test_without_a_compiler_a_run_goes_on_with_one_warning(tmp_path, monkeypatch
     assert logged(tmp_path / "results/digits-tread", "loss", "step") == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_block_whose_backward_pass_does_not_compile_runs_as_it_is(tmp_path, monkeypatch):
     """The layer that is tried first does; the run gives the uncompiled one's numbers. Reference: the eager run."""
     monkeypatch.setattr(start, "compile_blocks", partial(compiling.compile_blocks, backend=BROKEN))
@@ -291,7 +292,7 @@ def test_a_block_whose_backward_pass_does_not_compile_runs_as_it_is(tmp_path, mo
 
 def test_a_budget_without_compiled_blocks_is_warned_of(tmp_path):
     text = launch(tmp_path, "train.memory=budget", "train.steps=1", "every.sample=2", "eval.points=8")
-    assert text.count("warning: train.memory=budget is of compiled blocks") == 1 and "  memory    budget\n" in text
+    assert text.count("warning: train.memory=budget needs compiled blocks") == 1 and "  memory    budget\n" in text
 
 
 def test_memory_that_does_not_suffice_says_nothing_of_the_compiler(monkeypatch):

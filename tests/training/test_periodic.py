@@ -114,7 +114,7 @@ def test_held_out_samples_that_are_not_finite_are_named_and_cost_no_step(tmp_pat
     with pytest.raises(SystemExit) as error:
         launch(tmp_path, *options, f"dataset.heldout={tmp_path}/heldout")
     shard = tmp_path / "heldout/shard-00001.npy"
-    said = "the evaluation loss after step 3 is nan by the held-out data: samples 12 "
+    said = "the evaluation loss after step 3 is nan: held-out samples 12 "
     assert f"{said}({shard}, row 2), 14 ({shard}, row 4) hold numbers that are not finite" in str(error.value)
     assert checkpoint.find(tmp_path / RUN).step == 3 and status(tmp_path)["state"] == "failed"
     launch(tmp_path, *options)

@@ -114,7 +114,7 @@ def test_a_folder_without_run_json_goes_on_by_its_checkpoint(begun):
         (("run=results",), "results holds no run; near it: run=results/digits-tread"),
         (("run=results/digits-tread/latest",), "latest holds no run; near it: run=results/digits-tread"),
         (("run=data/digits",), "data/digits holds no run; near it: no run either"),
-        (("run=results/digits-tread", "name=x"), "so name=… and results=… can't be set beside it"),
+        (("run=results/digits-tread", "name=x"), "so name=… and results=… can't be set as well"),
         (("run=results/digits-tread", "resume=false"), "holds a run already"),
         (("run=results/digits-tread", "seed=1"), "  seed: 0 there, 1 here"),
     ],

@@ -58,6 +58,7 @@ def test_resumed_twice_within_an_epoch_with_accumulation(whole, tmp_path):
     assert [r for r in records(tmp_path / RUN) if r["step"] == 8] == [r for r in records(whole / RUN) if r["step"] == 8]
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_keeps_batches_and_draws(whole, tmp_path):
     """Four steps by one process, four by two: equal up to the order of sums."""
     launch(tmp_path, *OPTIONS, "train.steps=4")
@@ -446,6 +447,7 @@ launch(".", *sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_can_not_be_recorded_ends_all_processes_and_costs_no_step(tmp_path):
     (tmp_path / "full.py").write_text(FULL_RECORD)
     done = run_python("full.py", ROOT, "every.save=6", cwd=tmp_path, processes=2)

@@ -1,8 +1,8 @@
 """Adapts trained weights to other classes (init_classes) and to another size of latents (init_positions).
 
-A label table has a row for each class and, last, one for no class. Positions are fixed functions of a token's row and
-column. init_positions=recomputed computes them for the new grid; if it is larger, its further rows and columns are new
-to the network. init_positions=scaled scales rows and columns so that they span the old range (model.position_scale).
+A label table has one row per class, and a last row for no class. Position embeddings are fixed functions of a token's
+row and column. init_positions=recomputed computes them for the new grid; if that is larger, its added rows and columns
+are new to the network. init_positions=scaled multiplies rows and columns by model.position_scale to span the old range.
 """
 
 import math
@@ -27,9 +27,9 @@ Positions = Literal["recomputed", "scaled"]
 def new_classes(
     stored: StoredWeights, table: Tensor, asked: str | Mapping[Label, Label], classes: Sequence[str]
 ) -> tuple[StoredWeights, str]:
-    """Return weights whose label table has a row for each of `classes`, and a line that says where the rows are from.
+    """Return (weights, message): `stored` with a label table for the new `classes`, and a line on its rows' origin.
 
-    table  the network's newly initialised label table, (K + 1, D); its rows stay for classes that `asked` doesn't name.
+    table  the network's newly initialised label table, (len(classes) + 1, D); classes not in `asked` keep its rows.
     asked  {old class: new class}, by name or number: the rows to copy; "new": none. A number that is also a class name
            counts as the name. The row for no class is always copied.
 
@@ -66,9 +66,9 @@ def _number(label: Label, classes: tuple[str, ...]) -> int:
 
 
 def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[StoredWeights, list[str]]:
-    """Return weights without their fixed positions, so that the network's own are used, and lines of text on what
-    changes. `side` is the number of token rows of the new grid, `scale` the network's model.position_scale. Raises
-    ValueError if the positions in the file are not the fixed ones."""
+    """Return (weights, messages): `stored` without its fixed position tensors, so that the network's own are used, and
+    lines on what changes. `side` is the number of token rows in the new grid, `scale` the network's position_scale.
+    Raises ValueError if the stored positions are not the fixed sines and cosines, or if the old grid is unknown."""
     before, recorded = old_side(stored), stored.recorded() or {}
     stretched = float(recorded.get("model.position_scale", 1.0))
     for name in (name for name in POSITIONS if name in stored.state):
@@ -101,8 +101,8 @@ def old_side(stored: StoredWeights) -> int:
 
 
 def position_scale(init_from: str, weights: Weights, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled: that of init_from's `weights`, times their number of
-    token rows / `side`, the new number. If the folder `run` holds a run already, return its recorded scale instead."""
+    """Return model.position_scale for init_positions=scaled: the scale of the `weights` ("ema" or "model") in init_from
+    times their number of token rows / the new number `side`. If `run` is a run's folder, return its scale instead."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
     stored = read_weights(local(init_from), weights)

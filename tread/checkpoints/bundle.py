@@ -81,7 +81,7 @@ class Bundle:
         if name in self.wanted.setdefault(module, set()):
             return
         if others := [other for other, names in self.wanted.items() if name in names and other != module]:
-            raise ValueError(f"{name} is defined in {others[0]} and in {module}: one file holds one of them")
+            raise ValueError(f"{name} is defined in {others[0]} and in {module}: one file can hold only one")
         self.wanted[module].add(name)
         if (module, name) not in self.instead:
             self._add_used(source, source.defined[name])
@@ -89,8 +89,8 @@ class Bundle:
             self._add_used(other, [statement for table, statement in other.entered if self._is(other, table)])
 
     def _is(self, source: Source, table: str) -> bool:
-        """Return whether the file holds at least one definition of the module `source`, and that of the dict which
-        `source` defines or imports as `table`. If so, it also needs the module's statements that add entries to it."""
+        """Return whether the file needs the statements with which the module `source` adds entries to the dict `table`:
+        True if it holds a definition of this module and that of the dict, which the module defines or imports."""
         origin, name = source.imported.get(table, (source.module, table))
         return source.module in self.wanted and name in self.wanted.get(origin, ())
 
@@ -106,10 +106,10 @@ class Bundle:
         origin, original = source.imported[name]
         if origin.partition(".")[0] in OURS and original in (None, name):
             if original is None:
-                raise ValueError(f"{source.module} imports the module {origin}: a bundle follows names alone")
+                raise ValueError(f"{source.module} imports the module {origin}: a bundle only follows imported names")
             self.add(origin, name)
         elif self.outside.setdefault(name, (origin, original)) != (origin, original):
-            raise ValueError(f"{name} of {source.module} is {origin}'s, and another one elsewhere")
+            raise ValueError(f"{source.module} imports {name} from {origin}, another module from elsewhere")
 
     def _source(self, module: str) -> Source:
         if module not in self.sources:

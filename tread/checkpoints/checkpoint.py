@@ -1,12 +1,12 @@
-"""Checkpoints: folders of safetensors and JSON, complete or absent, without pickled objects.
+"""Checkpoints: folders of safetensors and JSON files, written atomically, without pickled objects.
 
 results/<run>/step_0001000/
     model.safetensors      weights, keyed by parameter name
     ema.safetensors        averaged weights, same keys
     optimizer.safetensors  keyed "<state>/<parameter>": for AdamW exp_avg/…, exp_avg_sq/… and step/…
-    powers.safetensors     power-function EMAs, keyed "<width>/<parameter>"; only with ema.power
+    powers.safetensors     power-function EMAs (EDM2), keyed "<width>/<parameter>"; only with ema.power
     info.json              step, config, versions, and size and sha256 of each file
-results/<run>/latest       link to the newest one
+results/<run>/latest       symbolic link to the newest checkpoint
 results/<run>/base.safetensors  with lora.rank only: the network that the run started from; model and ema hold adapters
 """
 
@@ -45,7 +45,7 @@ class Damaged(ValueError):
 
 def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info: Mapping) -> Path:
     """Write a checkpoint, make the link `latest` point to it, and return its folder. `tensors[part][name]` are the
-    tensors of part "model", "ema", "optimizer", …; `info` is more content of info.json: config, versions, …"""
+    tensors of part "model", "ema", "optimizer", …; `info` holds further entries of info.json: config, …"""
     folder = run / f"step_{step:07d}"
     with whole_folder(folder) as partial:
         files = {}
@@ -59,7 +59,7 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
 
 
 def snapshot(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Copy the tensors of {part: {name: tensor}} to the CPU, page-locked if from a GPU, and wait for the copies."""
+    """Return CPU copies of {part: {name: tensor}}, page-locked if the tensors are on a GPU; waits for the copies."""
     copies = {}
     for name, part in parts.items():
         copies[name] = {key: _room_on_the_host(value).copy_(value, non_blocking=True) for key, value in part.items()}
@@ -114,7 +114,7 @@ class Checkpoint:
         return [file.removesuffix(".safetensors") for file in self.info["files"]]
 
     def sha256(self, name: str) -> str:
-        """Return the hash that info.json states for a part ("model", "ema", …). Raises ValueError for other parts."""
+        """Return the sha256 that info.json states for a part, such as "model". Raises ValueError for a missing part."""
         if name not in self.parts:
             other = {"ema": "model", "model": "ema"}.get(name)
             raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
@@ -141,11 +141,11 @@ class Checkpoint:
         return path
 
     def stored(self, name: str) -> dict[str, Tensor]:
-        """Load a part's tensors as they are stored, by name on the CPU. Raises ValueError if its file is damaged."""
+        """Load a part as it is stored, {name: CPU tensor}. Raises ValueError if its file is missing or damaged."""
         return load_file(self.verify(name))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Load a part's tensors by name on the CPU. LoRA's adapters are merged into the weights of their layers."""
+        """Load a part, {name: CPU tensor}, with LoRA adapters merged in. Raises ValueError if a file is damaged."""
         stored, adapter = self.stored(name), self.info.get("adapter")
         return merge(self.base(), stored, adapter["scale"]) if adapter and name in ("model", "ema") else stored
 
@@ -167,19 +167,19 @@ def find(path: Path | str) -> Checkpoint:
     if path.name == "latest" and not path.is_dir():
         other = newest(path.parent)
         use = f"; the newest checkpoint there is {other}" if other else ""
-        raise FileNotFoundError(f"no checkpoint at {path}: it is no link to a folder that is there{use}")
+        raise FileNotFoundError(f"no checkpoint at {path}: it is no link to an existing folder{use}")
     if path.is_file():
         raise ValueError(
             f"{path} is a file, but a checkpoint is a folder with info.json. A state dict can start a training run "
-            "(init_from=…), and scripts/import_checkpoint.py makes a checkpoint of one. It can be sampled if it was "
-            "trained by EDM or rectified flow; public DiT weights were not: they predict noise on timesteps 0..999"
+            "(init_from=…), and scripts/import_checkpoint.py makes a checkpoint of one that was trained by EDM "
+            "or rectified flow or, with predicts=noise, predicts noise on timesteps 0..999, as public DiT weights do"
         )
     named = path / "latest" if (path / "latest").is_dir() else path
     folder = next((place for place in (path, named) if (place / "info.json").is_file()), None)
     was_one = path.is_dir() and (path.name.startswith("step_") or any(path.glob("*.safetensors")))
     if folder is None and (named != path or was_one):
         lost = named.resolve()
-        raise Damaged(f"{lost / 'info.json'} is missing, without which nobody knows what {lost} is", lost)
+        raise Damaged(f"{lost / 'info.json'} is missing, and nothing else says what {lost} is", lost)
     if folder is None and (folder := newest(path)) is None:
         why = "neither it nor a folder step_… in it has an info.json" if path.exists() else "it is not there"
         raise FileNotFoundError(f"no checkpoint at {path}: {why}")
@@ -238,9 +238,9 @@ def _before(folder: Path) -> Path | None:
 
 
 def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return a run's newest undamaged checkpoint, and messages on what is wrong with newer ones; (None, []) without
-    any. Starts at `latest` and goes back to earlier steps, reading all files. Raises ValueError if all checkpoints are
-    damaged, or if one was written by another version of this code."""
+    """Return a run's newest undamaged checkpoint, and messages on what is wrong with newer ones; (None, []) if there
+    are no checkpoints. Starts at `latest` and goes back to earlier steps, reading all files. Raises ValueError if all
+    are damaged or one is of another format version, and PermissionError for files that may not be read."""
     problems = []
     for folder in reversed(_folders(run)):
         try:
@@ -256,10 +256,10 @@ def find_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
             problems.append(error.args[0])
         except PermissionError:
             raise
-        except (OSError, LookupError, AttributeError, TypeError) as error:  # of the disk, or of info.json's content
+        except (OSError, LookupError, AttributeError, TypeError) as error:  # disk errors, or wrong content of info.json
             problems.append(f"{folder} can't be read ({type(error).__name__}: {error})")
     if problems:
-        raise ValueError(f"no checkpoint of {run} is whole; name=… starts anew\n  " + "\n  ".join(problems))
+        raise ValueError(f"no checkpoint of {run} is whole; name=… starts another run\n  " + "\n  ".join(problems))
     return None, []
 
 
@@ -268,21 +268,21 @@ def _step(folder: Path) -> int:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return a run's checkpoint folders, damaged ones too, by step, up to the one that link `latest` leads to."""
+    """Return a run's checkpoint folders, sorted by step, damaged ones too, up to the one that `latest` points to."""
     folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
     return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)
 
 
 def newest(run: Path) -> Path | None:
-    """Return a run's link `latest` or, if it leads nowhere, the checkpoint of the highest step; None if none exist."""
+    """Return a run's link `latest` or, if that is broken, its checkpoint of the highest step; None if there is none."""
     steps = [path for path in _folders(run) if (path / "info.json").is_file()]
     return run / "latest" if (run / "latest" / "info.json").is_file() else (steps[-1] if steps else None)
 
 
 def pinned(source: str) -> str:
-    """Return init_from's `source`; for a run's folder or its link `latest`, the checkpoint to which `latest` leads now,
-    as a run that is still training moves it."""
+    """Return `source`, a value of init_from. If it is a run's folder or link `latest`, return the folder to which that
+    link points now instead, since a run that is still training moves the link."""
     path = newest(Path(source)) or Path(source)
     return str(path.with_name(path.resolve().name)) if path.name == "latest" and path.is_dir() else source
 
@@ -299,9 +299,9 @@ def optimizer_tensors(
     optimizer: torch.optim.Optimizer, network: nn.Module, projector: nn.Module | None = None
 ) -> dict[str, Tensor]:
     """Return the optimizer's state as tensors, keyed "<state>/<parameter>" or, for state that belongs to no parameter,
-    "<state>/optimizer". Values in param_groups that changed in training are keyed "<key>/group <number>". Values other
-    than tensors (numbers, text, None, and lists, tuples and dicts of these and of tensors) are stored as JSON, in the
-    bytes of a tensor `values`. Raises ValueError for other values."""
+    "<state>/optimizer". Settings in param_groups, except lr, that changed in training are keyed "<key>/group <number>".
+    Values that are not tensors (numbers, text, None, and lists, tuples and dicts of these and of tensors) are stored as
+    JSON, in the bytes of a tensor `values`. Raises ValueError for values of other types."""
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
     built = getattr(optimizer, "built", itertools.repeat(optimizer.defaults))  # param_groups as Optim.build made them
@@ -377,10 +377,10 @@ class Trained:
     """The modules and the optimizer of a run, from which the parts of its checkpoints are made."""
 
     network: nn.Module
-    averaged: nn.Module
+    averaged: nn.Module  # the network's exponential moving average
     optimizer: torch.optim.Optimizer
     powers: Mapping[float, nn.Module]  # width → power-function EMA; {}: no part `powers`
-    projector: nn.Module | None = None  # alignment's; None: no part `projector`
+    projector: nn.Module | None = None  # of representation alignment; None: no part `projector`
     base: frozenset[str] = frozenset()  # parameters that LoRA froze: in base.safetensors, and in no part
 
     @property

@@ -56,13 +56,13 @@ class TreadTransformer(ModelMixin, {network}, ConfigMixin):
 
 
 def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, folder: Path, inside: str | None) -> None:
-    """Write the folder's files except README.md.
+    """Write the network `saved` into `folder` for diffusers: all files except README.md.
 
     tensors  the network's state dict, in the dtype to store.
     info     the record to publish, a parsed info.json.
     inside   hub id, folder or file of the autoencoder whose weights to store. None: store only its recorded hub id.
 
-    Raises ValueError if a plugin supplies the network or a route's entry, or if the autoencoder can't be loaded.
+    Raises ValueError if the network or a route's select or rejoin is a plugin's, or the autoencoder can't be loaded.
     """
     ours = {"the network": saved.cfg.model.network.__module__.partition(".")[0] in OURS}
     for route in saved.trained_routes:
@@ -70,7 +70,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
         named = isinstance(route.rejoin, str) and route.rejoin != "stale"
         ours[f"rejoin={route.rejoin}"] = route.rejoins.join.__module__ == "routing_module" and not named
     if foreign := [name for name, known in ours.items() if not known]:
-        raise ValueError(f"{foreign[0]} is a plugin's, whose code format=diffusers can't collect: export it as it is")
+        raise ValueError(f"{foreign[0]} is a plugin's, whose code can't be collected: export without format=diffusers")
     latents, version = info["latents"], diffusers.__version__
     (folder / "transformer").mkdir(parents=True)
     (folder / "transformer/model.py").write_text(network_file(saved), encoding="utf-8")
@@ -83,7 +83,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     name, vae = latents["autoencoder"], [None, None]
     if inside is not None:
         autoencoder = load_autoencoder(inside)
-        autoencoder.register_to_config(_name_or_path=name)  # as the record has it, not where it lay
+        autoencoder.register_to_config(_name_or_path=name)  # as recorded, not where it was loaded from
         autoencoder.save_pretrained(folder / "vae")
         vae = ["diffusers", type(autoencoder).__name__]
     (folder / "pipeline.py").write_text(pipeline_file(saved), encoding="utf-8")
@@ -105,19 +105,19 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
 
 
 def arguments(saved: SavedNetwork) -> dict[str, object]:
-    """Return the arguments, keyed by name, with which the class of saved's architecture, such as dit.DiT, is built."""
+    """Return {name: value} of the constructor arguments of the saved network's class, such as dit.DiT."""
     data = saved.cfg.dataset
     return saved.cfg.model.all_arguments(data.size, data.channels, data.num_classes, saved.cfg.text)
 
 
 def goes_inside(name: str, asked: bool | None) -> bool:
-    """Return whether to store the weights of the autoencoder `name`: `asked` or, if that is None, whether `name` is no
-    hub id; False for "pixels". Raises ValueError for "unknown", and if `asked` is False but `name` is no hub id."""
+    """Return whether to store the weights of the autoencoder `name`. "pixels" has none: False. asked=None: True unless
+    `name` is a hub id. Raises ValueError for "unknown", and if `asked` is False but `name` is no hub id."""
     if name == "pixels":
         return False
     at_hub = bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
     if name == UNKNOWN or (asked is False and not at_hub):
-        raise ValueError(f"the autoencoder is {name}, no hub id that a folder can name: autoencoder=… names one")
+        raise ValueError(f"the autoencoder is {name}, no hub id, which the folder needs: autoencoder=… names one")
     return not at_hub if asked is None else asked
 
 

@@ -1,5 +1,4 @@
-"""Sampling by diffusers' conventions. `export_checkpoint.py format=diffusers` writes TreadPipeline, with everything of
-this project that it needs (see bundle.py), as the pipeline.py of an exported network."""
+"""Sampling by diffusers' conventions: TreadPipeline, copied into exported folders as pipeline.py (see bundle.py)."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -35,8 +34,8 @@ class TreadPipeline(DiffusionPipeline):
                  from the hub id `autoencoder` when first needed.
 
     The other arguments say how the network was trained: diffusion process ("edm" or "rf") and its constants, latents,
-    routes, text encoder, and the fractions of training samples that had no class (label_drop) and, for SPRINT, that did
-    without the blocks that run on few tokens (path_drop).
+    routes, text encoder, and the fractions of training samples that had no class (label_drop) and, for SPRINT, that
+    skipped the blocks that run on few tokens (path_drop).
     """
 
     _optional_components = ["vae"]
@@ -88,24 +87,25 @@ class TreadPipeline(DiffusionPipeline):
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple:
-        """Draw a picture per class label or prompt (per seed, if there is a single one), and return them as `images`.
+        """Draw one picture per class label or prompt, or one per seed if there is a single label or prompt. Returns an
+        ImagePipelineOutput with `images`, or the tuple (images,) if return_dict is False.
 
         class_labels          names or numbers of classes; None in a list draws without a class.
         prompt                texts, for a network trained on captions.
         seeds                 one per picture; TREAD's own sample.py draws the same picture with the same seed.
-        generator             one, or one per picture, instead of seeds. Its noise is torch's, so pictures differ from
-                              those of seeds. Without both, torch's global generator draws seeds.
+        generator             a torch.Generator, or one per picture, instead of seeds; its pictures differ from those of
+                              seeds. If neither is given, torch's global generator draws the seeds.
         num_inference_steps   None: 40 steps of Heun's method for EDM, 50 of Euler's for rectified flow.
         guidance_scale        ω in D_weak + ω·(D_strong − D_weak); 1: no guidance; None: 1.5 if `guidance` is given.
-        guidance              "cfg", "sparse", "sparse_cfg", "path_drop" or "path_drop_class"; None: "cfg" if there is a
-                              guidance_scale. Sparse Guidance (arXiv 2601.01608) runs two branches, in which the
-                              fractions `strong` < `weak` of the tokens (None: 0.3 and 0.7) skip the blocks of the
-                              trained routes.
+        guidance              "cfg", "sparse", "sparse_cfg", "path_drop", "path_drop_class"; None: "cfg" if ω is given.
+        strong, weak          for "sparse…" (Sparse Guidance, arXiv 2601.01608): fractions of the tokens that skip the
+                              trained routes' blocks in either branch, strong ≤ weak; None: 0.3 and 0.7.
         interval              (lowest, highest) noise level, σ or t, at which guidance is on.
         same_ids              True: both branches choose their tokens by the same random numbers.
         solver                "heun" or "euler"; None: as for num_inference_steps.
-        shift                 s of rectified flow's times; below 1 puts more steps near noise; None: as trained.
+        shift                 rectified flow's s in t' = s·t/(1+(s−1)·t); s<1: more steps near noise; None: as trained.
         churn                 S_churn of EDM's stochastic Heun sampler; 0: no noise is added.
+        batch_size            most pictures drawn at once.
         text_encoder          hub id or folder of the text encoder; None: the recorded one.
         output_type           "pil", "np" (n, H, W, C) and "pt" (n, C, H, W) in 0..1, or "latent".
         callback_on_step_end  called after each step of a batch with the pipeline, the step, the noise level and
@@ -117,7 +117,7 @@ class TreadPipeline(DiffusionPipeline):
         check("batch_size", batch_size, Count)
         avoid_faults(self.transformer.device)
         if shift is not None and self.config.objective != "rf":
-            raise ValueError(f"shift={shift:g} is of rectified flow, but this network was trained by EDM")
+            raise ValueError(f"shift={shift:g} is for rectified flow, but this network was trained by EDM")
         given = {} if shift is None else {"shift": shift}
         process = {"edm": EDM, "rf": RF}[self.config.objective](**{**self.config.process, **given})
         kind = guidance or ("none" if guidance_scale in (None, 1) else "cfg")
@@ -157,11 +157,11 @@ class TreadPipeline(DiffusionPipeline):
     def _check_trained_for(self, guide: Guidance) -> None:
         row = KINDS[guide.kind]
         if row.weak_class is False and not self.config.label_drop:
-            raise ValueError(f"guidance={guide.kind} asks for no class, which this network was never trained without")
+            raise ValueError(f"guidance={guide.kind} draws with no class, which this network was never trained to do")
         if row.routed and not (self.config.routes and self.transformer.skipped_return):
             raise ValueError(f"guidance={guide.kind} leaves tokens out, which this network was not trained for")
         if row.drops_path and not self.config.path_drop:
-            raise ValueError(f"guidance={guide.kind} leaves out SPRINT's sparse part, which this network always had")
+            raise ValueError(f"guidance={guide.kind} leaves out SPRINT's sparse part, which training never did")
 
     def _conditions(self, classes: object, prompt: object, place: str | None) -> tuple[list[int], object]:
         """Return labels, and the encoded prompts that they index (None for a network of classes). `place` is the text
@@ -179,8 +179,8 @@ class TreadPipeline(DiffusionPipeline):
         return list(range(len(prompts))), encoder_for(spec, self.transformer.device, place).encode(prompts)
 
     def _noise(self, generator: object, seeds: object, count: int) -> tuple[Tensor | None, list[int]]:
-        """Return (noise, a seed for each picture, for what else is drawn). The noise is drawn from one or several torch
-        generators; without any it is None, as it follows from `seeds`: an int, several, or None for random ones."""
+        """Return (noise, seeds): initial noise (count, C, S, S) from `generator`, a torch generator or one per picture;
+        seeds for other random numbers. generator=None: noise is None, and follows from `seeds` (None: random ones)."""
         if generator is None:
             seeds = torch.randint(2**31, (count,)).tolist() if seeds is None else seeds
             return None, [operator.index(seed) for seed in (seeds if hasattr(seeds, "__len__") else [seeds])]

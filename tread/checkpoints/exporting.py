@@ -25,7 +25,7 @@ def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
     rounded = {n: value.to(TYPES[dtype]) if value.is_floating_point() else value for n, value in tensors.items()}
     if lost := [name for name, value in rounded.items() if not value.isfinite().all()]:
         limit = f"{torch.finfo(TYPES[dtype]).max:,.0f}"
-        raise ValueError(f"{listed(lost)}: numbers beyond {dtype}, which ends at {limit}; dtype=fp32 keeps them")
+        raise ValueError(f"{listed(lost)}: numbers outside {dtype}'s range, ±{limit}; dtype=fp32 keeps them")
     return rounded
 
 
@@ -47,7 +47,7 @@ def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
     """Return info.json's content for publication, without LoRA's entry, as its adapters are merged. Raises ValueError
     if `autoencoder` is not a hub id, or is given for a network that works on pixels.
 
-    paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train".
+    paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train"; "full": all.
     autoencoder  hub id to record in place of the present one; the hash of its weights stays. None: no change.
     """
     content, latents = {key: value for key, value in info.items() if key != "adapter"}, dict(info.get("latents", {}))

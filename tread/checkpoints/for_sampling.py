@@ -21,8 +21,8 @@ class SavedNetwork:
     found: checkpoint.Checkpoint
     weights: str  # "ema" or "model"
     cfg: Network
-    label_drop: float  # train.label_drop; above 0: trained without a class, too
-    path_drop: float | None  # train.path_drop; above 0: trained without its sparse part too; None: it has no such part
+    label_drop: float  # train.label_drop: share of training samples without a class
+    path_drop: float | None  # train.path_drop: share of samples without SPRINT's sparse part; None: it has no such part
 
     @property
     def process(self) -> Process:
@@ -48,25 +48,25 @@ class SavedNetwork:
 
     @property
     def trained_routes(self) -> tuple[Route, ...]:
-        """The model's routes, but none if train.routes_until was 0 and no weights came from elsewhere."""
+        """The model's routes; () after a run from random weights with train.routes_until=0, which never used them."""
         config = self.found.info["config"]
         elsewhere = config.get("init_from") or "samples" not in self.found.info  # imported
         return self.cfg.model.routes if elsewhere or config["train"].get("routes_until") != 0 else ()
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """Return the model's routes; if there are none, but the guidance forces one, the architecture's usual route."""
+        """Return the model's routes or, if it has none but `guidance` skips tokens with force=True, its usual_route."""
         model = self.cfg.model
         forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
 
     def without_weights(self, guidance: Guidance) -> Model:
-        """Build the network, routed as by self.routes(guidance), on the meta device, to count tokens and FLOPs."""
+        """Build the network on the meta device, with the routes self.routes(guidance), to count tokens and FLOPs."""
         with torch.device("meta"):
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
     def load(self, device: torch.device, guidance: Guidance = NO_GUIDANCE) -> Model:
-        """Build the network in eval mode, with residual connections in the precision of its training, and load its
-        weights. The Model returned has the network and the routes self.routes(guidance)."""
+        """Build the network in eval mode, with residual connections in the precision used in training, and load its
+        weights. Returns a Model of this network with the routes self.routes(guidance)."""
         network = build_network(self.cfg)
         network.residual = self.found.info["config"]["train"].get("residual", "fp32")
         network.load_state_dict(self.found.tensors(self.weights))
@@ -101,16 +101,16 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
     except ValueError as error:
         raise ValueError(f"{source.folder / 'info.json'}: {error}") from error
     cfg = replace(cfg, model=cfg.model.anywhere)
-    if source.info.get("predicts") == "noise":  # EDM's samplers take it, whatever objective a run from it would have
+    if source.info.get("predicts") == "noise":  # imported weights of DDPM; EDM samples them, whatever objective is
         cfg = replace(cfg, objective="edm", edm=replace(cfg.edm, predicts="ddpm_noise"))
     saved = SavedNetwork(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
     return saved if shift is None else saved.shifted(shift)
 
 
 def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
-    """Open a guidance's weak network, or return None if guidance.checkpoint is None and the strong network runs both
-    branches. Raises FileNotFoundError without that checkpoint, and ValueError if the two networks' predictions can't be
-    combined or a network was not trained for the guidance."""
+    """Open the weak network of `guidance`, or return None if guidance.checkpoint is None, so that `strong` runs all
+    branches. Raises FileNotFoundError if that checkpoint does not exist, and ValueError if the predictions of the two
+    networks can't be combined or a network was not trained for the guidance."""
     weak = None
     if guidance.checkpoint is not None:
         given = f"guidance.checkpoint={guidance.checkpoint}"
@@ -131,12 +131,12 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
 
 
 def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwork | None = None) -> None:
-    """Raise ValueError unless the networks were trained for the branches of a guidance, such as one without a class.
+    """Raise ValueError unless the networks were trained for what `guidance` asks, such as a branch without a class.
     With weak=None, `strong` runs both branches."""
-    row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} asks a network"
+    row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} runs a network"
     for name, network in (("strong", strong), ("weak", other)):
         if any(ends_of(getattr(guidance, name))) and not network.trained_routes and not guidance.force:
-            routes = f"{asks} with tokens routed around in the {name} branch, but it was trained without a route"
+            routes = f"{asks} with tokens that skip blocks in the {name} branch, but it was trained without a route"
             raise ValueError(f"{routes} (guidance.force=true allows it)")
     instead = "path_drop_class does" if row.drops_path else "sparse and autoguidance do"
     for sees_class, network in ((row.strong_class, strong), (row.weak_class, other)):
@@ -144,7 +144,7 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
             known = "it was trained with train.label_drop=0 and knows no null class"
             raise ValueError(f"{asks} without a class, but {known}; guidance={instead} not need one")
     if row.drops_path and weak is None and strong.path_drop == 0:
-        known = "it was trained with train.path_drop=0 and never ran so: it needs one above 0"
+        known = "it was trained with train.path_drop=0 and never ran so: train.path_drop must be above 0"
         raise ValueError(f"{asks} without its sparse part, but {known}")
 
 

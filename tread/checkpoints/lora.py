@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): trains small matrices beside linear layers, whose weights stay as they are.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): trains low-rank additions to linear layers, whose own weights are frozen.
 
 A layer multiplies by W + alpha/rank · B·A, where W is its weight, A is (rank, inputs), and B (outputs, rank) starts at
 zero. peft makes these layers. Checkpoints of such a run hold only what was trained. The network without adapters is
@@ -18,7 +18,7 @@ from tread.runtime.schema import Count, Positive
 from tread.runtime.tensor_files import listed
 
 BASE = "base.safetensors"
-DOWN, UP = ".lora_A.default.weight", ".lora_B.default.weight"  # peft's names of A and B, behind the layer's
+DOWN, UP = ".lora_A.default.weight", ".lora_B.default.weight"  # what peft appends to a layer's name for A and B
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Lora:
     rank     rank of the product B·A that is added to a layer's weight; None: no LoRA, other fields have no effect.
     alpha    the product is multiplied by alpha/rank; None: by 1.
     targets  regular expression; a linear layer in the blocks gets an adapter if the expression is found in its name.
-    also     regular expression; parameters whose names contain a match are trained as a whole; None: none are.
+    also     regular expression; parameters whose names contain a match are trained in full; None: none are.
     """
 
     rank: Count | None = None
@@ -49,7 +49,7 @@ class Lora:
 
     def adapt(self, network: nn.Module) -> frozenset[str]:
         """Add adapters to the network's blocks, drawing A from torch's global generator, and freeze all parameters that
-        are not trained. Returns the frozen ones' names. Raises ValueError without peft or if no name has a pattern."""
+        are not trained. Returns the frozen names. Raises ValueError without peft, or if a pattern matches no name."""
         names = [name for name, _ in block_layers(network)]
         chosen = [name for name in names if re.search(self.targets, name)]
         if not chosen:

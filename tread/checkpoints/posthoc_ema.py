@@ -1,6 +1,6 @@
-"""Computes averages of the weights of any EMA width, after training, from averages stored during training.
+"""Computes weight averages of any EMA width after training, from averages that were stored during training.
 
-A run stores its power-function EMAs, of one or two widths, at regular steps. At these steps the average of another
+A run stores power-function EMAs of one or two widths σ_rel at regular steps. At these steps the average of another
 width is nearly a weighted sum of stored ones (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2, App. C).
 
 results/<run>/ema_snapshots/step_0001000.safetensors
@@ -81,7 +81,7 @@ def forget_after(run: Path, step: int) -> None:
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
-    """Return a run's snapshots by step, read from the files' headers. Raises ValueError for a damaged file."""
+    """Return a run's snapshots sorted by step, read from the files' headers. Raises ValueError for a damaged file."""
     return sorted(map(_header, (run / "ema_snapshots").glob("step_*.safetensors")), key=lambda each: each.step)
 
 
@@ -96,7 +96,7 @@ def _header(path: Path) -> Snapshot:
         return Snapshot(metadata["step"], tuple(sorted(widths)), path, shapes)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         why = what_is_wrong(path) or error
-        raise ValueError(f"{path} is damaged or no snapshot ({why}); remove it to do without") from error
+        raise ValueError(f"{path} is damaged or no snapshot ({why}); remove it to go on without it") from error
 
 
 def usable(run: Path, step: int | None) -> list[Snapshot]:
@@ -134,8 +134,8 @@ def inner_products(profiles: Profiles) -> np.ndarray:
 
 def _normal_equations(stored: Profiles, step: int, sigma_rel: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return three arrays for fitting n stored profiles to the target profile (step, sigma_rel), all scaled to L2 norm
-    1: inner products of the stored ones with one another (n, n) and with the target (n,), and, from before scaling,
-    the target's norm over each stored profile's (n,)."""
+    1: inner products of stored profiles with one another (n, n); those with the target (n,); and the norm of the target
+    divided by each stored profile's norm, both before scaling (n,)."""
     products = inner_products([*stored, (step, sigma_rel)])
     lengths = np.sqrt(products.diagonal())
     scaled = products / lengths / lengths[:, None]

@@ -1,4 +1,4 @@
-"""A run's records: run.json (its starts), status.json, metrics.jsonl (an object per line), and how configs differ."""
+"""A run's records: run.json (an entry per start), status.json, metrics.jsonl (an object per line); compares configs."""
 
 import contextlib
 import json
@@ -30,12 +30,12 @@ def differences(before: dict, now: dict, prefix: str = "", nothing: object = Non
 
 
 def check_alike(configs: Sequence[dict]) -> None:
-    """Raise ValueError if the settings of the processes differ, apart from train.cpu_threads."""
+    """Raise ValueError if `configs`, one per process of distributed training, differ in more than train.cpu_threads."""
     for rank, config in enumerate(configs):
         for key, (first, other) in differences(configs[0], config).items():
             if key != "train.cpu_threads":
                 said = f"{key} is {written(first)} in process 0, but {written(other)} in process {rank}"
-                raise ValueError(f"{said}: all need the same settings, and `results` and data that they share")
+                raise ValueError(f"{said}: all processes need the same settings, and must share `results` and data")
 
 
 def _by_number(value: object) -> dict | None:
@@ -53,8 +53,8 @@ def value_at(config: dict, key: str) -> object:
 
 
 class RunLog:
-    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Create it before anything in
-    the folder is read: `start` then notices if another process has used the folder since."""
+    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Create the RunLog before
+    reading anything else in the folder: `start` then notices if another process has trained there meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None
@@ -72,9 +72,9 @@ class RunLog:
         return [start for start in starts if isinstance(start, dict) and "config" in start]
 
     def start(self, step: int, config: dict, **facts: object) -> None:
-        """Lock the folder, append this start at step `step` to run.json, with `config` and `facts`, and drop the
-        metrics of later steps, which will be done again. Raises FileExistsError if another process uses the folder, or
-        has used it since this RunLog was created."""
+        """Lock the folder, append a start at step `step`, with `config` and further entries `facts`, to run.json, and
+        drop the metrics of later steps, which will be trained again. Raises FileExistsError if another process uses
+        the folder, or has trained in it since this RunLog was created."""
         self.versions = versions()  # now: the code on disk may change later
         self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"another process is training in {self.folder}; name=… starts another run"
@@ -93,8 +93,8 @@ class RunLog:
         self.status("running", step)
 
     def status(self, state: str, step: int, reason: str | None = None, **facts: object) -> None:
-        """Write status.json: `state` (running, interrupted, finished or failed), steps done, and why it failed.
-        Only "running" replaces a recorded failure, as other processes' failures follow from the first one."""
+        """Write status.json: `state` (running, interrupted, finished or failed), steps done, why it failed, `facts`.
+        Only "running" replaces a recorded failure, since later failures of other processes follow from the first."""
         if state == "running" or self.read_status().get("state") != "failed":
             who = {"host": platform.node(), "pid": os.getpid()}
             content = {"state": state, "step": step, "reason": reason, "time": now(), **who, **facts}

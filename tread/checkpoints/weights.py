@@ -33,7 +33,7 @@ def fit(
     recorded: Mapping[str, object] | None = None,
     adapter: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the weights to load into a network, converted to its dtypes, after checking that they fit.
+    """Check that the weights `state` fit a network. Return those to load into it, converted to its dtypes.
 
     expected  the network's state dict.
     where     the file of the weights, for messages.
@@ -42,7 +42,7 @@ def fit(
     adapter   True: LoRA's adapters were merged into the weights; errors then don't list the tensors that differ.
 
     Position embeddings and rotary tables are constants: if the file lacks them, the network's own are used. Raises
-    ValueError, which suggests settings that fit, if these constants, names, shapes or recorded settings differ.
+    ValueError, suggesting settings that fit, if constants, names, shapes or settings differ, or values are not finite.
     """
     ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
     tables = {name: state[name] for name in TABLES if name in state}
@@ -95,8 +95,8 @@ def fit(
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError if `state` has numbers that are not finite, position embeddings that differ from `expected`, or
-    MaskDiT's null class with an embedding that is not 0; the message names the weights `where`."""
+    """Raise ValueError if `state` has numbers that are not finite, position embeddings other than `expected`, or (for
+    MaskDiT) an embedding of the null class that is not 0. `where` names the file in messages."""
     if broken := [name for name in expected if not state[name].isfinite().all()]:
         raise ValueError(f"the weights of {where} are broken: not all numbers are finite in {listed(broken)}")
     for name in (name for name in POSITIONS if name in expected):
@@ -109,7 +109,7 @@ def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 def usual_heads(hidden_size: int) -> int | None:
-    """Return the usual number of heads for a DiT of this width: the published one, else hidden_size / 64 or None."""
+    """Return the usual number of heads for a DiT of this width: as published, else width / 64; None if not whole."""
     return USUAL_HEADS.get(hidden_size, hidden_size // 64 if hidden_size % 64 == 0 else None)
 
 
@@ -154,7 +154,7 @@ def describe(settings: Mapping[str, int | float | bool]) -> str:
 
 
 KINDS = {"ema": "averaged (ema)", "model": "raw (model)"}
-PROJECTORS = "projectors."  # REPA's files hold them beside the network; only its training needs them
+PROJECTORS = "projectors."  # prefix of REPA's projectors, which its files hold too; only training uses them
 LATENTS = ("autoencoder", "scale", "shift", "channel_shift", "channel_scale")
 
 
@@ -177,8 +177,8 @@ class StoredWeights:
         return f"{kind} of {self.where}, step {self.source.step:,}{origin}"
 
     def recorded(self) -> dict[str, object] | None:
-        """Return the recorded settings of model and text, keyed by dotted name; None if there is no record. Options
-        added after the record was made have their defaults."""
+        """Return the recorded settings of the sections model and text, keyed by dotted name; None if there is no
+        record. Options that were added to the code later have their defaults."""
         if self.source is None:
             return None
         config = self.source.info.get("config", {})
@@ -194,7 +194,7 @@ class StoredWeights:
         self, expected: Mapping[str, Tensor], model: NetworkOptions | None = None, text: TextSettings | None = None
     ) -> dict[str, Tensor]:
         """Return the tensors to load into a network with the state dict `expected`, built from `model` and `text`.
-        Raises ValueError unless names, shapes and recorded settings match (with None: names and shapes alone)."""
+        Raises ValueError unless names, shapes and recorded settings match; without `model`, settings are unchecked."""
         state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
         texts = text.decisive if model and text and model.takes_text else {}
         adapter = self.source is not None and "adapter" in self.source.info
@@ -247,7 +247,7 @@ class StoredWeights:
         if recorded == predicts == "objective" and theirs == cfg.objective:
             for name, here in _conventions(cfg).items():
                 key = name.partition(".")[2]
-                usual = getattr(type(process_of(cfg)), key)  # of a record older than the key
+                usual = getattr(type(process_of(cfg)), key)  # if the record is older than the key
                 pairs[name] = (config.get(theirs, {}).get(key, usual), here)
         stated = self._latents
         same_autoencoder = stated.get("fingerprint") == latents.fingerprint is not None

@@ -1,4 +1,4 @@
-"""The captions of a dataset's samples as text, in captions.jsonl in its folder (columns.py reads encoded captions).
+"""Reads and writes captions.jsonl, the captions of a dataset's samples as text (columns.py reads encoded captions).
 
 ["woman firefighter, medium skin tone", "a firefighter"]        line i: the captions of sample i, at least one
 ["red apple"]
@@ -15,12 +15,12 @@ FILE = "captions.jsonl"
 
 
 def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = False) -> None:
-    """Write captions.jsonl into a dataset's folder and name it in index.json. Raises ValueError, with nothing changed,
-    if captions are missing, too many or blank, or if the dataset has other captions already.
+    """Write captions.jsonl into a dataset's folder and list it in index.json. Raises ValueError and changes nothing if
+    `captions` does not fit the dataset, or if the dataset has other captions already and `again` is False.
 
-    folder    a finished dataset, or the folder `data` of a DatasetWriter that has run its `assemble`.
+    folder    the folder of a finished dataset, or the attribute `data` of a DatasetWriter after its method `assemble`.
     captions  for each sample, in order, a sequence of at least one caption, none of them blank.
-    again     replace old captions. Encoded text made from the old ones stays, but reading it raises ValueError.
+    again     replace other captions. Text encoded from the old ones is kept, but reading it then raises ValueError.
     """
     path = folder / "index.json"
     index, captions = json.loads(path.read_text()), list(captions)
@@ -39,7 +39,7 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
 
 
 def check_captions(captions: object, whose: str) -> None:
-    """Raise ValueError unless `captions` is a list of one or more texts, none blank; `whose` names the sample."""
+    """Raise ValueError unless `captions` is a list of one or more strings, none blank. `whose` begins the message."""
     if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
     if any("\ud800" <= sign <= "\udfff" for sign in "".join(captions)):  # half of a surrogate pair, as JSON may hold
@@ -49,22 +49,22 @@ def check_captions(captions: object, whose: str) -> None:
 
 
 def read_captions(folder: Path, index: dict) -> list[list[str]]:
-    """Return each sample's captions. Raises ValueError if `index` (parsed index.json) names no captions, or if their
-    file has changed; FileNotFoundError if the file is missing."""
+    """Return a list of captions for each sample. `index` is the parsed index.json in `folder`. Raises ValueError if it
+    lists no captions or their file was changed, FileNotFoundError if their file is missing."""
     entry = index.get("captions")
     if entry is None:
         how = f"python scripts/prepare_text.py dataset={folder} captions=<file> encoder=…"
-        raise ValueError(f"{folder} has no captions: {how} adds them, a line of JSON for each sample")
+        raise ValueError(f"{folder} has no captions: {how} adds them from a file with a line per sample")
     file = named_file(folder, entry["file"])
     check_sha256(file, entry["sha256"])
     return list(parse_captions(file))
 
 
 def parse_captions(file: Path) -> Iterable[list[str]]:
-    """Yield each sample's captions, from one line: a .txt file has one caption a line, a .jsonl file one JSON string or
-    list of strings. Raises ValueError for a malformed line or another suffix."""
+    """Yield a list of captions for each line, which stands for one sample: in a .txt file, a line is one caption; in a
+    .jsonl file, a JSON string or list of strings. Raises ValueError for a malformed line or another suffix."""
     if file.suffix not in (".jsonl", ".txt"):
-        raise ValueError(f"{file} must be a .jsonl file, with JSON for each sample, or .txt, with a caption a line")
+        raise ValueError(f"{file} must be a .jsonl file, with JSON for each sample, or .txt, with a caption per line")
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{file}, line {number:,},"

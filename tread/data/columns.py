@@ -1,21 +1,21 @@
-"""Reads what is stored beside a dataset's latents: pictures, features and encoded text.
+"""Reads what a dataset may store besides its latents: pictures, an encoder's features of them, and encoded captions.
 
 Pictures and features have a file for each shard of the latents, with the same n samples:
 
-    pictures-00000.npy       (n, 3, H, W) uint8, as cropped; flipped ones are made when they are read
+    pictures-00000.npy       (n, 3, H, W) uint8, cropped but not flipped; flipped copies are made on reading
     features-00000.npy       (n, views, T, z) float16: T = grid² tokens of z channels; view 1, if any, is flipped
-    features-00000.pooled.npy   (n, views, P) float16, the same encoder's feature of the picture as a whole
+    features-00000.pooled.npy   (n, views, P) float16, the same encoder's feature vector of the whole picture
 
-index.json names them: `pictures` is (3, H, W), with a file and a hash in each shard's entry; `features` is a section,
-see FeatureSpec. They are many times larger than the latents, and stay on disk even if the latents are kept in memory.
+In index.json, `pictures` is [3, H, W], and each shard's entry names its file of pictures; `features` is a section, see
+FeatureSpec. Both are many times larger than the latents, and stay on disk even if the latents are kept in memory.
 
-Text has files of its own, in the order of the samples, but not split as the shards are. For the encoder "words":
+Encoded captions are in the order of the samples, but their files are not split as the shards are. For encoder "clip-l":
 
-    text-words-00000.npy            (n, T, C) float16, or (n, T) int32 word numbers
-    text-words-00000.lengths.npy    (n,) int32: tokens of each caption; the rest of the T are padding
-    text-words-00000.pooled.npy     (n, P) float16, if the encoder has a pooled output
-    text-words-counts.npy           (samples,) int32: how many captions each sample has
-    text-words-00007.npy            the last file, with its .lengths and .pooled: the empty caption, n = 1
+    text-clip-l-00000.npy           (n, T, C) float16; for the encoder "words": (n, T) int32 indices into a vocabulary
+    text-clip-l-00000.lengths.npy   (n,) int32: the number of tokens of each caption; the rest of its T are padding
+    text-clip-l-00000.pooled.npy    (n, P) float16, if the encoder has a pooled output
+    text-clip-l-counts.npy          (samples,) int32: how many captions each sample has
+    text-clip-l-00007.npy           the last file (here number 7), which holds the encoded empty caption alone: n = 1
 
 index.json has a section text[<encoder>] for each encoder, see TextSpec. section_writer.py writes features and text.
 """
@@ -51,10 +51,10 @@ def check_rows(
 ) -> None:
     """Raise ValueError for the first row with numbers that are not finite or not in the vocabulary, and name the row.
 
-    arrays, entries  each file's rows, and its dict in index.json, whose key "file" names it.
-    full             look at all rows; else at LOOKED_AT of them, evenly spaced.
+    arrays, entries  the rows of each file, and the file's dict in index.json, which has its name under "file".
+    full             True: check all rows; False: check LOOKED_AT (32) of them, evenly spaced.
     make             the command that replaces the files, for the message.
-    vocabulary       for word numbers: the words, in the order of these numbers; None: the rows hold floats.
+    vocabulary       the words, if the rows hold word numbers (indices into it); None: the rows hold floats.
     """
     firsts = np.cumsum([0, *map(len, arrays)]).tolist()
     for row in spread_indices(firsts[-1], firsts[-1] if full else LOOKED_AT).tolist():
@@ -73,12 +73,12 @@ def check_rows(
 class FeatureSpec:
     """The encoder and shape of stored features: the section "features" of index.json without the list of its files.
 
-    encoder      name, as tread/encoders/vision.py records it.
+    encoder      its name, as encoder_name in tread/encoders/vision.py returns it.
     fingerprint  hash of the encoder's weights, or of its source; None if unknown.
-    grid         tokens along a side; there are grid² of them.
+    grid         tokens along each side of the picture; there are grid² in all.
     width        number of channels z of each token.
-    of           latents_hash of the dataset from which the features were computed.
-    pooled       number of channels P of the feature of the picture as a whole; None: older code stored none.
+    of           latents_hash of the dataset for which the features were computed.
+    pooled       number of channels P of the whole picture's feature vector; None: older code stored none.
     """
 
     encoder: str
@@ -96,14 +96,14 @@ def latents_hash(index: dict) -> str:
 
 
 def check_grid(grid: int, side: int, whose: str) -> None:
-    """Raise ValueError, naming `whose` features, unless their tokens a side, `grid`, are the network's, `side`."""
+    """Raise ValueError beginning with `whose` unless features have as many tokens per side as the network (`side`)."""
     if grid != side:
         raise ValueError(f"{whose} have {grid}×{grid} tokens, but the network has {side}×{side}: take grid={side}")
 
 
 def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
-    """Open the pictures kept with a dataset; `full` checks hashes. Raises FileNotFoundError or ValueError for a missing
-    or damaged file, KeyError if the parsed index.json lists no pictures."""
+    """Open a dataset's stored pictures for reading; `full` checks hashes. Raises FileNotFoundError or ValueError for a
+    missing or damaged file, KeyError if `index`, the parsed index.json, lists no pictures."""
     arrays = open_arrays(folder, index["shards"], "pictures", "uint8", index["pictures"], full)
     return ShardRows([array[:, None] for array in arrays])
 
@@ -111,10 +111,10 @@ def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
 def open_features(
     folder: Path, index: dict, encoder: str | None, full: bool, pooled: int | None = None
 ) -> tuple[FeatureSpec, ShardRows]:
-    """Open a dataset's features, after checking that they are finite, and that `encoder` (None: any) made them from the
-    dataset's latents. `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked.
-    If `pooled` is given, open instead the features of each picture as a whole, which must have `pooled` channels.
-    Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
+    """Open a dataset's patch features or, if `pooled` is given, its feature vectors of whole pictures, which must have
+    `pooled` channels. Checks that they are finite, fit the present latents, and were made by `encoder` (None: any).
+    `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked. Raises
+    FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
     section = index.get("features")
     named = encoder or (section["encoder"] if section else "…")
     make = f"python scripts/prepare_features.py dataset={folder} encoder={named}"
@@ -124,7 +124,7 @@ def open_features(
     stated = {"pooled": None} | section
     spec = read({key: stated[key] for key in FeatureSpec.__dataclass_fields__}, FeatureSpec, "features.")
     if pooled and spec.pooled is None:
-        raise ValueError(f"the features in {folder} lack those of pictures as a whole: {make} again=true makes both")
+        raise ValueError(f"the features in {folder} lack vectors of whole pictures: {make} again=true makes both")
     if pooled not in (None, spec.pooled):
         raise ValueError(f"model.class_token is {pooled}, but {spec.encoder} in {folder} has {spec.pooled} channels")
     if encoder not in (None, spec.encoder):
@@ -145,11 +145,11 @@ def open_features(
 
 
 CLIP_L = "openai/clip-vit-large-patch14"  # its short name is clip-l
-SHORT = ("words", "minilm", "clip-l")  # never a folder of that name
+SHORT = ("words", "minilm", "clip-l")  # these names never stand for a folder
 
 
 def text_encoder_name(name: str) -> str:
-    """Return the name that is recorded for an encoder: clip-l for CLIP-L, a folder's full path, others as given."""
+    """Return the name to record for a text encoder: clip-l for CLIP-L, a folder's absolute path, others as given."""
     name = "clip-l" if name == CLIP_L else name
     return str(Path(name).resolve()) if name not in SHORT and Path(name).is_dir() else name
 
@@ -158,12 +158,12 @@ def text_encoder_name(name: str) -> str:
 class TextSpec:
     """A text encoder and the shape of its output.
 
-    encoder      name, as tread/encoders/language.py records it.
+    encoder      its name, as text_encoder_name returns it.
     fingerprint  hash of its weights and tokenizer, or of its vocabulary; None if unknown.
     tokens       the number T of tokens to which every caption is cut off or padded.
-    width        number of channels C of each token; None: tokens are stored as word numbers.
+    width        number of channels C of each token; None: tokens are stored as word numbers (see vocabulary).
     pooled       size P of the vector that stands for a whole caption; None: none is stored.
-    vocabulary   the words in the order of their numbers: "<begin>", "<unknown>", then words; None unless width is None.
+    vocabulary   "<begin>", "<unknown>", then words; a word number is an index into it. None unless width is None.
     padding      True: the encoder's padding tokens count as words, as in U-ViT's features, and nothing is masked.
     """
 
@@ -186,18 +186,18 @@ class TextSpec:
 
     @property
     def stem(self) -> str:
-        """Start of the files' names, "text-<encoder>"; a name unfit for files is shortened, and a hash is added."""
+        """Start of the files' names: "text-<encoder>". A name unfit for files is changed, and a hash is added."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
         digest = content_hash(self.encoder)[:6]
         return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"
 
     @property
     def caption_bytes(self) -> int:
-        """The size of one stored caption in bytes; all have the same."""
+        """The size of one encoded caption in bytes, the same for all captions."""
         return int(np.prod(self.token_shape)) * np.dtype(self.dtype).itemsize + 2 * (self.pooled or 0) + 4
 
     def describe(self) -> str:
-        """Return a short text on the encoder, the shape of its output and its fingerprint."""
+        """Return a short description of the encoder, the shape of its output and its fingerprint."""
         what = f"{self.tokens} tokens of {self.width}"
         if self.width is None:
             what = f"{self.tokens} word numbers below {len(self.vocabulary):,}"
@@ -207,9 +207,9 @@ class TextSpec:
 class EncodedText:
     """A dataset's captions, encoded by one encoder and opened for reading.
 
-    counts   (samples,) number of captions of each sample. Captions are numbered from 0 through all samples.
+    counts   (samples,) number of captions of each sample. Captions are numbered from 0, sample after sample.
     lengths  (captions,) number of tokens of each caption, without padding.
-    rows     [ShardRows of the captions' tokens, and another of their pooled outputs if the encoder has them].
+    rows     [ShardRows of the tokens] or, if there are pooled outputs, [ShardRows of the tokens, ShardRows of those].
     null     the encoded empty caption, B = 1.
     """
 
@@ -221,12 +221,12 @@ class EncodedText:
         self._lengths = torch.from_numpy(lengths.astype(np.int64))
 
     def numbers(self, indices: np.ndarray, uniform: np.ndarray | float = 0.0) -> np.ndarray:
-        """Return a caption number for each sample index; `uniform` in [0, 1) chooses among the sample's captions."""
+        """Return one caption number for each sample index; `uniform` in [0, 1) chooses among a sample's captions."""
         counts = self.counts[indices]
         return self.firsts[indices] + np.minimum((np.asarray(uniform) * counts).astype(np.int64), counts - 1)
 
     def read(self, numbers: np.ndarray, pin: bool = False) -> Text:
-        """Return captions by their numbers (B,): tokens (B, T, C) float16 or (B, T) int64; `pin` page-locks them."""
+        """Return captions by number (B,), else IndexError: tokens (B, T, C) fp16 or (B, T) int64, pinned if `pin`."""
         numbers, count = np.asarray(numbers, dtype=np.int64), len(self._lengths)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
             raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {count:,}")
@@ -234,7 +234,7 @@ class EncodedText:
         return as_text(self.spec, tokens, self._lengths[torch.from_numpy(numbers)], *pooled)
 
     def expect(self, numbers: np.ndarray) -> None:
-        """Ask the operating system to load what `read` will need for the captions with these numbers."""
+        """Ask the operating system to load from disk what `read` will need for the captions with these numbers."""
         for rows in self.rows:
             rows.expect(numbers)
 
@@ -246,7 +246,7 @@ def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | No
 
 
 def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
-    """Return the TextSpec of `encoder` in a parsed index.json; None if there is none. ValueError if it is damaged."""
+    """Return `encoder`'s TextSpec in `index`, the parsed index.json; None if absent. ValueError if it is damaged."""
     section = index.get("text", {}).get(text_encoder_name(encoder))
     if section is None:
         return None
@@ -257,8 +257,8 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
 
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
-    """Open a dataset's captions encoded by `encoder`, after checking that they are complete, finite, and made for the
-    present latents and captions. `full` checks all numbers and hashes, otherwise only lengths and some captions. Raises
+    """Open a dataset's captions, encoded by `encoder`. Checks that they are complete, finite, and made for the present
+    latents and captions. `full` checks all numbers and hashes, otherwise only lengths and some captions. Raises
     FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
     sections = index.get("text", {})
     make = f"python scripts/prepare_text.py dataset={folder} encoder={encoder}"

@@ -5,9 +5,9 @@
     shard-00000.labels.npy   (n,) int64
 
 In index.json, `content` is "latents" or "moments". Moments are a posterior's mean and its spread, stacked along the
-channels (2C); `spread` says whether that is "logvar" or "std". The network sees (z − shift)·scale; `scale_applied` says
+channels (2C); `spread` says which spread: "logvar" or "std". The network sees (z − shift)·scale; `scale_applied` says
 whether the stored numbers are on that scale already. A second view, if stored, is the horizontally flipped picture.
-writer.py writes the format. Pictures and features beside the shards, which columns.py reads, are opened on request.
+writer.py writes the format. Pictures, features and encoded captions, which columns.py reads, are opened on request.
 """
 
 import functools
@@ -34,8 +34,8 @@ class Batch(NamedTuple):
     """B samples: latents as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
 
     Other fields are None unless the dataset was opened with them: features (B, tokens, channels) float16 and pictures
-    (B, 3, H, W) uint8, mirrored if the latents are; a caption per sample, encoded; and class tokens, (B, channels)
-    float16, each a feature of a whole picture.
+    (B, 3, H, W) uint8, mirrored if the latents are; text, an encoded caption per sample; and class_token (B, channels)
+    float16, a feature vector of each whole picture.
     """
 
     stored: Tensor
@@ -56,12 +56,12 @@ class Batch(NamedTuple):
 
 
 Verify = Literal["open", "full"]
-Rows = slice | np.ndarray  # of a batch, or their numbers
+Rows = slice | np.ndarray  # rows of a batch: a slice or their indices
 
 
 @functools.lru_cache(maxsize=2)  # two epochs: batches are read ahead, into the next epoch
 def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """Return the order of an epoch's samples, a permutation of 0..count−1 that follows from (seed, epoch)."""
+    """Return the order of an epoch's samples, a permutation of 0..count−1 determined by (seed, epoch)."""
     return torch.randperm(count, generator=generator(seed, epoch, "order")).numpy()
 
 
@@ -69,16 +69,16 @@ def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 class LatentDataset:
     """A dataset of latents, read by (seed, step) or index. Raises FileNotFoundError or ValueError, naming the bad file.
 
-    verify     "open" checks headers and sizes of all files, and the labels' hashes; "full" hashes the latents too.
+    verify     "open" checks headers and sizes of all opened files, and the labels' hashes; "full" checks all hashes.
     placement  "mmap": memory-mapped, so that the operating system keeps in memory what it can; "ram": copied to this
                process's memory; "device": copied to the memory of `device`. Text is placed like the latents; features
                and pictures are always memory-mapped.
     features   the name of an encoder whose stored features are read too; `feature_spec` describes them.
-    pictures   read pictures too: stored ones, or the latents if they are pixels; `picture_size` is their side.
+    pictures   also read pictures, stored ones or the latents if they are pixels; `picture_size` is the side in pixels.
     text       the name of a text encoder whose encoded captions (`encoded`) are read too; `text_spec` describes them.
     flip       `batch` mirrors each sample with probability ½; for datasets of pixels with a single stored view only.
-    class_token  also read the stored features of whole pictures, a vector per picture, which must have this number of
-                 channels; None: do not.
+    class_token  the number of channels of the stored feature vectors of whole pictures, which are then read too; None:
+                 they are not read.
     """
 
     folder: Path
@@ -99,12 +99,12 @@ class LatentDataset:
         check("placement", self.placement, Placement)
         self.folder = Path(self.folder)
         index, path = read_index(self.folder), self.folder / "index.json"
-        self.attribution = index.get("attribution")  # which the data's licence requires
+        self.attribution = index.get("attribution")  # a text that the data's licence requires
         try:
             self.latents = LatentSpec.from_json(index)
             known = "channel_mean" in index  # mean and std of each channel
             self.statistics = (tuple(index["channel_mean"]), tuple(index["channel_std"])) if known else None
-            given = index.get("normalize_by")  # by the source of imported latents
+            given = index.get("normalize_by")  # mean and std that the source of imported latents states
             self.normal = (tuple(given["mean"]), tuple(given["std"])) if given else self.statistics
         except (ValueError, KeyError, TypeError) as error:
             raise damaged(path, error) from error
@@ -142,7 +142,7 @@ class LatentDataset:
             raise ValueError(f"{self.folder} keeps no pictures beside its latents: {again}")
 
     def __reduce__(self) -> tuple:
-        # pickling sends the arguments, by which another process opens the files anew
+        # pickling keeps the arguments, with which another process opens the files again
         how = (self.folder, "open", self.placement, self.device, self.features, self.pictures, self.text, self.flip)
         return LatentDataset, (*how, self.class_token), {"latents": self.latents}
 
@@ -157,7 +157,7 @@ class LatentDataset:
 
     @property
     def views(self) -> int:
-        """The number of a sample's views (plain, mirrored): those stored, or 2 if one is mirrored while reading."""
+        """The number of views of each sample (plain, mirrored): those stored, or 2 if `flip` makes the mirrored one."""
         return 2 if self.flip else self.latents.views
 
     def locate(self, index: int) -> tuple[Path, int]:
@@ -165,9 +165,9 @@ class LatentDataset:
         return self._latents.locate(index)
 
     def normalize(self, std: float) -> None:
-        """Scale each channel of the latents to mean 0 and standard deviation `std`, by the mean and std in index.json:
-        those in `normalize_by`, if the source of imported latents gave them, else the measured ones. Raises ValueError
-        if index.json has neither, or if a channel's std is not above 0."""
+        """Make `latents` scale each channel to mean 0 and standard deviation `std`, by the mean and std in index.json:
+        those in `normalize_by`, if the source of imported latents stated them, else the measured ones. Raises
+        ValueError if index.json has neither, or if a channel's std is not above 0."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(f"{self.folder} can't be normalised: it has no channel_mean and channel_std above 0")
         mean, measured = self.normal
@@ -182,7 +182,7 @@ class LatentDataset:
 
     def batch(self, seed: int, step: int, batch_size: int, rows: Rows = slice(None), pin: bool = False) -> Batch:
         """Return `rows` of the global batch of step `step` (0, 1, …) as a Batch; `pin` puts them in page-locked memory.
-        Samples, views and captions follow from (seed, step); no sample comes twice in a batch or an epoch."""
+        (seed, step) determines samples, views and captions; no sample occurs twice in a batch or an epoch."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
         return self.read(indices, views, pin, captions)
 
@@ -190,7 +190,7 @@ class LatentDataset:
         self, seed: int, step: int, batch_size: int, rows: Rows
     ) -> tuple[np.ndarray, np.ndarray | int, np.ndarray | None]:
         """Return, for `rows` of a step's global batch: sample indices, view numbers (0 plain, 1 mirrored; the int 0 if
-        there are no mirrored ones), and caption numbers (None without text)."""
+        there are no mirrored views), and caption numbers (None without text)."""
         epoch, number = divmod(step, self.steps_per_epoch(batch_size))
         indices = _epoch_order(seed, epoch, len(self))[number * batch_size : (number + 1) * batch_size][rows]
         views, captions = 0, None

@@ -13,7 +13,7 @@ VERSION = 1
 
 
 def read_index(folder: Path) -> dict:
-    """Return a dataset's parsed index.json. Raises FileNotFoundError without it, ValueError if it can't be read."""
+    """Return a dataset's parsed index.json. Raises FileNotFoundError if it is missing, ValueError if it is damaged."""
     path = Path(folder) / "index.json"
     if not path.is_file():
         how = "prepare or import one there"
@@ -31,8 +31,8 @@ def read_index(folder: Path) -> dict:
 
 
 def beside(folder: Path, name: object) -> Path:
-    """Return the dataset that the index.json of `folder` calls `name`, a path from there. If `folder` is a link, it is
-    looked for beside the link first."""
+    """Return the folder of a related dataset, given as `name` in the index.json of `folder`, relative to `folder`. If
+    `folder` is a symbolic link, `name` is relative to the link itself or, if nothing exists there, to its target."""
     place = Path(folder) / str(name)
     plain = Path(os.path.normpath(place))
     return plain if plain.exists() else place
@@ -52,7 +52,7 @@ def prepared_heldout(folder: Path) -> Path | None:
 
 
 def named_file(folder: Path, name: object) -> Path:
-    """Return `folder`/`name`. Raises FileNotFoundError if there is none, ValueError if `name` has a folder in it."""
+    """Return `folder`/`name`. Raises FileNotFoundError if there is no such file, ValueError if `name` is a path."""
     file = folder / plain_name(name, folder / "index.json")
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")
@@ -60,8 +60,8 @@ def named_file(folder: Path, name: object) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Return {file name: description} for a dataset's files of latents, to see later whether one has changed: its hash
-    as index.json records it, and its present size and time of last change."""
+    """Return {file name: description} for a dataset's files of latents, so that changed_files can compare them later. A
+    description has the file's hash as index.json records it, its present size and the time of its last change."""
     files = {}
     for shard in read_index(folder)["shards"]:
         found = (folder / shard["file"]).stat()
@@ -71,8 +71,8 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def changed_files(folder: Path, before: dict[str, str], hashes_alone: bool) -> list[str]:
-    """Return [a warning] if a dataset's files differ from `before`, an earlier result of files_of, else []. With
-    `hashes_alone`, only hashes are compared, not sizes and times."""
+    """Return a list with one warning if a dataset's files differ from `before`, an earlier result of files_of, else [].
+    With `hashes_alone`, only hashes are compared, not sizes and times."""
     now, changed = files_of(folder), {}
     for name in before | now:
         both = [files.get(name, "not there") for files in (before, now)]
@@ -83,7 +83,7 @@ def changed_files(folder: Path, before: dict[str, str], hashes_alone: bool) -> l
         if then.partition(", ")[0] == now.partition(", ")[0]:  # index.json records the same hash
             then, now = (text.partition(", ")[2] for text in (then, now))
         said = f"{folder / name}{more} changed since the run began: was {then}, is {now}"
-        return [f"{said}. Its latents may be others: dataset.verify=full checks the hashes"]
+        return [f"{said}. Its latents may have changed: dataset.verify=full checks the hashes"]
     return []
 
 

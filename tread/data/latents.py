@@ -3,8 +3,8 @@
     pixels --encode--> stored (latents or moments) --to_network--> network latents      (autoencoder.py encodes)
     network latents --from_network--> the autoencoder's z --decode--> pixels
 
-Network latents are x = (z − shift)·scale for the autoencoder's z; runs that normalise channels, and autoencoders with
-statistics of their own, then map x to (x − channel_shift)·channel_scale.
+Network latents are x = (z − shift)·scale for the autoencoder's z. In runs that normalise channels, and for autoencoders
+with statistics of each channel in their config, they are (x − channel_shift)·channel_scale.
 """
 
 import functools
@@ -35,8 +35,8 @@ class LatentSpec:
     views                         stored views per sample: 1, or 2 with the flipped one.
     fingerprint                   hash of the autoencoder's weights; None if unknown.
     channel_shift, channel_scale  the network then gets (x − channel_shift)·channel_scale per channel; (): it gets x.
-    orientation                   what was done to photos with an EXIF orientation: "exif", applied; "stored", ignored.
-    alpha                         what was done to transparent photos: "white", laid on white; "drop", made opaque.
+    orientation                   what was done to photos with an EXIF orientation: "exif": applied; "stored": ignored.
+    alpha                         what was done to transparent photos: "white": laid on white; "drop": alpha ignored.
     dtype                         of the stored numbers; uint8 is for pixels only, and stores −1..1 as 0..255.
     """
 
@@ -79,8 +79,8 @@ class LatentSpec:
 
     @classmethod
     def from_json(cls, tree: dict) -> "LatentSpec":
-        """Build a spec from a parsed index.json or info.json["latents"]. Raises KeyError if a key is missing."""
-        # missing in the first files of version 1
+        """Build a spec from a parsed index.json or a checkpoint's info.json["latents"]. KeyError if one is missing."""
+        # the first files of version 1 lack these keys
         later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
@@ -100,8 +100,8 @@ class LatentSpec:
 
 
 def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = None) -> Tensor:
-    """Convert stored numbers (B, C or 2C, S, S) to network latents (B, C, S, S) fp32. `posterior`, standard normal
-    (B, C, S, S), samples moments as mean + std·posterior; None takes their mean."""
+    """Convert stored numbers (B, C or 2C, S, S) to network latents (B, C, S, S) fp32. Moments become mean +
+    std·posterior, where `posterior` is standard normal noise (B, C, S, S); None: they become their mean."""
     x, std = mean_and_std(stored, latents)
     if posterior is not None and std is not None:
         x = x + std * posterior
@@ -112,8 +112,8 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
 
 
 def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
-    """Return mean and standard deviation of the latents (z − shift)·scale, each (…, C, S, S) fp32; the latter is None
-    if latents are stored, not moments. No other function applies shift and scale to stored numbers."""
+    """Return mean and standard deviation of the latents (z − shift)·scale, each (…, C, S, S) fp32; if latents are
+    stored, not moments, return them and None. No other function applies shift and scale to stored numbers."""
     scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":
         z = stored.float() / 127.5 - 1 if stored.dtype == torch.uint8 else stored.float()
@@ -124,7 +124,7 @@ def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | 
     return (mean - shift) * scale, std * scale
 
 
-@functools.lru_cache(maxsize=8)  # copied to a GPU once, for a copy makes the CPU wait
+@functools.lru_cache(maxsize=8)  # cached, so that the copy to a GPU, for which the CPU waits, is made once
 def _per_channel(shift: tuple[float, ...], scale: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor([shift, scale], device=device)[..., None, None]
 

@@ -1,7 +1,7 @@
-"""Reads batches ahead, so that they lie on the device before the training step asks for them.
+"""Reads batches ahead, so that they are on the device before the training step asks for them.
 
 Threads read the samples of coming steps while the device computes, and copy them to a GPU from page-locked memory on a
-separate stream. A step's samples follow from (seed, step) alone, so reading ahead changes only the time.
+separate stream. A step's samples depend on (seed, step) alone, so reading ahead changes only the speed.
 """
 
 import sys
@@ -19,14 +19,14 @@ from tread.models.conditions import Text, each
 
 
 class Loader:
-    """Reads this process's rows of each global batch onto its device.
+    """Reads this process's rows of each global batch, `batch_size` samples for all processes, onto `device`.
 
     seed           decides the order of the data.
     micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
-    beyond         number of samples to read past the end of each micro-batch, starting over at the global batch's end.
+    beyond         number of extra samples to read after each micro-batch, wrapping around at the global batch's end.
     steps          the number of training steps, beyond which nothing is read ahead; None: no limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
-    bare_from      the step from which on neither features nor pictures are read; None: they always are.
+    bare_from      the first step for which neither features nor pictures are read; None: they are read for all steps.
     """
 
     def __init__(

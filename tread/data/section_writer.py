@@ -1,8 +1,8 @@
-"""Writes encoded text or features beside a dataset's latents, as a section (a dict) of its index.json.
+"""Writes encoded text or features into a dataset's folder, and a section (a dict) about them into its index.json.
 
-    <dataset>/.<stem>.unfinished/    unfinished shards, see store.py
+    <dataset>/.<stem>.unfinished/    unfinished shards, see store.py; <stem> begins their names, as in "features"
 
-When all shards are done they move beside the latents and index.json names them; until then the dataset is unchanged.
+When all are done, they move into the dataset's folder, and index.json lists them. Until then the dataset is unchanged.
 """
 
 import itertools
@@ -24,18 +24,18 @@ from tread.runtime.distributed import Processes
 from tread.runtime.files import explain_failure, plain_name, sync, write_json
 
 SHARD = 1 << 28  # approximate bytes of a shard of text
-Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → for each the part that SectionWriter.write takes
+Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → for each, a part for SectionWriter.write
 
 
 class SectionWriter(ShardStore, ABC):
     """Writes the files of one section of index.json in shards.
 
-    folder     a finished dataset, or the folder `data` of a DatasetWriter after `assemble`.
+    folder     the folder of a finished dataset, or the attribute `data` of a DatasetWriter after its `assemble`.
     place      the keys in index.json that lead to the section: ("text", encoder) or ("features",).
     stem       the first part of the files' names.
-    facts      the section's entries besides its shards, as JSON; a section with other facts is out of date.
+    facts      the section's entries other than its shards, as JSON; an existing section with other facts is outdated.
     ranges     the rows of each shard.
-    row_bytes  bytes of a row, to check the free space.
+    row_bytes  bytes of a row, to check the free disk space.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return what index.json shall say of the shards: {"shards": …}, and more for text. `entries` has a dict per
-        shard: {"count": rows, "file": name, "file_sha256": hash}, likewise "lengths" and "pooled" if there are such."""
+        """Return the section's entries about its shards: {"shards": …}, and more for text. `entries` has a dict per
+        shard: {"count": rows, "file": name, "file_sha256": hash}; likewise for "lengths" and "pooled" if any."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
@@ -90,9 +90,9 @@ class SectionWriter(ShardStore, ABC):
     def make(
         self, processes: Processes, again: bool, lines: Iterable[str], unit: str, batch_size: int, encode: Encode
     ) -> bool:
-        """Make the section's missing shards together with other processes, `publish` it, and return True. If index.json
-        has the same section already, do nothing and return False. Raises ValueError or OSError if that section is
-        different or damaged, FileExistsError if another process is making it.
+        """Make the section's missing shards together with the other processes, call `publish`, and return True. If
+        index.json has the same section already, do nothing and return False. Raises ValueError or OSError if an
+        existing section is different or damaged (unless `again`), FileExistsError if another launch is making it.
 
         again   replace a different or damaged section, and unfinished work with another plan.json (see store.py).
         lines   lines of text that describe the work, printed before it starts.
@@ -127,7 +127,7 @@ class SectionWriter(ShardStore, ABC):
             self.write(number, parts(shard))
 
     def publish(self) -> None:
-        """Move all shards beside the latents and list them in index.json. Raises OSError if shards are missing."""
+        """Move all shards into the dataset's folder, and list them in index.json. OSError if shards are missing."""
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path, index = self.folder / "index.json", read_index(self.folder)
@@ -138,7 +138,7 @@ class SectionWriter(ShardStore, ABC):
                 for name in section_files(before):
                     (self.folder / plain_name(name, path)).unlink(missing_ok=True)
             for name in section_files(section):
-                if (self.data / name).exists():  # otherwise moved before an interruption
+                if (self.data / name).exists():  # else it was moved before an interruption
                     (self.data / name).rename(self.folder / name)
             sync(self.folder)
             around[key] = section
@@ -153,10 +153,10 @@ def section_files(section: dict) -> list[str]:
 
 
 class TextWriter(SectionWriter):
-    """Writes a dataset's captions, encoded by one encoder. The last shard is the empty caption, one row.
+    """Writes a dataset's captions, encoded by one encoder. The last shard has one row, the empty caption.
 
-    counts      (samples,) number of captions of each sample, at least 1.
-    shard_size  captions in a shard; an interrupted shard starts from its beginning. None: as many as fit into 256 MB.
+    counts      (samples,) number of captions of each sample, at least 1, else ValueError.
+    shard_size  captions in a shard; an interrupted shard is made anew. None: as many as fit into 256 MB.
     """
 
     def __init__(self, folder: Path, spec: TextSpec, counts: Sequence[int], shard_size: int | None = None) -> None:
@@ -177,7 +177,7 @@ class TextWriter(SectionWriter):
         return {**self.save("counts", 0, self.counts), "shards": entries[:-1], "null": entries[-1]}
 
     def write(self, number: int, parts: Iterable[Text]) -> None:
-        """Write a shard from parts of its text. Raises ValueError unless it fits `spec` and is finite in float16."""
+        """Write a shard from parts of its text. Raises ValueError unless they fit `spec` and are finite in float16."""
         spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
         text = reduce(join, parts)
         mask = text.mask.cpu().numpy()
@@ -219,9 +219,9 @@ class FeatureWriter(SectionWriter):
         return {"shards": [{"sha256": entry["file_sha256"]} | {key: entry[key] for key in keys} for entry in entries]}
 
     def write(self, number: int, parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Write shard `number` from parts. Each is a pair of float16 arrays for n samples in 1 view (plain) or 2 (also
-        flipped): features (n, views, T tokens, z channels), which are written part by part, and features of whole
-        pictures (n, views, P), which are kept in memory until all parts have come."""
+        """Write shard `number` from parts. Each part is a pair of float16 arrays for n samples in 1 view (plain) or 2
+        (plain, flipped): patch features (n, views, T tokens, z channels), which are written part by part, and feature
+        vectors of whole pictures (n, views, P), which are kept in memory until all parts have come."""
         count, whole = len(self.ranges[number]), []
 
         def features() -> Iterator[np.ndarray]:

@@ -30,8 +30,8 @@ class Stream:
 
 
 def write_array(file: BinaryIO, array: np.ndarray | Stream) -> None:
-    """Write an array like np.save, but by the file's own write method, since NumPy's does not notice that the disk is
-    full. Raises ValueError if the parts of a Stream do not add up to its shape."""
+    """Write an array in the format of np.save, but with file.write, since NumPy's own writing does not notice a full
+    disk. Raises ValueError if the parts of a Stream do not match its dtype and shape."""
     descr, count = np.lib.format.dtype_to_descr(np.dtype(array.dtype)), 0
     np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": array.shape})
     for part in array.parts if isinstance(array, Stream) else [array]:
@@ -96,7 +96,7 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
     """View memory-mapped shards as one matrix without a copy, so that one gather reads from all of them. Also returns
     the row at which each shard starts.
 
-    The matrix spans the memory from the first shard to the last: row i holds numbers i to i + width − 1 of this
+    The matrix spans the memory from the first shard to the last: row i holds elements i to i + width − 1 of this
     memory. Rows overlap, and most lie between the shards: only rows within a shard may be read.
     """
     size = shards[0].itemsize
@@ -177,8 +177,8 @@ class ShardRows:
 
 
 def place(rows: Sequence[ShardRows], placement: Placement, device: torch.device | str, folder: Path) -> None:
-    """Copy a dataset's rows into memory: placement "ram" is the CPU's, "device" that of `device`; "mmap" leaves them on
-    disk. Raises ValueError, which names `folder`, if memory is short."""
+    """Copy a dataset's rows into the CPU's memory (placement "ram") or into that of `device` ("device"); "mmap" leaves
+    them on disk. Raises ValueError, which names `folder`, if too little memory is free."""
     if placement == "mmap":
         return
     to = torch.device(device if placement == "device" else "cpu")

@@ -30,7 +30,7 @@ def pieces_of(rows: range | np.ndarray, size: int) -> list[range | np.ndarray]:
 
 
 def spread_indices(count: int, most: int) -> np.ndarray:
-    """Return min(count, most) indices, evenly spread over 0..count−1, with both ends; with most=1 only 0."""
+    """Return min(count, most) indices, evenly spread over 0..count−1, including both ends; for most=1 only 0."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(int)
 
 
@@ -41,7 +41,7 @@ class ShardStore:
     plan       everything that determines the shards' content, as JSON.
     ranges     the rows of each shard: a range or an array of row numbers.
     names      file name for each kind of array, with {} for the shard's number; other kinds have <kind>-{}.npy.
-    row_bytes  bytes of a row's arrays, to check the free space.
+    row_bytes  bytes of a row's arrays, to check the free disk space.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ShardStore:
         again  discard shards made with another plan; without `again`, they raise ValueError.
         begun  entries to use in place of those in `plan` when it is compared with the plan of unfinished work.
 
-        Raises ValueError that says what differs, OSError if the folder cannot be written.
+        The ValueError says what differs. Raises OSError if the folder cannot be written.
         """
         path, fresh = self.work / "plan.json", {"format": FORMAT, "shards": list(map(len, self.ranges)), **self.plan}
         try:
@@ -92,7 +92,7 @@ class ShardStore:
         return json.loads(self._note(number).read_text())
 
     def notes(self, forgotten: bool = False) -> Iterator[dict]:
-        """Yield all finished shards' notes (see above) by number, and if `forgotten` also those `forget` set aside."""
+        """Yield finished shards' notes (see `note`) in order; if `forgotten`, also those set aside by `forget`."""
         files = self.done.glob("[0-9]*.json*" if forgotten else "[0-9]*.json")
         for file in sorted(files, key=lambda file: int(file.name.split(".")[0])):
             yield json.loads(file.read_text())
@@ -164,12 +164,12 @@ class ShardStore:
         unit: str = "image",
         verify: bool = False,
     ) -> None:
-        """Make the missing shards, of which each process makes a part, and wait for the other processes.
+        """Make this process's part of the missing shards, and wait for the other processes.
 
         what    the progress bar's title.
-        make    called with the numbers of the shards to make, and a callback for the number of rows just finished.
+        make    function of the numbers of the shards to make and a callback for the number of rows just finished.
         unit    what a row is, for the bar.
-        verify  make shards with changed files again.
+        verify  also make those shards again whose files have changed.
         """
         missing = processes.from_main(lambda: self.missing(processes if verify else None))
         work = f"{len(missing)} of {len(self.ranges)} shards, {processes.count} processes on {processes.device}"

@@ -1,6 +1,6 @@
 """Writes datasets of latents; dataset.py describes the format and reads it.
 
-.<name>.unfinished/    unfinished shards, beside the future dataset, see store.py
+.<name>.unfinished/    unfinished shards, next to the future dataset's folder, see store.py
     data/              becomes the dataset's folder when all shards are done
 """
 
@@ -27,8 +27,8 @@ class DatasetWriter(ShardStore):
     """Writes a dataset in shards; the work may be interrupted and continued.
 
     folder    the folder of the future dataset; ValueError if it has no name, such as "..".
-    plan      JSON of what determines the shards; unfinished work is continued only if its plan is the same.
-    pictures  (3, H, W) of the uint8 pictures kept beside the latents; None: no pictures are kept.
+    plan      what determines the shards, as JSON; unfinished work is continued only if its plan is the same.
+    pictures  (3, H, W) of the uint8 pictures stored with the latents; None: no pictures are kept.
     besides   further settings, which change no shard; unlike `plan`, they may change while the dataset is unfinished.
     ranges    the rows of each shard; may be set later.
     """
@@ -56,7 +56,7 @@ class DatasetWriter(ShardStore):
         self._report_plan = self.plan | json.loads(json.dumps(besides or {}))
 
     def is_finished(self) -> bool:
-        """Return whether the dataset exists, made with this plan and `besides`; if so, remove unfinished work."""
+        """Return whether the dataset exists and has this plan and these `besides`; if so, remove unfinished work."""
         made = self._made()
         finished = bool(made) and EARLIER | made.get("plan", {}) == self._report_plan
         if finished:  # a process may have been killed in `publish`
@@ -106,7 +106,7 @@ class DatasetWriter(ShardStore):
             stored = stored.astype(self.latents.dtype)
         if not np.isfinite(stored).all():
             said = f"shard {number} holds numbers that are not finite in {self.latents.dtype}"
-            raise ValueError(f"{said}: too large for it (dtype=float32), or broken before (precision=fp32)")
+            raise ValueError(f"{said}: too large for it (try dtype=float32), or broken before (try precision=fp32)")
         arrays = {"file": stored, "labels": labels.astype(np.int64)}
         if self.pictures:
             arrays["pictures"] = pictures
@@ -114,11 +114,11 @@ class DatasetWriter(ShardStore):
         self.keep(number, arrays, class_counts=counts, sums=channel_sums(stored, self.latents), **facts)
 
     def assemble(self, **fields: object) -> None:
-        """Write index.json beside the shards, once all are done. Raises ValueError if the dataset would be empty,
+        """Write index.json into the shards' folder, once all are done. Raises ValueError if the dataset would be empty,
         OSError if shards are missing.
 
-        fields  more entries of index.json: `heldout`, the held-out data's folder, or `train`, the training data's;
-                `normalize_by`, the mean and std that normalise channels in place of the measured ones.
+        fields  more entries of index.json, such as `heldout`, the folder of the held-out data, or `train`, that of the
+                training data; `normalize_by`, the mean and std that normalise channels in place of the measured ones.
         """
         self.check_complete()
         notes = list(self.notes())
@@ -168,7 +168,7 @@ def write_dataset(
 
     shards    (stored (n, *latents.stored_shape), labels (n,)) for each shard.
     captions  the captions of each sample; (): none.
-    once      True: if the folder exists, or another process makes it meanwhile, it stays, and this copy is dropped.
+    once      True: if the folder exists, or another process makes it meanwhile, keep it and drop this copy.
     fields    more fields of index.json, see DatasetWriter.assemble.
     """
     folder = Path(folder)
@@ -194,7 +194,7 @@ def write_dataset(
 
 def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[float, list[float], list[float]]:
     """Return (count, sums, sums of squares) of the latents' values in each channel, scaled for the network but not
-    normalised. stored (n, views, C, S, S) holds latents, or with 2C channels means and stds: E[x²] = mean² + std²."""
+    normalised. `stored` is (n, views, C, S, S) latents, or moments of 2C channels, for which E[x²] = mean² + std²."""
     channels = latents.shape[0]
     total, squares = np.zeros(channels), np.zeros(channels)
     for part in torch.from_numpy(stored).split(256):

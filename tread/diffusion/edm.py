@@ -26,8 +26,8 @@ class EDM(Process):
     P_mean, P_std              training noise levels: ln σ ~ Normal(P_mean, P_std²) (Table 1).
     sigma_data                 standard deviation of the data that the preconditioning assumes.
     sigma_min, sigma_max, rho  range of the sampler's noise levels (0 < min < max), exponent of their spacing (Eq. 5).
-    predicts                   "F": the preconditioned output of Eq. 7. "ddpm_noise": the noise, by a network that was
-                               trained on DDPM's timesteps, as public DiT; see ddpm.py.
+    predicts                   the network's output: "F" of Eq. 7, or "ddpm_noise", the noise, for a network that was
+                               trained on DDPM's timesteps, like public DiT; see ddpm.py.
     """
 
     default_steps, default_solver, level_name, variance_exploding = 40, "heun", "σ", True
@@ -61,7 +61,7 @@ class EDM(Process):
 
     def precondition(self, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """Return the network's input x / √(σ² + σ_data²) and its time input ln σ / 4 (B,), both fp32 (Table 1).
-        With predicts="ddpm_noise": x / √(σ² + 1) and the timestep."""
+        With predicts="ddpm_noise": x / √(σ² + 1) and the DDPM timestep (B,)."""
         sigma, ddpm = per_sample(sigma, x), self.predicts == "ddpm_noise"
         norm = (sigma.view(-1, 1, 1, 1) ** 2 + (1 if ddpm else self.sigma_data**2)).sqrt()
         return x.float() / norm, timestep(sigma) if ddpm else sigma.log() / 4
@@ -89,11 +89,11 @@ class EDM(Process):
         return (D - x).square(), D, noisy
 
     def schedule(self, num_steps: int = 40) -> Tensor:
-        """Return num_steps + 1 noise levels, fp64 (Eq. 5): sigma_max .. sigma_min, then 0. ValueError for 1 step."""
+        """Return num_steps + 1 levels fp64 (Eq. 5): sigma_max .. sigma_min, 0. Raises ValueError for 1 step or none."""
         if num_steps < 2:
             raise ValueError(f"steps is {num_steps}, but EDM's schedule needs at least 2")
         ramp = torch.arange(num_steps, dtype=torch.float64) / (num_steps - 1)
         high, low = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
         sigmas = (high + ramp * (low - high)) ** self.rho
-        sigmas[0], sigmas[-1] = self.sigma_max, self.sigma_min  # the ends exactly, not up to rounding
+        sigmas[0], sigmas[-1] = self.sigma_max, self.sigma_min  # the exact ends, without rounding errors
         return torch.cat([sigmas, sigmas.new_zeros(1)])

@@ -1,7 +1,7 @@
-"""Guidance: a strong and a weak denoiser are combined into D = D_weak + ω·(D_strong − D_weak).
+"""Guidance: predictions of the clean data by two denoisers are combined into D = D_weak + ω·(D_strong − D_weak).
 
-All kinds use this formula, on all channels, for EDM and for rectified flow (its velocity is linear in D, so guiding D
-guides the velocity). With ω = 1 only the strong branch runs.
+All kinds use this formula, on all channels, for EDM and for rectified flow (whose velocity is linear in D, so guiding D
+guides the velocity). The two denoisers are called branches. With ω = 1 only the strong branch runs.
 
     kind             strong branch        weak branch
     none             class                –
@@ -13,9 +13,9 @@ guides the velocity). With ω = 1 only the strong branch runs.
     path_drop        class                no class, without g    SPRINT, arXiv 2510.21986; g is its sparse part
     path_drop_class  class                class, without g       SPRINT
 
-A ratio is the fraction of tokens that skip some blocks: the blocks that could be skipped in training. The weak
-branch of sparse and sparse_cfg may be another network. For a network that takes texts, "class" means the caption, "no
-class" the empty caption.
+A ratio is the fraction of tokens that skip blocks, namely those blocks that tokens could skip in training. The weak
+branch of sparse and sparse_cfg may be another network. For a network that takes texts, "class" means the caption, and
+"no class" the empty caption.
 """
 
 import itertools
@@ -105,11 +105,11 @@ class Guidance:
     scale         the guidance weight ω in D_weak + ω·(D_strong − D_weak).
     strong, weak  fraction of tokens, in [0, 1), that in this branch skip the blocks that they could skip in training;
                   rounded down to whole tokens (or rows of them). 0 unless kind is sparse, sparse_cfg or sparse_uncond.
-    interval      (lowest, highest) noise level, both included, at which guidance is on: EDM's σ, as churn raises it, or
+    interval      (lowest, highest) noise level, both included, at which guidance is on: EDM's σ (after churn) or
                   rectified flow's t. Elsewhere only the strong branch runs (Kynkäänniemi et al., arXiv 2404.07724).
     checkpoint    path of the weak branch's network; None: the strong branch's network.
     weights       weights to load from that checkpoint, "ema" or "model".
-    same_ids      True: both branches choose their tokens by the same random numbers.
+    same_ids      True: both branches choose the tokens that skip by the same random numbers.
     force         True: allow likely mistakes, such as a network trained without token routes, or strong above weak.
     """
 
@@ -227,9 +227,9 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """Return a tuple for each route; two branches of guidance run as one batch only if theirs are equal. It holds the
-    shape of the kept tokens' indices, the skipped and the fp32 blocks, and how tokens return; if a route comes with
-    random numbers, by which the network chooses the tokens, their shape and the whole Route."""
+    """Return a tuple for each route. Two branches run as one batch only if their tuples are equal. A tuple holds the
+    shape of the kept tokens' indices, the skipped blocks, the fp32 choice, and how tokens return. If a route comes with
+    random numbers, by which the network chooses tokens, its tuple is the numbers' shape and the whole Route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

@@ -47,7 +47,7 @@ def class_number(label: Label, classes: Sequence[str]) -> int | None:
 
 def class_labels(classes: Sequence[int | None], num_classes: int, label_drop: float) -> list[int]:
     """Return class numbers as labels; None means no class and becomes num_classes, the null class. Raises ValueError
-    for unknown classes, and for None if training had label_drop 0, so that the null class was never trained."""
+    for unknown classes, and for None if label_drop, training's label dropout rate, is 0 (null class untrained)."""
     for position, number in enumerate(classes):
         if number is not None and not 0 <= number < num_classes:
             known = f"the classes are 0..{num_classes - 1}, and null is no class"

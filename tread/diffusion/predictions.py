@@ -1,7 +1,7 @@
 """What a rectified-flow network predicts, and what its loss compares: the velocity, the data x or the noise.
 
 With x_t = (1−t)·x + t·ε and v = ε − x, each of the three follows from any other and x_t (Li & He 2025, arXiv
-2511.13720, whose time is 1 − t). To get a velocity from x or noise, one divides by t or 1 − t; here these are at least
+2511.13720, whose time is 1 − t). To get a velocity from x or noise, one divides by t or 1 − t, here raised to at least
 `clamp`. The loss applies this clamp to prediction and target alike, so an exact prediction always has zero loss.
 
 Shapes: B samples; data, noise and predictions (B, C, S, S); t (B, 1, 1, 1) or a scalar tensor.

@@ -27,7 +27,7 @@ class Process(Protocol):
     variance_exploding             True if x_l = x + l·noise, so that a sampler may add noise between steps.
     data_std                       standard deviation to which dataset.normalize scales latents.
     conventions                    names of the settings that decide what a trained network's input and output mean.
-    beyond                         further samples that a micro-batch's loss needs: 1 with rf.contrastive, else 0.
+    beyond                         extra samples that the loss of a micro-batch needs: 1 with rf.contrastive, else 0.
     evaluation                     name of the evaluation loss in metrics.jsonl; compare only runs that share it.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text.
@@ -93,7 +93,7 @@ class Process(Protocol):
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's loss (B,) fp32 for clean held-out data x and standard normal noise, to compare runs."""
+        """Return each sample's loss (B,) fp32, for comparing runs, given clean held-out x and standard normal noise."""
         return self.loss(network, x, y, level, noise, routes)
 
     def schedule(self, num_steps: int) -> Tensor:

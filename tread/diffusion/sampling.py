@@ -34,7 +34,7 @@ class Model:
     """A network ready for sampling.
 
     process  the diffusion process that it was trained on.
-    routes   the blocks that tokens could skip in training; guidance sets how many tokens skip them. (): none.
+    routes   the blocks that tokens could skip in training, () for none; guidance sets how many tokens skip them.
     prompts  the encoded prompts of a network that takes texts: label i is the i-th prompt. None: labels are classes.
     """
 
@@ -49,7 +49,7 @@ class Model:
         return self.network.num_classes if self.prompts is None else count(self.prompts)
 
     def condition(self, labels: Tensor, device: torch.device) -> Condition:
-        """Return the network's conditions for labels (n,), on a device: the labels, or the prompts that they index."""
+        """Return the network's conditions on `device` for labels (n,): these labels, or the prompts that they index."""
         if self.prompts is None:
             return labels.to(device)
         known = to(rows(self.prompts, labels.clamp(max=self.num_labels - 1)), device)
@@ -141,7 +141,7 @@ def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> N
 
 
 def relative_cost(sampler: Sampler, model: Model, weak: Model | None = None) -> float:
-    """Return a sample's FLOPs / those unguided, with all tokens in all blocks. `weak`: guidance's second network."""
+    """Return a sample's FLOPs divided by those without guidance and routes. `weak`: guidance's second network."""
     return sampler.flops(model, weak) / replace(sampler, guidance=NO_GUIDANCE).flops(model)
 
 
@@ -156,20 +156,20 @@ def draw(
     after_step: AfterStep = unchanged,
 ) -> Iterator[Tensor]:
     """Draw samples batch by batch: yields latents (b, C, S, S) fp32 on the network's device, in the order of the seeds.
-    As a generator it raises its ValueErrors when the first batch is asked for.
+    Arguments that do not fit raise ValueError, but only when the first batch is requested, as this is a generator.
 
     seeds       one per sample, from which the sample's noise and the tokens that skip blocks are drawn.
     labels      (n,) int64 classes, or indices of the model's prompts, on the CPU.
     weak        guidance's second network; None: the weak branch uses `model` too.
-    on_step     called at the start of each step with its number, the noise level, x and D(x), both (b, C, S, S) fp32.
+    on_step     called once in each step with the step's number, noise level, x and D(x), both (b, C, S, S) fp32.
     noise       (n, C, S, S) standard normal; None: noise is drawn from the seeds.
     after_step  function (step's number, latents after the step) → latents to go on with. It gets whole batches; the
-                last one is filled up to sampler.batch_size with copies of its last sample.
+                last batch is padded to sampler.batch_size with copies of its last sample.
 
     A sample does not depend on the others of its batch; another batch size changes it by rounding only.
     """
     if len(seeds) != len(labels) or not len(seeds):
-        raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of both")
+        raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of each")
     check_labels(labels, model.num_labels)
     check_ratios(sampler, model, weak)
     for start in range(0, len(seeds), sampler.batch_size):

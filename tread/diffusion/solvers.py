@@ -18,7 +18,7 @@ from tread.runtime.schema import Range, check
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 Solver = Literal["heun", "euler"]
 AfterStep = Callable[[int, Tensor], Tensor]  # (step, state) → the state to go on with
-Watch = Callable[[int, Tensor, Tensor, Tensor], object]  # (step, level, state, D), after a step's first call
+Watch = Callable[[int, Tensor, Tensor, Tensor], object]  # (step, level, state, D), after a step's first denoiser call
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def unseen(*seen: object) -> None:
 def euler(
     denoiser: Denoiser, noise: Tensor, levels: Tensor, after_step: AfterStep = unchanged, on_step: Watch = unseen
 ) -> Tensor:
-    """Solve by Euler's first-order method, with N calls for N steps. noise (B, C, S, S) is standard normal and scaled
-    by levels[0] to start; levels (N+1,) fall to 0. after_step maps (step, state) to the state to go on with, and
-    on_step sees (step, level, state, D)."""
+    """Return the sample x (B, C, S, S) that Euler's first-order method reaches in N steps of one denoiser call each.
+    noise (B, C, S, S) is standard normal and scaled by levels[0] to start; levels (N+1,) fall to 0. after_step maps
+    (step, state) to the state to go on with, and on_step sees (step, level, state, D)."""
     x, levels = _start(noise, levels)
     for i, (level, level_next) in enumerate(zip(levels, levels[1:])):
         denoised = denoiser(x, level).to(x)
@@ -87,11 +87,11 @@ def heun(
     after_step: AfterStep = unchanged,
     on_step: Watch = unseen,
 ) -> Tensor:
-    """Solve by Heun's second-order method (Algorithms 1 and 2): 2N−1 calls for N steps, since the last step is Euler's.
+    """Return the sample of Heun's method (Algorithms 1 and 2). N steps take 2N−1 calls, since the last step is Euler's.
 
     noise        (B, C, S, S) standard normal; scaled by levels[0] to start.
     levels       (N+1,) falling noise levels, the last one 0.
-    churn_noise  function from the step's number to a standard normal tensor like `noise`; needed if churn.amount > 0.
+    churn_noise  function (step's number) → standard normal, shaped like `noise`; ValueError if None while churn is on.
     after_step   function (step's number, state after the step) → state from which to continue.
     on_step      function that sees each step's number, and level, state and D of its first call.
     """
@@ -120,8 +120,8 @@ def heun(
 def solve(
     solver: str, denoiser: Denoiser, noise: Tensor, levels: Tensor, *churning: object, **hooks: Callable
 ) -> Tensor:
-    """Return the sample that "euler" or "heun" reaches from standard normal noise (B, C, S, S) over levels (N+1,).
-    `churning` is heun's churn and churn_noise, which euler ignores. `hooks` are their after_step and on_step."""
+    """Return the sample that the solver "euler" or "heun" reaches from standard normal noise, both (B, C, S, S),
+    over levels (N+1,). `churning`: heun's churn and churn_noise, ignored by euler. `hooks`: after_step and on_step."""
     check("solver", solver, Solver)
     if solver == "heun":
         return heun(denoiser, noise, levels, *churning, **hooks)

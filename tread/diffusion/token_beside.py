@@ -1,5 +1,5 @@
-"""Diffuses a class token (a feature of the whole picture, see tread/models/class_token.py) beside the latents, at the
-same time t, with noise of its own. The network predicts its velocity, noise minus data, whatever rf.predicts says.
+"""Diffuses a class token (a feature of the whole picture: tread/models/class_token.py) along with the latents, at the
+same time t, with its own noise. The prediction for the token is a velocity, noise minus data, whatever rf.predicts is.
 
 Shapes: B samples, latents (B, C, S, S), class tokens (B, z).
 """
@@ -20,26 +20,26 @@ from tread.models.conditions import Condition
 
 
 def noised_token(clean: Tensor | None, noise: Tensor | None, t: Tensor) -> dict[str, Tensor]:
-    """Return {"class_token": (1 − t)·clean + t·noise (B, z) fp32} at times t (B,); {} if clean is None."""
+    """Return {"class_token": (1 − t)·clean + t·noise}, (B, z) fp32, to pass to a network; {} if clean is None."""
     return {} if clean is None else {"class_token": torch.lerp(clean.float(), noise, t.float()[:, None])}
 
 
 def with_blank_token(network: Backbone, count: int) -> Callable[..., Tensor]:
-    """Return the network, with its argument class_token set to zeros for `count` samples if it takes class tokens."""
+    """Return a function like `network`; if this takes class tokens, class_token is set to zeros for `count` samples."""
     token = network.z_embedder
     zeros = {} if token is None else {"class_token": network.pos_embed.new_zeros(count, token.width)}
     return partial(network, **zeros)
 
 
 def token_loss(velocity: Tensor, clean: Tensor, noise: Tensor) -> Tensor:
-    """Return the mean squared error (B,) fp32 of a class token's predicted velocity (B, z) from noise − clean."""
+    """Return the mean squared error (B,) fp32 between a class token's predicted velocity and noise − clean, (B, z)."""
     return (velocity.float() - (noise - clean.float())).square().mean(dim=1)
 
 
 @dataclass(frozen=True)
 class Beside:
     """Packs latents and a class token into one tensor (B, C + k, S, S), called a state, which solvers and guidance
-    treat like latents. The token fills k = ⌈z/S²⌉ further channels; zeros, which stay zeros, fill up the last one.
+    treat like latents. The token fills k = ⌈z/S²⌉ further channels; zeros pad the last one, and stay zero in sampling.
 
     channels  number C of the latents' channels.
     width     length z of the token; None: there is no token, and k is 0.

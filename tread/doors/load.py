@@ -32,7 +32,7 @@ from tread.runtime.plugins import import_plugins, plugin_changes
 from tread.runtime.schema import Count, check, read
 from tread.runtime.tensor_files import Weights
 
-Number = float | dict | Schedule | None  # of guidance: constant, or a schedule such as {"schedule": "linear", …}
+Number = float | dict | Schedule | None  # a guidance setting: constant, or a schedule such as {"schedule": "linear", …}
 
 
 def load(
@@ -48,16 +48,16 @@ def load(
     """Load a trained network for sampling.
 
     source            a checkpoint's folder, a run's folder (its latest checkpoint), or hf:user/name[@revision].
-    weights           "ema" or "model", the raw ones.
-    device            None: a GPU if there is one.
-    precision         "fp32", "bf16", or "auto": bf16 on a GPU that has it.
+    weights           "ema" (averaged) or "model" (raw).
+    device            None: a GPU if there is one, else the CPU.
+    precision         "fp32", "bf16" (autocast), or "auto": bf16 on a GPU that supports it, else fp32.
     autoencoder       hub id, folder or file of the autoencoder that decodes latents; None: the recorded one.
-    decode_precision  of the autoencoder: "fp32", "tf32" or "bf16".
+    decode_precision  precision of the autoencoder: "fp32", "tf32" or "bf16".
     text_encoder      hub id or folder of the encoder for prompts; None: the recorded one.
-    plugins           modules, or paths of .py files, to import first. Those that the checkpoint records are imported
-                      anyway, where they are.
+    plugins           modules, or paths of .py files, to import first. Plugins that the checkpoint records are imported
+                      anyway, from their recorded places.
 
-    Raises ValueError or FileNotFoundError if there is no such checkpoint, or it is damaged or can't be sampled.
+    Raises ValueError or FileNotFoundError if the checkpoint is missing or damaged, or does not suit the options.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check("precision", precision, Precision)
@@ -136,23 +136,23 @@ class TrainedModel:
         output: Output = "pil",
         on_step: OnStep | None = None,
     ) -> list[Image.Image] | Tensor | np.ndarray:
-        """Draw pictures: each class, or each prompt, with each seed, class by class. Up to rounding, a picture does not
+        """Draw a picture for each class (or prompt) with each seed, class by class. Up to rounding, a picture does not
         depend on the others or on batch_size. steps=None and solver=None take the process's defaults; `shift` replaces
-        rectified flow's s in t' = s·t / (1 + (s−1)·t); `churn` is EDM's S_churn, or a Churn or its fields.
+        rectified flow's s in t' = s·t / (1 + (s−1)·t); `churn` is EDM's S_churn, a Churn, or a dict of its fields.
 
         classes   class names or numbers, one or several; None in a list means no class. Default: ten, spread over all.
         seeds     numbers, or text such as "0-7", both ends included.
         prompts   for a text-conditional network, instead of classes: texts that say what to draw.
         labels    a class for each seed, instead of `classes`: pairs, not all combinations.
         guidance  name of a file in configs/guidance/, whose settings the next arguments replace; None keeps them.
-        scale     of the guidance: D = D(weak branch) + scale·(D(strong branch) − D(weak branch)).
+        scale     the guidance weight: D = D(weak branch) + scale·(D(strong branch) − D(weak branch)).
         strong, weak  share of the tokens that skip the route's blocks in each branch.
         interval  (lowest, highest) noise level, outside of which the strong branch runs alone.
-        checkpoint, weights  those of another network for the weak branch.
+        checkpoint, weights  checkpoint of another network for the weak branch, and which of its weights.
         same_ids  whether both branches choose their tokens by the same random numbers.
         force     whether to allow `strong` above `weak`, and skipped tokens in a network trained without a route.
-        output    "pil": a list of pictures; "pt" (n, 3, H, W) and "np" (n, H, W, 3): float32 in 0..1, of 1 channel if
-                  pictures are grey; "latent": (n, C, S, S) fp32, what the autoencoder's decoder takes.
+        output    "pil": a list of pictures; "pt" (n, 3, H, W) and "np" (n, H, W, 3): float32 in 0..1, with 1 channel if
+                  pictures are grey; "latent": (n, C, S, S) fp32, in the units of the autoencoder's decoder.
         on_step   called at each step, batch by batch, with its number, the noise level, the current latents (b, C, S,
                   S) and the predicted clean ones, both on the network's scale.
 
@@ -193,7 +193,7 @@ class TrainedModel:
         """Return the labels and seeds of all pictures. Raises ValueError for unknown classes or conflicting options."""
         if labels is not None and (prompts or len(labels) != len(seeds) or classes is not None):
             told = f"labels has {len(labels)} classes for {len(seeds)} seeds"
-            raise ValueError(f"{told}: it gives one for each seed, in the place of classes and prompts")
+            raise ValueError(f"{told}: it must give one for each seed, in the place of classes and prompts")
         listed = [classes] if isinstance(classes, (str, int, np.integer)) else classes if labels is None else labels
         numbers = None if listed is None else [class_number(label, self.classes) for label in listed]
         rows = row_labels(self.saved, numbers, prompts)
@@ -206,7 +206,7 @@ class TrainedModel:
 
 
 def _plain(value: object) -> object:
-    """Return a value of guidance as configs hold it: numpy's as Python's, a Schedule as a dict."""
+    """Return an option's value as configs hold it: numpy values as Python values, a Schedule as a dict."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return vars(value) if isinstance(value, Schedule) else value.tolist() if hasattr(value, "tolist") else value
@@ -214,7 +214,7 @@ def _plain(value: object) -> object:
 
 def read_guidance(name: str, given: dict[str, object]) -> Guidance:
     """Return the guidance of configs/guidance/<name>.yaml, with values replaced by those in `given`. Raises
-    ValueError for an unknown name, values that do not fit, and a checkpoint that is missing."""
+    ValueError for an unknown name, values that do not fit, and a required `checkpoint` that is not given."""
     here = Path(__file__).resolve().parent
     configs = next(place for place in (here / "configs", here.parents[1] / "configs") if place.is_dir())
     settings = read_choice(configs, "guidance", name) | given

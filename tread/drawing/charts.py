@@ -41,7 +41,7 @@ class Panel:
     log     axes with a logarithmic scale: "", "x", "y" or "xy".
     levels  {name: y} of dotted horizontal lines; with `names`, {name: x} of vertical ones.
     names   if y is a category, the labels of y = 0, 1, …, from the top; the points are then not joined by lines.
-    noise   half the width of a grey band around y = 0 (with `names` x = 0), for differences by chance; None: none.
+    noise   half the width of a grey band around y = 0 (with `names` x = 0) that marks chance differences, or None.
     zero    whether the y axis begins at 0.
     """
 

@@ -13,8 +13,8 @@ from PIL.PngImagePlugin import PngInfo
 from tread.runtime.files import whole_file
 
 GAP = 2  # pixels between the pictures of a grid
-LETTERS = 20  # in a line of a row's name
-FACTS = "tread"  # key of a PNG's text that holds the facts as JSON
+LETTERS = 20  # characters per line of a row's name
+FACTS = "tread"  # key of the PNG text chunk that holds `facts` as JSON
 
 
 def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:

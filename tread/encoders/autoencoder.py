@@ -1,6 +1,6 @@
-"""Converts pixels to the latents that are stored, and the network's latents to pixels, with a diffusers autoencoder.
+"""Converts pixels to latents for storage, and the diffusion network's latents to pixels, by a diffusers autoencoder.
 
-The network's latents are stored ones after scaling (tread/data/latents.py). The autoencoder "pixels" (autoencoder=none)
+Stored latents become the network's by scaling (see tread/data/latents.py). The autoencoder "pixels" (autoencoder=none)
 is the identity: a latent is the picture itself, with 0..255 mapped to −1..1. Imported latents have the autoencoder
 "unknown" if their source does not name one.
 """
@@ -37,7 +37,7 @@ INSTEAD = (
 Content = Literal["auto", "moments", "latents"]
 Decoding = Literal["fp32", "tf32", "bf16"]
 PIXELS_UP_TO = 1024  # longest side in pixels of pictures stored without an autoencoder
-OLDER_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # of attention → today's
+OLDER_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # attention: old → new name
 # Stable Diffusion 1's autoencoder, for weight files in diffusers' names that come without a config
 SD_CONFIG = {
     "_class_name": "AutoencoderKL",
@@ -77,7 +77,7 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 
 
 def located(name: str) -> str:
-    """Return an autoencoder's name valid in any folder: a path becomes absolute; hub ids and "unknown" stay."""
+    """Return an autoencoder's name, valid in any folder: paths become absolute; hub ids and "unknown" do not change."""
     return str(Path(name).resolve()) if name != UNKNOWN and Path(name).exists() else name
 
 
@@ -130,8 +130,8 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def decoder_hash(latents: LatentSpec, autoencoder: str | None = None) -> str:
-    """Return the `fingerprint` of the autoencoder that load_decoder uses with the same arguments; "pixels" if none. It
-    loads the autoencoder if `autoencoder` is given or latents.fingerprint is None."""
+    """Return the `fingerprint` of the autoencoder that load_decoder uses with the same arguments; "pixels" if the
+    latents are pixels. The autoencoder is loaded only if `autoencoder` is given or latents.fingerprint is None."""
     if latents.autoencoder == "pixels":
         return "pixels"
     known = latents.fingerprint if autoencoder is None else None  # load_decoder refuses other weights in that case
@@ -171,7 +171,7 @@ def _scaling(model: nn.Module) -> dict[str, object]:
     mean, std = (getattr(model.config, f"latents_{name}", None) for name in ("mean", "std"))
     if mean is None or std is None:
         return {"scale": scale, "shift": shift}
-    if scale == SD_CONFIG["scaling_factor"]:  # diffusers' default: this config says none
+    if scale == SD_CONFIG["scaling_factor"]:  # diffusers' default: the config states no scale
         scale = 1.0
     channels = {"channel_shift": tuple(scale * value for value in mean)}
     return channels | {"scale": scale, "channel_scale": tuple(1 / value for value in std)}
@@ -182,7 +182,7 @@ def encoded(
 ) -> LatentSpec:
     """Return the spec (shape, content, scale) of the latents that the autoencoder `model` makes of square pictures.
 
-    name     the autoencoder's name, for the spec and for error messages.
+    name     the autoencoder's name, for the spec and for error messages; `resolution` is the pictures' side in pixels.
     classes  the dataset's class names.
     store    "moments": mean and log-variance of an AutoencoderKL's posterior; "latents": that mean, or another
              autoencoder's latents; "auto": moments if there is a posterior.

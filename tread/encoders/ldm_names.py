@@ -1,7 +1,7 @@
 """Renames autoencoder weights from latent diffusion (LDM; Stable Diffusion, VA-VAE) for diffusers. LDM's names are:
 
-    encoder.down.{i}.block.{j}.*, decoder.up.{i}.block.{j}.*   residual blocks; level 0 is next to the picture in both
-    ….down.{i}.attn.{j}.{norm,q,k,v,proj_out}                  attention within a level, behind each of its blocks
+    encoder.down.{i}.block.{j}.*, decoder.up.{i}.block.{j}.*   residual blocks; level 0 has the full resolution in both
+    ….down.{i}.attn.{j}.{norm,q,k,v,proj_out}                  attention within a level, after each of its blocks
     ….mid.{block_1,attn_1,block_2}.*, conv_in, norm_out, conv_out, quant_conv, post_quant_conv
 
 diffusers' own conversion leaves out attention within the levels, which VA-VAE's lowest level has.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 MARK = "decoder.mid.block_1.norm1.weight"  # only LDM's layout has this name
 PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
-GROUPS = 32  # groups of every GroupNorm: not readable from tensors
+GROUPS = 32  # of every GroupNorm; the tensors do not show this number
 RENAMED = (
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
     (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
@@ -33,7 +33,7 @@ RENAMED = (
 
 def own_part(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the autoencoder's tensors, keyed by LDM's names without prefixes of enclosing modules, and the names of
-    all other tensors, such as a loss's or a diffusion network's. Raises ValueError without an LDM autoencoder."""
+    all other tensors, such as a loss's or a diffusion network's. ValueError if there is no LDM autoencoder."""
     heads = [name.removesuffix(MARK) for name in state if name.endswith(MARK)]
     if not heads:
         raise ValueError("its names are neither diffusers', TAESD's nor LDM's (Stable Diffusion, VA-VAE)")

@@ -33,15 +33,15 @@ def load_pretrained(
     place         a hub id or a folder.
     kinds         model type in config.json → name of the transformers class.
     requirements  the requirements file to install if transformers is missing, for error messages.
-    others        name of the class for model types not in `kinds`; None: they are refused. Encoder-decoders and models
-                  without a hidden_size are refused in any case, unless in `kinds`.
+    others        name of the class for model types not in `kinds`; None: these are refused. Encoder-decoders and models
+                  without a hidden_size are always refused unless `kinds` has their type.
     parts         for each further part, possible class names; the first one in the installed transformers is used.
     unused        prefix of the names of weights that may be missing; by default none may.
 
     Raises ValueError if the model can't be loaded, lacks weights or has weights of other shapes.
     """
     try:
-        import transformers  # imported here because it takes seconds, and is an extra
+        import transformers  # imported here because it takes seconds and is optional
         from transformers.utils import logging
     except ImportError as error:
         raise ValueError(f"{what} needs transformers: pip install -r {requirements} ({error})") from error
@@ -70,7 +70,7 @@ def load_pretrained(
     if odd := missing + sorted(map(str, loading["mismatched_keys"])):
         raise ValueError(f"{what} lacks weights of a {kind}, or has others: {', '.join(odd[:3])}, …")
     if any(2 * len(part) < config.get_text_config().vocab_size for part in beside if hasattr(part, "get_vocab")):
-        raise ValueError(f"{what} lacks its tokenizer's files (tokenizer.json, spiece.model, …): put them beside")
+        raise ValueError(f"{what} lacks its tokenizer's files (tokenizer.json, spiece.model, …): add them")
     for key in loading["missing_keys"]:  # unused, and drawn anew at every load: the hash must not depend on them
         model.get_parameter(key).data.zero_()
     return model.float().eval().requires_grad_(False), beside

@@ -1,4 +1,4 @@
-"""Picture encoders, to whose patch features a network's features can be aligned in training.
+"""Picture encoders. Training can align the diffusion network's features with an encoder's patch features.
 
     inception        the 17×17×768 map of FID's Inception (inception.py); needs nothing beyond FID's weights
     dinov2-s|b|l|g   DINOv2 from the hub; also a hub id or a folder of such a model; loaded with transformers
@@ -55,9 +55,9 @@ def dinov2_cost(name: str, side: int) -> Cost:
 class Encoder:
     """A frozen encoder from pictures (B, 3, H, W) uint8 to features (B, T, z) float32 of T = side² tokens, row by row.
 
-    name         the recorded name; encoders with the same name are taken to be the same.
+    name         the recorded name (see encoder_name), by which stored features are recognised.
     run          the network: pictures → features, before they are averaged to `grid`; or pictures → (features, a
-                 function without arguments that computes the feature (B, P) of each picture as a whole).
+                 function without arguments that computes a feature vector of each whole picture, (B, P)).
     fingerprint  hash of the weights; for module:function also of the module's source.
     grid         tokens along a side, to which larger feature maps are averaged; None: as many as the network gives.
     precision    "fp32", or "bf16" for autocast.
@@ -110,7 +110,7 @@ class Encoder:
 
 
 def encoder_name(name: str) -> str:
-    """Return the name to record: DINOv2's short names for its hub ids, absolute paths for folders, others as given."""
+    """Return the name to record: the short name for DINOv2's hub ids, absolute paths for folders, others as given."""
     short = {hub_id: short for short, hub_id in DINOV2.items()}
     return short.get(name) or (str(Path(name).resolve()) if name not in WIDTHS and Path(name).is_dir() else name)
 
@@ -173,7 +173,7 @@ def _dinov2_tokens(model: nn.Module, normalization: Tensor, pictures: Tensor) ->
 
     Pictures are normalised and then resized to 7/8 of their size, rounded to a whole number of patches, at least one:
     256×256 becomes 224×224, 16×16 patches of 14×14. The model resamples its position embeddings bicubically.
-    `normalization` (2, 3, 1, 1) is the mean and standard deviation. It is on the device already, so no step copies it.
+    `normalization` (2, 3, 1, 1) has mean and standard deviation, on the device already, so that no step copies them.
     """
     mean, std = normalization
     patch = model.config.patch_size

@@ -1,7 +1,7 @@
 """Scores how well generated emoji show their prompts: the nearest real emoji should have the prompt as a caption.
 
-The real emoji nearest to a generated one are found among all real ones, training and held out: by pixels at 16×16, and
-by the FID Inception's features if its weights are on this machine. None of the scores is an FID.
+All real emoji are candidates, training and held-out ones. They are compared by pixels at 16×16 and, if the weights of
+FID's Inception network are on this machine, also by its features. None of the scores is an FID.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from tread.preparing.emoji import prepare_emoji
 
 SIDE = 16  # side of the pictures that are compared pixel by pixel
 RANKS = (1, 5)
-PARTS = ("seen", "held")  # captions of training emoji; of held-out compositions
+PARTS = ("seen", "held")  # captions of training emoji; captions of held-out emoji that combine known parts
 COMPARED = ("", "_real", "_shifted")  # samples; the prompted emoji's real pictures; these shifted by a pixel
 
 
@@ -38,9 +38,9 @@ class EmojiSet(NamedTuple):
 class Asked(NamedTuple):
     """The n emoji whose first captions serve as prompts.
 
-    numbers  (n,) indices in EmojiSet.
+    numbers  (n,) int64, indices into EmojiSet.
     parts    (n,) "seen" for training emoji, "held" for held-out emoji that combine known parts in a new way.
-    texts    the encoded captions.
+    texts    the n encoded prompts.
     """
 
     numbers: np.ndarray
@@ -49,8 +49,8 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Open the captions of dataset=emoji for a text-conditional network: [training, held-out]. Missing data is made.
-    Raises FileNotFoundError or ValueError if that fails or if the network was trained on other text or another size."""
+    """Return the captions of the two emoji datasets, [training, held-out], which are written if missing. Raises
+    FileNotFoundError or ValueError if that fails, or if `saved` was trained on other text or another size."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)
     for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):
@@ -62,15 +62,15 @@ def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
 
 
 def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
-    """Return all pictures and captions of dataset=emoji: training data's, then held-out data's if there is any."""
+    """Return all pictures and captions of the emoji datasets `train` and then `heldout`, if that is not None."""
     parts = [data for data in (train, heldout) if data]
     pictures = [stored_pictures(data.read(np.arange(len(data))).stored, data.latents).cpu() for data in parts]
     return EmojiSet(torch.cat(pictures), [texts for data in parts for texts in data.captions])
 
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
-    """Choose `count` emoji whose captions become prompts: half from training, evenly spread; half held-out ones that
-    combine known parts in a new way, repeated if too few. If there are no such held-out ones, all are from training."""
+    """Choose `count` emoji whose captions become prompts: half training emoji, evenly spread; half held-out ones that
+    combine known parts in a new way, repeated if too few. If there are none of these, all are training emoji."""
     compositions = read_index(heldout.folder).get("compositions", 0) if heldout else 0
     held = np.arange(count // 2) % compositions if compositions else np.arange(0)
     seen = np.linspace(0, len(train) - 1, count - len(held)).round().astype(np.int64)
@@ -82,13 +82,13 @@ def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Aske
 
 
 def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Inception | None = None) -> dict[str, float]:
-    """Score generated emoji: pictures (n, 3, S, S) uint8, sampled with the captions in `asked`. Scores lie in 0..1.
+    """Score generated emoji, pictures (n, 3, S, S) uint8 sampled with the prompts in `asked`. Returns shares in 0..1:
 
-    seen_top1, seen_top5  for captions of training emoji: share of pictures whose nearest real emoji (or one of the five
-                          nearest) has the caption.
-    held_top1, held_top5  the same for held-out emoji, which combine known parts in a new way.
-    …_real                the share for the real pictures of the prompted emoji; below 1 if other emoji look like them.
-    …_shifted             the share for these real pictures shifted by one pixel, which are good but inexact samples.
+    seen_top1, seen_top5  for captions of training emoji: share of pictures whose nearest real emoji (top5: one of the
+                          five nearest) has the prompt as a caption.
+    held_top1, held_top5  the same for captions of held-out emoji, which combine known parts in a new way.
+    …_real                the same with the prompted emoji's real pictures as samples; below 1 if emoji look alike.
+    …_shifted             the same with these real pictures shifted by one pixel, which are good but inexact samples.
     …_inception…          the same shares with distances between Inception features instead of pixels, if `inception` is
                           given; for example seen_top1_inception_real.
     """
@@ -108,8 +108,8 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
 
 
 def retrieved(features: Tensor, known: Tensor, asked: Asked, real: EmojiSet) -> np.ndarray:
-    """Return (n, 5) bool: whether the nearest, second nearest, … real emoji has the prompt as a caption. `features` (n,
-    F) are those of generated emoji, `known` (m, F) those of all real ones."""
+    """Return (n, 5) bool: whether the nearest, second nearest, … real emoji has the prompt as a caption. `features`
+    (n, F) are of the n pictures to judge, `known` (m, F) of all m real emoji."""
     nearest = torch.cdist(features, known).topk(min(max(RANKS), len(known)), largest=False).indices
     carried = [{caption.lower() for caption in captions} for captions in real.captions]
     wanted = [real.captions[number][0].lower() for number in asked.numbers]

@@ -1,8 +1,8 @@
-"""Loss on held-out data with all tokens and with noise that is the same for all runs.
+"""Loss on held-out data, computed on all tokens and with noise that is the same for all runs.
 
-Compare runs by this number: the training loss is higher if some tokens skip blocks (a route), and then does not show
-how good the network is with all tokens. EDM's loss is weighted as in training, at its noise levels; rectified flow's is
-the error of the velocity at uniform times.
+Compare runs by this number, not by the training loss, which is higher if some tokens skip blocks (a route) and then
+does not show how good the network is on all tokens. EDM: the training loss at quantiles of the training noise levels.
+Rectified flow: the mean squared error of the velocity at evenly spaced times t.
 """
 
 from functools import partial
@@ -19,11 +19,10 @@ from tread.runtime.randomness import seeded_normal
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
-    """Return sample and noise-level indices, (n,) int64 each, of the evaluation points `numbers` (n,) in 0..points−1.
-
-    If points ≤ samples, the samples are evenly spaced in the dataset, so that each class has its share, and point k
-    has level k % noise_levels. Otherwise it has sample s = k % samples and level (s + k // samples) % noise_levels.
-    """
+    """Return the sample's and the noise level's index, (n,) int64 each, of the evaluation points `numbers` (n,), which
+    lie in 0..points−1. A point is a sample at a noise level. If points ≤ samples, the samples are evenly spaced in the
+    dataset, so that each class has its share, and point k has level k % noise_levels. Otherwise point k has sample s =
+    k % samples and level (s + k // samples) % noise_levels."""
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels
     return numbers % samples, (numbers % samples + numbers // samples) % noise_levels
@@ -38,13 +37,13 @@ def read_points(
     device: torch.device,
     stream: str = "evaluation",
 ) -> tuple[tuple[Tensor, Condition, Tensor, Tensor], dict[str, Tensor]]:
-    """Read evaluation points: latents (n, C, S, S), labels (n,) or texts, noise levels (n,) and noise (n, C, S, S); and
-    {"class_token": noised class tokens (n, z)}, which is {} if the data is read without class tokens.
+    """Read evaluation points (see `point`). Returns (latents (n, C, S, S), labels (n,) or texts, noise levels (n,),
+    noise (n, C, S, S)), and {"class_token": noised class tokens (n, z)} or, if `data` is read without them, {}.
 
     numbers               (n,) points to read, in 0..points−1; the noise depends only on these numbers and on `stream`.
-    points, noise_levels  total number of points, and of noise levels that they share.
+    points, noise_levels  total number of points, and number of noise levels over which they are spread.
 
-    Of moments (mean and deviation of each latent) the mean is read; of a sample's captions, the first one.
+    For latents stored as mean and spread, the mean is read; of a sample's captions, the first one.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())
@@ -65,7 +64,7 @@ def heldout_loss(
 
     numbers       (n,) int64 in 0..points−1, the points to compute.
     points        total number of points.
-    noise_levels  number of noise levels that the points share, see Process.evaluation_levels.
+    noise_levels  number of noise levels over which the points are spread, see Process.evaluation_levels.
     """
     device = next(network.parameters()).device
     given, more = read_points(process, data, numbers, points, noise_levels, device)

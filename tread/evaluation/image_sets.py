@@ -1,9 +1,9 @@
-"""Opens sets of pictures to be scored, which are read in parts, and extracts their Inception features.
+"""Opens sets of pictures to be scored, reads them in parts, and extracts their Inception features.
 
 batch.npz         arr_0 (n, H, W, 3) uint8, as ADM's evaluator reads and writes it
 folder or tar     JPEG, PNG, WebP or TIFF files of one size, sorted by name, with subfolders; photos.tar/val is a
                   folder inside a tar
-dataset's folder  the pictures that were kept with its latents, or the latents if they are pixels
+dataset's folder  the pictures stored beside its latents, or the latents themselves if they are pixels
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from tread.runtime.files import content_hash, sha256, size_text, whole_file
 
 THREADS = 8  # threads that decode a folder's pictures
 PART = 256  # pictures in a stored file, if there are enough
-PARTS = 64  # at least so many files, for processes to share, if each can hold a batch
+PARTS = 64  # at least this many files, for processes to share, if each file can hold a batch
 # raised by the zip and NumPy readers for files that are damaged, encrypted or of another format
 UNREADABLE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, KeyError, RuntimeError)
 
@@ -46,9 +46,9 @@ class Pictures:
     where       their file or folder, for messages.
     resolution  (H, W)
     sha256      hash of the file, or of a folder's file names and contents.
-    read        (start, stop) → (n, 3, H, W) uint8, fastest in ascending order; raises ValueError for damaged files.
-                With a list as third argument it skips damaged files, and appends (name, reason) to the list.
-    skip        whether damaged files are left out instead of refused.
+    read        function (start, stop) → (n, 3, H, W) uint8, fastest in ascending order. Damaged files raise ValueError;
+                with a list as third argument they are skipped, and (name, reason) of each is appended to the list.
+    skip        whether damaged files are left out; if not, they raise ValueError.
     damaged     (name, reason) of the files that are left out.
     """
 
@@ -64,11 +64,11 @@ class Pictures:
 def open_pictures(path: Path, crop: Crop | None, processes: Processes, skip: bool = False) -> Pictures:
     """Open a set of pictures and check all that can be checked without decoding; all processes must call this together.
 
-    crop  prepare photos of a folder or tar as for training: converted to RGB and cropped as ADM does. None: pictures
-          must be 8-bit RGB of one size, and are taken as they are.
-    skip  leave out damaged files of a folder or tar, instead of raising an error that names them all.
+    crop  how photos of a folder or tar are prepared, as for training: converted to RGB and cropped as ADM does. None:
+          pictures must be 8-bit RGB of one size, and are taken as they are.
+    skip  True: leave out damaged files of a folder or tar; False: raise a ValueError that names them all.
 
-    Raises FileNotFoundError, or ValueError that names what is wrong.
+    Raises FileNotFoundError if nothing is at `path`, ValueError for other contents or fewer than 2 pictures.
     """
     inside = ""
     if not path.exists():
@@ -119,7 +119,7 @@ class Npz:
             raise ValueError(f"{self.path} is damaged or no NumPy archive: {error}") from error
 
     def rows(self, name: str) -> tuple[tuple[int, ...], np.dtype, Callable[[int, int], np.ndarray]]:
-        """Return a large array's shape, dtype, and a function (start, stop) → rows that loads only these rows."""
+        """Return the array `name`'s shape, dtype, and a function (start, stop) → rows that loads only these rows."""
         with self._explained():
             file = self._zip.open(f"{name}.npy")
             version = np.lib.format.read_magic(file)
@@ -129,7 +129,7 @@ class Npz:
             if dtype.hasobject or (columns and len(shape) > 1):
                 raise ValueError(f"{name} holds objects, or is stored column by column")
             if begin + shape[0] * size != self._zip.getinfo(f"{name}.npy").file_size:
-                raise ValueError(f"{name} is not {shape} of {dtype}, as its head says")
+                raise ValueError(f"{name} is not {shape} of {dtype}, as its header says")
 
         def read(start: int, stop: int) -> np.ndarray:
             with self._explained():
@@ -159,7 +159,7 @@ def _open_npz(path: Path, processes: Processes) -> Pictures:
 
 
 def hash_of(path: Path, processes: Processes) -> str:
-    """Return a file's sha256, which the main process computes for all processes, after a message if it is large."""
+    """Return a file's sha256. The main process computes it for all processes, after a message if the file is large."""
     if (size := path.stat().st_size) > 2e8:
         processes.say(f"reading {path}, {size_text(size)}, for its hash")
     return processes.from_main(lambda: sha256(path))
@@ -169,7 +169,7 @@ def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes
     store = Folder(path) if path.is_dir() else Tar(path)
     shown = [name for name in store.names if "/." not in f"/{name}"]  # not hidden
     shown = [name for name in shown if name.startswith(inside)]
-    names = [name for name in shown if is_picture(name) or name.lower().endswith(OTHERS)]  # those are refused
+    names = [name for name in shown if is_picture(name) or name.lower().endswith(OTHERS)]  # OTHERS can't be decoded
     names = processes.from_main(lambda: names)  # files may arrive before another process looks
     if not names:
         folders = sorted({name.rpartition("/")[0] for name in store.names})
@@ -242,7 +242,7 @@ def check_damage(where: object, damaged: Faults, modes: Faults = ()) -> None:
 
 
 def part_size(count: int, batch_size: int) -> int:
-    """Return how many of `count` pictures share a file in a store of pictures or features, a multiple of batch_size."""
+    """Return the number of pictures per file, a multiple of batch_size, in a store of `count` pictures or features."""
     return batch_size * max(1, min(-(-PART // batch_size), count // (batch_size * PARTS)))
 
 
@@ -256,8 +256,8 @@ def feature_store(pictures: Pictures, folder: Path, network: Inception) -> Shard
 def extract_all(
     pictures: Pictures, folder: Path, network: Inception, processes: Processes
 ) -> tuple[Pictures, ShardStore]:
-    """Extract the features of all undamaged pictures, a share in each process. Returns these pictures, and the store
-    of their features. Raises ValueError for damaged pictures or, with pictures.skip, if fewer than 2 are left."""
+    """Extract the features of all undamaged pictures into a store in `folder`, a share in each process. Returns these
+    pictures and the store. Raises ValueError for damaged pictures or, with pictures.skip, if fewer than 2 are left."""
     parts = feature_store(pictures, folder, network)
 
     def work(numbers: list[int], done: Callable[[int], object]) -> None:
@@ -284,7 +284,7 @@ def extract_all(
 
 
 def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> None:
-    """Write parts of pictures (b, C, H, W) uint8 as ADM's arr_0 (n, H, W, C), and labels (n,) int64 as arr_1."""
+    """Write an .npz as ADM does: parts of pictures (b, C, H, W) uint8 as arr_0 (n, H, W, C), labels (n,) as arr_1."""
     parts = (part.transpose(0, 2, 3, 1) for part in pictures)
     first = next(parts)
     batch = Stream("uint8", (len(labels), *first.shape[1:]), itertools.chain([first], parts))

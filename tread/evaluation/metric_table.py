@@ -122,8 +122,8 @@ def names_of(what: str) -> list[str]:
 
 
 def scored_names(record: Mapping) -> list[str]:
-    """Return the keys of the metrics to list for a score, in the order of METRICS: all with Metric.of "samples", and
-    those with "demo" that are in `record`, fid.json's content."""
+    """Return the keys of the metrics to list for the score `record`, fid.json's content: all with Metric.of "samples",
+    then those with "demo" that `record` has."""
     return names_of("samples") + [name for name in names_of("demo") if name in record]
 
 

@@ -16,7 +16,7 @@ from tread.diffusion.solvers import unseen
 
 NEIGHBOURS = 3  # k of precision and recall
 SPLIT = 5000  # pictures in a split of the Inception Score
-BLOCK_NUMBERS = 2**25  # numbers in a block of distances: 128 MB in fp32, of which two live at a time
+BLOCK_NUMBERS = 2**25  # pairs of points in a block: 128 MB of fp32 numbers; two blocks are in memory at a time
 Seen = Callable[[int], object]  # called with the number of rows just done, for progress bars
 
 
@@ -24,7 +24,7 @@ Seen = Callable[[int], object]  # called with the number of rows just done, for 
 class Moments:
     """Mean and covariance, in float64, of features that come in parts.
 
-    count    number n of features.
+    count    number n of feature vectors.
     mean     (D,)
     scatter  (D, D), the sum of (x − mean)(x − mean)ᵀ, which is n − 1 times the covariance.
     """
@@ -59,7 +59,7 @@ class Moments:
 
 
 def _factor(covariance: np.ndarray) -> Tensor:
-    """Return A (D, rank) with A·Aᵀ = covariance, positive semi-definite (D, D); eigenvalues of rounding left out."""
+    """Return A (D, rank) with A·Aᵀ = covariance (D, D), positive semi-definite; eigenvalues close to 0 are dropped."""
     values, vectors = torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64)))
     kept = values > values[-1].clamp(min=0) * len(values) * torch.finfo(values.dtype).eps
     return vectors[:, kept] * values[kept].sqrt()
@@ -95,13 +95,13 @@ def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
 
 
 def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = unseen) -> tuple[float, float]:
-    """Return improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991); features (n, D), (m, D) fp32.
+    """Return improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991) of features (n, D) and (m, D).
 
     Precision is the share of samples inside the reference's manifold; recall is the share of the reference inside the
     samples' manifold. A manifold is the union of closed balls around a set's points; a ball reaches from its point to
     the k-th nearest other point, k = NEIGHBOURS. Distances are fp32; ADM's evaluator uses fp16 where that is finite.
 
-    Both sets must be on one device and have more than k points. BLOCK_NUMBERS distances are computed at a time. `seen`
+    Both sets must be fp32 on one device and have over k points. BLOCK_NUMBERS distances are computed at a time. `seen`
     is called with the number of rows just done; these numbers add up to 2·(n + m).
     """
     centre = reference.mean(dim=0)  # centred, as |a|² − 2ab + |b|² loses digits far from 0

@@ -1,5 +1,5 @@
-"""Reads prompts for text-conditional networks and encodes them with the text encoder of the training; opens captions of
-held-out pictures for scoring. Samplers take labels: for a text-conditional network, indices of its prompts."""
+"""Reads prompts for text-conditional networks and encodes them with the text encoder used in training; opens captions
+of held-out pictures for scoring. Samplers take labels: for a text-conditional network, indices of the prompts."""
 
 import itertools
 import json
@@ -24,8 +24,8 @@ HELDOUT = "heldout"
 
 
 def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
-    """Return the prompt, or the prompts of a file with one per line; () if neither is given. Raises OSError, or
-    ValueError if both are given, a prompt or a line of the file is blank, or the file is not UTF-8."""
+    """Return the prompt, or the prompts of a file with one per line; () if neither is given. Raises OSError if the file
+    can't be read, ValueError if both are given, a prompt or a line is blank, or the file is not UTF-8."""
     if prompt is not None and file is not None:
         raise ValueError("prompt=… and prompts=… are both given: name one prompt, or a file of them")
     if file is None:
@@ -34,15 +34,15 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
         where = Path(file).expanduser()
         prompts = where.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     if blank := [str(number) for number, line in enumerate(prompts, 1) if not line.strip()]:
-        raise ValueError(f"{where} is blank in line {', '.join(blank)}: say what to draw, a prompt a line")
+        raise ValueError(f"{where} is blank in line {', '.join(blank)}: say what to draw, one prompt per line")
     return tuple(prompts)
 
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
     """Return the labels to sample, one for each row of a grid. For a class-conditional network they are `classes`, in
-    which None means no class; classes=None chooses up to ten, spread over all. For a text-conditional network they are
-    the prompts' indices. Raises ValueError for unknown classes, for prompts given to a class-conditional network, and
-    for classes or no prompts given to a text-conditional one."""
+    which None means no class; classes=None chooses up to ten classes, evenly spread. For a text-conditional network
+    they are the prompts' indices. Raises ValueError for unknown classes, for prompts given to a class-conditional
+    network, and for classes or no prompts given to a text-conditional one."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is None and prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
@@ -58,9 +58,9 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
 def encode_prompts(
     saved: SavedNetwork, prompts: Sequence[str], device: torch.device, place: str | None = None
 ) -> tuple[Text, list[str]]:
-    """Encode prompts for the network; also return notes on prompts that are cut off or have unknown words. `place` is
-    the text encoder's hub id or folder; None: the one used in training. Raises ValueError if the encoder can't be
-    loaded or has another hash than in training, or if `place` is given though the checkpoint holds the encoder."""
+    """Return the encoded prompts, and notes on prompts that are cut off or have unknown words. `place` is the text
+    encoder's hub id or folder; None: the one used in training. Raises ValueError if the encoder can't be loaded or has
+    another hash than in training, or if `place` is given but the checkpoint itself holds the vocabulary."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(f"text_encoder={place} is given, but {saved.found.folder} holds its words: leave it out")
     try:
@@ -92,16 +92,16 @@ def heldout_folder(saved: SavedNetwork) -> Path:
     """Return the folder of a run's held-out data. Raises ValueError or FileNotFoundError if there is none."""
     name, where = saved.cfg.dataset.heldout, saved.found.folder
     if name in (None, "auto"):
-        raise ValueError(f"{where} has no held-out data: name a dataset's folder in the place of {HELDOUT}")
+        raise ValueError(f"{where} has no held-out data: name a dataset's folder instead of {HELDOUT}")
     if not (Path(name) / "index.json").is_file():
-        raise FileNotFoundError(f"the held-out data of {where} is not at {name}: name its folder in place of {HELDOUT}")
+        raise FileNotFoundError(f"the held-out data of {where} is not at {name}: name its folder instead of {HELDOUT}")
     return Path(name)
 
 
 def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPrompts:
     """Open the captions to score a network on: those of its run's held-out data if `asked` is "heldout", else those of
-    the dataset in the folder `asked`. Raises FileNotFoundError or ValueError if they can't be opened, if another
-    encoder than that of the training encoded them, or if with_words is set and only encodings are stored."""
+    the dataset in the folder `asked`; with_words=True also reads their text. Raises FileNotFoundError or ValueError if
+    they can't be opened, were not encoded as in training, or lack the text that with_words needs."""
     folder = heldout_folder(saved) if asked == HELDOUT else Path(asked).expanduser()
     wanted = TextSpec(**asdict(saved.cfg.text))
     data = LatentDataset(folder, text=wanted.encoder)

@@ -7,7 +7,7 @@
     folder or tar            pictures, as image_sets.py reads them
     cifar10                  the statistics of CIFAR-10's 50,000 training pictures, unflipped; included in this package
 
-If a file has both, FID and sFID use its statistics, and precision, recall and KID its pictures, as in ADM's evaluator.
+If a file has statistics and pictures, FID and sFID use the former, precision, recall and KID the latter, as ADM does.
 """
 
 import functools
@@ -36,7 +36,7 @@ MAKE_FEATURES = "reference_features=true makes them, in about an hour of two CPU
 STATED = ("resolution", "count")  # arrays that save_statistics stores besides the statistics
 Statistics = tuple[np.ndarray, np.ndarray]  # mean (D,), covariance (D, D)
 KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
-SHIPPED = {"cifar10": Path(__file__).with_name("cifar10.npz")}  # save_reference= with packed=true: docs/scores.md
+SHIPPED = {"cifar10": Path(__file__).with_name("cifar10.npz")}  # made by fid.py save_reference=…, see docs/scores.md
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def symmetric(triangle: np.ndarray) -> np.ndarray:
 
 
 def statistics(what: str, features: ShardStore, kind: str, processes: Processes) -> Statistics:
-    """Return mean and covariance of the "pool" or "spatial" features; `what` names the set in a progress bar."""
+    """Return mean (D,) and covariance (D, D) of the "pool" or "spatial" features; `what` is a progress bar's title."""
     with processes.bar(f"mean and covariance of {what}, {kind}", sum(map(len, features.ranges))) as progress:
 
         def parts() -> Iterator[np.ndarray]:
@@ -136,7 +136,7 @@ class Unavailable(ValueError):
 @dataclass(frozen=True)
 class FeatureSets:
     """Inception features that metrics compare: `samples` has the samples' features, `features` those of the reference's
-    pictures (None: it has no pictures). Methods raise Unavailable if something they need is missing."""
+    pictures (None: the reference has none). Methods raise Unavailable if what they need is missing."""
 
     samples: ShardStore
     features: ShardStore | None
@@ -175,11 +175,11 @@ class FeatureSets:
         passes: tuple[int, int] = (0, 0),
         more_than: int = 0,
     ) -> T:
-        """Return measure(reference, samples, seen) for the "pool" features, (n, D) and (m, D), of the two sets. Later
-        calls with the same title return the stored result. If the device runs out of memory, `measure` is called again
-        with CPU tensors. Raises Unavailable if the reference has no pictures, or a set has too few.
+        """Return measure(reference, samples, seen) for the "pool" features of the reference's pictures (n, D) and the
+        samples (m, D). Later calls with the same title return the stored result. If the device runs out of memory,
+        `measure` is called again with CPU tensors. Raises Unavailable if there are no or too few pictures.
 
-        measure    calls seen(number of rows just done), which advances a progress bar with the title.
+        measure    a function; it calls seen(number of rows just done), which advances a progress bar with the title.
         passes     how many times `measure` goes through all reference rows, and all sample rows; (0, 0): no bar.
         more_than  each set must have more pictures than this.
         """

@@ -67,7 +67,7 @@ def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: Sav
 
 
 def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> str:
-    """Describe in a line how samples are generated. `cost` is the number of FLOPs divided by that without guidance."""
+    """Return a line on how samples are generated. `cost` is their FLOPs divided by the FLOPs without guidance."""
     shift = f" and shift {network.shift:g}" if network.shift not in (None, 1) else ""
     churn = f" and churn {sampler.churn.amount:g}" if sampler.churn.amount else ""
     relative = "" if sampler.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
@@ -159,7 +159,7 @@ class SampleFiles:
         return path, grey
 
     def describe(self, path: Path, grey: bool, seeds: object) -> str:
-        """Describe in a line what was written to `path`. seeds: the option as given; grey: grey pictures became RGB."""
+        """Return a line on what `path` holds. seeds: the option as the user gave it; grey: whether grey became RGB."""
         told = [(label, self._name(label)) for label in self.labels]
         shown = [f"{n}" if name == str(n) else f"{n} ({name})" if n < len(self.classes) else "null" for n, name in told]
         what = f"classes [{', '.join(shown)}]"

@@ -1,4 +1,4 @@
-"""Reads and writes the files of a score: fid.json beside the checkpoint or the pictures, and a line in fid.csv.
+"""Reads and writes a score's files: fid.json in the checkpoint's folder or beside the pictures, and a line in fid.csv.
 fid.json holds the newest score; older scores with other settings are kept as fid-1.json, fid-2.json, …"""
 
 import csv
@@ -41,8 +41,8 @@ class ScoreFiles:
         return record if same else None
 
     def find(self, settings: dict, with_samples: bool = False, **values: str) -> tuple[Path, dict] | None:
-        """Return (path, content) of the first of fid.json, fid-1.json, … that was made with these settings and has the
-        items `values`; None if there is none. with_samples=True: there must also be a samples.npz."""
+        """Return (path, content) of the first of fid.json, fid-1.json, … that was made with these settings and holds
+        the entries `values`; None if there is none. with_samples=True: the score must also have a samples.npz."""
         for number in (None, *range(1, self._free())):
             record = self._is(number, settings)
             same = record and all(record.get(key) == value for key, value in values.items())
@@ -51,7 +51,7 @@ class ScoreFiles:
         return None
 
     def make_room(self, settings: dict, scored: str = "") -> None:
-        """Rename the newest score's files, not `scored`, to the next free number, unless it has these settings."""
+        """Unless the newest score has these settings, rename its files (not the pictures `scored`) to a free number."""
         if not self._is(None, settings):
             number = self._free()
             for name in self._there():
@@ -66,8 +66,8 @@ class ScoreFiles:
 
 
 def table(record: dict) -> str:
-    """Format fid.json's content for people. There is a line for each metric, with its value and number of samples or
-    the reason why it is unavailable, and for each warning."""
+    """Format `record`, fid.json's content, as text: a line for each metric, with its value and number of samples or the
+    reason why it has no value, and for each warning or note on damaged pictures."""
     pictures = f" against {record['reference_count']:,}" if record.get("reference_count") else ""
     against = {"pictures": pictures, "statistics": pictures * (record.get("reference_statistics") == "pictures")}
 

@@ -1,4 +1,4 @@
-"""Scores samples by Inception features against a reference, or by a built-in dataset's metrics; FID during training."""
+"""Scores samples against a reference by Inception features, or by a built-in dataset's metrics; FID in training."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from tread.runtime.files import sha256
 
 NEIGHBOURS = 3
 REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # number of real digits behind these values
-Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]
+Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]  # see Scorer.score
 
 
 class Scorer(Protocol):
@@ -39,7 +39,7 @@ class Scorer(Protocol):
 
     metrics    names of the metrics that it may compute, the most important one first.
     reference  the reference that samples are compared with, opened from a path; None: the scorer has none.
-    seconds    time that extracting the reference's features took.
+    seconds    seconds that extracting the reference's features took.
     prompts    captions to draw samples for, each equally often; None: the user's options choose labels or prompts.
     hashes     {"reference": sha256, "inception": sha256} of the files that scores depend on; fid.json records them.
     """
@@ -57,7 +57,7 @@ class Scorer(Protocol):
 
     def score(self, samples: ShardStore) -> Scores:
         """Score a store of samples: pictures, labels and the arrays of `prepare`. Returns {metric: value}, {metric: why
-        it has no value}, and {metric: number of pictures}, for metrics where this is not the number of samples."""
+        it has no value}, and {metric: number of pictures} where that is not the number of samples."""
 
     def warnings(self, samples: int) -> list[str]:
         """Return warnings to record with a score of `samples` samples."""
@@ -76,7 +76,7 @@ class ReferenceScorer:
     """Compares samples with a reference by Inception features.
 
     features  the features of the reference's pictures; None before `extract_reference`, or if there are no pictures.
-    seconds   time that extracting these features took.
+    seconds   seconds that extracting these features took.
     """
 
     reference: Reference
@@ -95,7 +95,7 @@ class ReferenceScorer:
         return {"reference": self.reference.sha256, "inception": self.network.sha256}
 
     def extract_reference(self, cache: Path) -> None:
-        """Extract the reference pictures' features, if any, or read them from the folder `cache`, in all processes."""
+        """Extract the reference's features, if it has pictures, or read these from `cache`. All processes call this."""
         if self.reference.pictures is not None:
             began = time.perf_counter()
             pictures, self.features = extract_all(self.reference.pictures, cache, self.network, self.processes)
@@ -121,7 +121,7 @@ class ReferenceScorer:
         return values, unavailable, {}
 
     def warnings(self, samples: int) -> list[str]:
-        """Return warnings if samples or reference pictures are too few, or Inception has fewer channels than FID's."""
+        """Return warnings if samples or reference pictures are too few, or Inception is narrower than FID's network."""
         dimensions, narrow = self.network.sizes["pool"], self.network.narrow
         counts = {"samples": samples}
         # ADM's mu comes from many more pictures than its arr_0 holds
@@ -133,15 +133,15 @@ class ReferenceScorer:
             for what, count in counts.items()
             if count is not None and count <= dimensions
         ]
-        fewer = f"the Inception has {narrow} times fewer channels than FID's: these are no FID's numbers"
+        fewer = f"the Inception has {narrow} times fewer channels than FID's: these numbers are not FIDs"
         return texts + [fewer] * (narrow > 1)
 
 
 def open_scorer(
     reference: Path, inception: str | None, crop: Crop | None, processes: Processes, skip: bool = False
 ) -> ReferenceScorer:
-    """Open a reference, and Inception from the weight file `inception` (None: pytorch-fid's file, downloaded if
-    needed); features are not extracted. `crop` says how photos of the reference are cropped (None: not at all); with
+    """Open a reference, and Inception from the weight file `inception` (None: the file that TREAD_INCEPTION names, else
+    pytorch-fid's, downloaded if needed). `crop` says how the reference's photos are cropped (None: not at all); with
     `skip`, damaged ones are left out. Raises FileNotFoundError or ValueError if either can't be opened."""
     with processes.main_first():  # one process fetches the weights
         weights = find_weights(inception)
@@ -183,10 +183,10 @@ class DigitsJudge(Scorer):
 
 class EmojiJudge(Scorer):
     """Scores `count` emoji samples, half with captions of training emoji, half of held-out emoji, by judge_emoji:
-    whether the real emoji nearest to a sample has its caption. There is no FID.
+    whether the real emoji nearest to a sample has the sample's caption. There is no FID.
 
-    inception  weight file of an Inception network, whose features give distances besides the pixels'. None: the file
-               that TREAD_INCEPTION names, else pytorch-fid's, if it is on the disk; otherwise pixels alone count.
+    inception  weight file of an Inception network, whose features are compared in addition to pixels. None: the file
+               that TREAD_INCEPTION names, else pytorch-fid's if it is on the disk; without either, pixels alone.
 
     Raises FileNotFoundError or ValueError if the emoji cannot be opened, or the weight file does not exist.
     """
@@ -257,9 +257,9 @@ class OnlineFID:
 def open_online_fid(
     reference: Path, samples: int, inception: str | None, latents: LatentSpec, decoder: Decoder, processes: Processes
 ) -> OnlineFID:
-    """Open a reference with mu and sigma, and Inception from the weight file `inception` (None: pytorch-fid's,
-    downloaded if needed). Raises FileNotFoundError or ValueError if one can't be opened; ValueError if `samples`, the
-    total, is less than one per process, or if decoded pictures are not of the reference's size."""
+    """Open a reference with mu and sigma, and Inception from the weight file `inception` (None: as in open_scorer).
+    Raises FileNotFoundError or ValueError if one can't be opened; ValueError if `samples`, the total of all processes,
+    is less than one per process, or if `decoder` makes pictures of another size than the reference's."""
     if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
     scorer = open_scorer(reference, inception, None, processes)

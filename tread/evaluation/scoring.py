@@ -49,7 +49,7 @@ from tread.runtime.versions import versions
 CLIP = "clip_score"  # the CLIP score's key in METRICS and in stored parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # default numbers of samples
 GRID = 64  # number of pictures in fid.png
-# keys of a fingerprint that are left out if null or empty
+# keys that ScoringPlan.fingerprint leaves out if their values are null or empty
 OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip", "plugins"}
 
 
@@ -99,7 +99,7 @@ class ScoringOptions:
         drawing = [key for key, value in usual.items() if getattr(self, key) != value]
         drawing += ["guidance"] * (self.guidance.kind != "none")
         if drawing and self.checkpoint is None:
-            raise ValueError(f"{', '.join(drawing)}: of samples that a checkpoint draws, but checkpoint=… is not given")
+            raise ValueError(f"{', '.join(drawing)}: only for drawing from a checkpoint, but checkpoint=… is not given")
         if self.out is None and (self.checkpoint or "").startswith("hf:"):
             raise ValueError(f"checkpoint={self.checkpoint} has no folder of yours: name one for the score, out=…")
         if self.reference is None and (self.samples or self.save_reference):
@@ -115,11 +115,11 @@ class ScoringOptions:
             raise ValueError(f"crop={self.crop} is for folders and tars of photos, but none is named")
         for key in ("orientation", "alpha"):
             if (value := getattr(self, key)) and not self.crop:
-                raise ValueError(f"{key}={value} is for the photos of crop=…; without it pictures are taken as stored")
+                raise ValueError(f"{key}={value} needs crop=…: without crop, pictures are taken as stored")
 
 
 def read_options(config: dict) -> ScoringOptions:
-    """Read the options from a config composed by Hydra, with ~ expanded in paths."""
+    """Read the options from a config composed by Hydra, expanding ~ in paths. Raises ValueError for wrong options."""
     paths = ("checkpoint", "samples", "reference", "save_reference", "prompts", "clip")
     paths += ("inception", "autoencoder", "out", "cache")
     for section, keys in ((config, paths), (config.get("guidance") or {}, ("checkpoint",))):
@@ -128,9 +128,9 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything, then score each checkpoint, or the pictures. Returns each checkpoint's fid.json as a dict; for
-    a score made by this call, processes other than the main one get None instead. Without checkpoints, returns [].
-    Raises ValueError or OSError if a check fails."""
+    """Check everything, then score each checkpoint, or the pictures options.samples. Returns each checkpoint's fid.json
+    as a dict; for a score made by this call, processes other than the main one get None instead. Without checkpoints,
+    returns []. Raises ValueError or OSError if a check fails."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -207,7 +207,7 @@ class ScoringPlan:
     compiled        whether the networks' blocks are compiled for sampling.
     decoder         a text that identifies the decoder of the network's latents; "pixels": there is none.
     judge           scorer to use without a reference: DigitsJudge, EmojiJudge, or Unscored, which computes nothing.
-    prompts         the captions to draw, for a network that takes texts; else None.
+    prompts         the captions to draw samples for, if the network takes texts; else None.
     flops           FLOPs of the networks for one sample, over all steps.
     flops_relative  these FLOPs divided by those of the same steps without guidance, on all tokens.
     """
@@ -239,7 +239,7 @@ class ScoringPlan:
 
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
         """Return everything that decides a score, as a dict for JSON: scores with equal dicts are the same. The
-        arguments are the sha256 of the reference, of Inception's weights and of CLIP's; None: not used."""
+        arguments are the sha256 of the reference, of Inception's weights and of CLIP's weights; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
         routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
@@ -277,8 +277,8 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """Return the constants of a diffusion process, {name: value}. Those that older scores did not record are left out
-    if they have their default, so that older scores are still found."""
+    """Return the constants of a diffusion process, {name: value}. Constants that older scores did not record are left
+    out if they have their default value, so that older scores are still found."""
     added = ("direction", "shift", "train_shift", "predicts", "loss_of", "clamp", "contrastive")
     given = asdict(process).items()
     return {key: value for key, value in given if key not in added or value != getattr(type(process), key)}
@@ -323,7 +323,7 @@ def plan_scoring(
 
 def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPrompts | None:
     """Open the captions on which a text-conditional network is scored; return None for a class-conditional one. Raises
-    FileNotFoundError or ValueError if these can't be opened, or a class-conditional one has options.prompts or clip."""
+    FileNotFoundError or ValueError if they can't be opened, or if prompts or clip is set for a network with classes."""
     if saved.text is not None:
         return open_prompts(saved, options.prompts or HELDOUT, with_words=options.clip is not None)
     for key in ("prompts", "clip"):
@@ -336,7 +336,7 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
     """Return the options with a named reference replaced by a folder: "cifar10-test" by CIFAR-10's test pictures, which
     are downloaded if missing, "heldout" by the networks' held-out data. If no reference is set, "heldout" is also used
     for text-conditional networks, unless EmojiJudge scores them or save_samples is set. Raises OSError or ValueError if
-    the download fails, or if the networks have no held-out data, or not all the same."""
+    the download fails, or if the networks have no held-out data or different ones."""
     unnamed = options.reference is None and not options.save_samples
     unnamed &= any(plan.prompts and not plan.judge.prompts for plan in plans)
     if options.reference == "cifar10-test":  # the test pictures of CIFAR-10
@@ -345,7 +345,7 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
         return options
     folders = {str(heldout_folder(plan.saved)) for plan in plans}
     if len(folders) > 1:
-        raise ValueError(f"checkpoints have other held-out data ({', '.join(sorted(folders))}): score them one by one")
+        raise ValueError(f"checkpoints differ in held-out data ({', '.join(sorted(folders))}): score them one by one")
     return replace(options, reference=folders.pop())
 
 
@@ -363,9 +363,9 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures, from find_cifar10(plans), to the scorer's reference "cifar10", which ships as
-    statistics alone, for the metrics that need features. Unless options.reference_features is set, this is done only if
-    their features are cached; if it is, missing pictures are downloaded. Raises ValueError for other pictures then."""
+    """Add CIFAR-10's training pictures to the scorer's reference "cifar10", which ships as statistics alone, for
+    metrics that compare pictures. With options.reference_features, missing pictures are downloaded, and a folder of
+    other pictures raises ValueError. Without it, pictures are added only if their features are in the cache."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():
@@ -385,8 +385,8 @@ def add_shipped_pictures(
 
 def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | None:
     """Return how photos of the reference and samples are cropped; None if options.crop is null. A null orientation or
-    alpha is taken from the checkpoints' training photos; without checkpoints, EXIF orientation is applied, and
-    transparent pixels are laid on white. Raises ValueError if checkpoints differ in what is taken."""
+    alpha is replaced by the value used for the checkpoints' training photos; without checkpoints, EXIF orientation is
+    applied, and transparent pixels are laid on white. Raises ValueError if checkpoints differ in such a value."""
     if options.crop is None:
         return None
     chosen = {"orientation": options.orientation, "alpha": options.alpha}
@@ -412,7 +412,7 @@ def check_target(path: Path, reference: Reference) -> None:
     if reference.pictures is None:
         raise ValueError(f"{reference.where} holds no pictures to make statistics of")
     if reference.stated:
-        raise ValueError(f"{reference.where} holds mu and sigma: it is such a file, and its pictures may be others")
+        raise ValueError(f"{reference.where} holds mu and sigma: it is such a file, and may hold other pictures")
     if path.exists():
         raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
     check_place(path.parent, 0)
@@ -440,13 +440,13 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """Print and return the record of an earlier score with the same settings; None if there is none. It must have a
-        samples.npz if options.save_samples, and have used the same reference pictures if options.reference_features."""
+        """Print and return the content of an earlier fid.json with the same settings, else return None. Options may ask
+        for more: save_samples for a samples.npz, reference_features for the same reference pictures."""
         options = self.plan.options
         of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
         before = self.files.find(self.settings, with_samples=options.save_samples, **of)
         if before is not None:
-            tqdm.write(f"{self.plan.folder} is scored already by these settings: {before[0]}\n{table(before[1])}")
+            tqdm.write(f"{self.plan.folder} is scored already with these settings: {before[0]}\n{table(before[1])}")
         return before and before[1]
 
     def check(self, decoder: autoencoder.Decoder) -> None:
@@ -475,7 +475,7 @@ class CheckpointScoring:
             how = describe_drawing(plan.saved, plan.sampler, plan.flops_relative)
             processes.say(f"{plan.folder}: {plan.count:,} samples of {how}")
             for other in set(folder.glob(".fid-*")) - {self.parts.work}:
-                processes.say(f"  note: {other} holds unfinished work by other settings; remove it if unwanted")
+                processes.say(f"  note: {other} holds unfinished work with other settings; remove it if unwanted")
             for text in (*plugin_changes(plan.saved.found.info), *self.scorer.warnings(plan.count)):
                 processes.say(f"  note: {text}")
             self.parts.share(processes, "samples", partial(self._draw, decoder), verify=True)
@@ -590,7 +590,7 @@ def common_record(
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
-    """Score pictures made elsewhere; the main process writes and prints fid.json. options.cache keeps the features."""
+    """Score pictures made elsewhere; the main process writes and prints fid.json. options.cache stores the features."""
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()

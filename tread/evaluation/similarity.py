@@ -1,9 +1,9 @@
 """Measures how alike the tokens between a network's blocks are: the cosine similarity of each pair of states.
 
 State 0 is the embedded sequence of tokens, state k + 1 the output of block k. Within a route, a range of blocks that
-some tokens skip, a state holds only the other tokens. Two states are compared on the tokens that both hold, matched by
-position in the grid. The output of a route's last block holds the skipped tokens again, with their values from before
-the route (or before block `rejoin`, if the route names one), except in networks that put mask tokens in their places.
+some tokens skip, a state holds only the tokens that do not skip. Two states are compared on the tokens that both hold,
+matched by position in the grid. The state after a route's last block holds the skipped tokens again, with their values
+from before the route (or before its block `rejoin`), except in networks that replace skipped tokens by mask tokens.
 
 Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
 """
@@ -30,10 +30,10 @@ from tread.runtime.randomness import seeded_uniform
 
 
 class States(NamedTuple):
-    """The tokens in one forward pass of L blocks: state 0 is the first block's input, state i the output of the i-th.
+    """The tokens in one forward pass of L blocks: state 0 is the first block's input, state k + 1 block k's output.
 
-    tokens  (L + 1, B, N, D) fp32, at their positions in the grid; 0 for tokens that are skipping blocks then.
-    held    (L + 1, B, N) bool: False for those.
+    tokens  (L + 1, B, N, D) fp32, at their positions in the grid; 0 for tokens that a state does not hold.
+    held    (L + 1, B, N) bool: whether a state holds a token; False while the token skips blocks.
     """
 
     tokens: Tensor
@@ -44,7 +44,7 @@ def block_states(
     network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), **more: Tensor
 ) -> tuple[Tensor, States]:
     """Return a network's output (B, C, S, S) for the arguments of Backbone.forward (latents x, time input t, labels or
-    texts y, pairs of routes and kept tokens, and a class token in `more`), and the tokens between its blocks."""
+    texts y, pairs (Route, indices of kept tokens), a class token in `more`), and the tokens between its blocks."""
     embedded: list[Tensor] = []
     hook = network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output))
     record = Record(blocks=range(len(network.blocks)))
@@ -129,7 +129,7 @@ def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[R
 
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
     """Open the held-out latents of a network's run, or its training latents if there are none, normalised as in
-    training. `folder` is where they are; None: the folder in the checkpoint's settings, written if it is missing and
+    training, from `folder`; None: from the folder in the checkpoint's settings, which is written if it is missing and
     the dataset is the digits. Raises FileNotFoundError, or ValueError if the network was trained on other latents."""
     dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()

@@ -23,7 +23,7 @@ from tread.routing.ids import RULES
 from tread.runtime.schema import Chosen, Count, CountOrZero, Positive, PositiveOrZero
 from tread.runtime.tensor_files import CLASS_TOKEN, EXPAND, MASKDIT
 
-OUTSIDE = ("name", "architecture", "routes", "position_scale")  # options that are no constructor's argument
+OUTSIDE = ("name", "architecture", "routes", "position_scale")  # options that no network's constructor takes
 Shapes = Mapping[str, tuple[int, ...]]  # name of a state dict's tensor → its shape
 BLOCK = "blocks.0."
 CROSS = f"{BLOCK}cross_attn.q.weight"
@@ -31,13 +31,13 @@ CROSS = f"{BLOCK}cross_attn.q.weight"
 
 @dataclass(frozen=True)
 class TextSettings:
-    """The text encoder of a network that takes captions. All fields but `encoder` come from the dataset.
+    """The text encoder of a network that takes captions: `encoder` is its name; the other fields come from the dataset.
 
     fingerprint    hash of the encoder or of the vocabulary; None: unknown.
-    tokens         T, the number of text tokens.
-    width          channels C of each token; None: the encoder gives word numbers.
+    tokens         T, the number of text tokens to which captions are padded or cut off.
+    width          channels C of each token; None: the encoder returns word ids, which the network embeds.
     pooled         channels P of the pooled text; None: the encoder has no pooled output.
-    vocabulary     the words that the encoder "words" knows, in the order of their numbers.
+    vocabulary     the words that the encoder "words" knows, in the order of their ids.
     padding        True: padding tokens are attended to like words, so no token is masked.
     """
 
@@ -51,23 +51,23 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """{"text.<name>": value} of the settings that change what trained weights compute; not the vocabulary."""
+        """The settings that change what trained weights compute, as {"text.<name>": value}: all but vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """The options that all architectures share, named like their network's arguments. `routes` let some tokens skip
+    """The options that all architectures share, most of them arguments of Backbone. `routes` let some tokens skip
     blocks; position_scale multiplies the tokens' rows and columns in fixed position embeddings. Subclasses override:
 
-    network     the class that is built.
+    network     the network's class.
     takes_text  True: the network takes texts instead of labels.
     has_path    True: the network has SPRINT's sparse part, which training can drop in some samples (train.path_drop).
-    class_token channels of a class token, as in REG; None: there is none.
-    masks       True: sampling runs all tokens, as mask tokens would replace skipped ones (MaskDiT).
+    class_token channels of the feature that REG's class token embeds; None: there is no class token.
+    masks       True: sampling must run all tokens, since mask tokens would replace skipped ones (MaskDiT).
     along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
-    constants   attributes that change what trained weights compute: fixed in this architecture, options in others.
+    constants   names of attributes that change what trained weights compute, and are options in some architectures.
     undecisive  names of options that do not change what trained weights compute.
     marks       tensor names; a state dict that has one of them is of this architecture.
     """
@@ -117,7 +117,7 @@ class NetworkOptions:
 
     @property
     def usual_route(self) -> Route:
-        """The default route skips 0-based blocks 2 to depth − 4, unless overridden. Raises ValueError if depth < 6."""
+        """The default route. Here tokens skip the 0-based blocks 2 to depth − 4. Raises ValueError if depth < 6."""
         return Route.for_depth(self.depth, select=self.selects[0])
 
     @property
@@ -160,7 +160,7 @@ class NetworkOptions:
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        """Return whether a state dict can be of this architecture, given the shapes of its tensors by name."""
+        """Return whether a state dict with tensors of these names and shapes can be of this architecture."""
         return any(name in shapes for name in cls.marks)
 
     @classmethod
@@ -266,7 +266,7 @@ class MambaOptions(NetworkOptions):
 
     @classmethod
     def knows(cls, shapes: Shapes) -> bool:
-        return all(name in shapes for name in cls.marks) and len(shapes[cls.marks[-1]]) == 1  # 2: Mamba 1
+        return all(name in shapes for name in cls.marks) and len(shapes[cls.marks[-1]]) == 1  # 2 axes: Mamba-1
 
     @property
     def blocks(self) -> str:
@@ -304,13 +304,13 @@ class MambaOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class MaskDiTOptions(DiTOptions):
-    """Options of MaskDiT. A decoder option of None becomes the published value, or suits a hidden_size below 384."""
+    """Options of MaskDiT. Decoder options of None become the published sizes, or smaller ones if hidden_size < 384."""
 
     decoder_hidden_size: Count | None = 512
     decoder_depth: Count | None = 8
     decoder_heads: Count | None = 16
-    class_token: ClassVar[None] = None  # no option here: nobody has published one
-    value_residual: ClassVar[bool] = False  # no option here, as the route starts at block 0
+    class_token: ClassVar[None] = None  # not an option: no published MaskDiT has one
+    value_residual: ClassVar[bool] = False  # not an option, as the route starts at block 0
 
     network, masks, marks = MaskDiT, True, (MASKDIT,)
     constants = (*DiTOptions.constants, "value_residual")
@@ -343,7 +343,7 @@ class RWKVOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class SprintOptions(LightningOptions):
-    class_token: ClassVar[None] = None  # no option here: nobody has published one
+    class_token: ClassVar[None] = None  # not an option: no published SPRINT has one
 
     network, has_path, marks = Sprint, True, ("fusion_proj.weight",)
 
@@ -367,7 +367,7 @@ ARCHITECTURES = Table(type, {
     "sprint": SprintOptions,
 })  # fmt: skip
 CHOSEN = Chosen("architecture", ARCHITECTURES)
-AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of a section `model`
+AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of the settings' section `model`
 
 
 def recognize(shapes: Shapes) -> str:

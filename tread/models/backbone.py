@@ -1,8 +1,8 @@
 """The parts that all networks share: latents → tokens → blocks → latents. A route lets some tokens skip some blocks.
 
-Names and initialisation of embedders (embedders.py) and last layer are public DiT's. The blocks are in dit.py,
-lightning.py, rwkv.py and mamba.py. Nothing random happens in a forward pass: the caller draws the indices of tokens
-that do not skip (ids_keep) and replaces dropped labels by the null class.
+Parameter names and initialisation of the embedders (embedders.py) and of the last layer are those of the public DiT
+code. The blocks are in dit.py, lightning.py, rwkv.py and mamba.py. A forward pass draws no random numbers: the caller
+draws ids_keep, the indices of the tokens that do not skip, and for label dropout passes the null class as a label.
 
 Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
 """
@@ -33,7 +33,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class FinalLayer(nn.Module):
-    """LayerNorm modulated by c (adaLN), then a linear layer: (B, N, dim), c (B, conditioning) → (B, N, values)."""
+    """LayerNorm modulated by c (adaLN), then a linear layer: x (B, N, dim), c (B, conditioning) → (B, N, values)."""
 
     def __init__(self, dim: int, values: int, conditioning: int) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class FinalLayer(nn.Module):
 
 
 def count_parameters(network: nn.Module, trained: bool = False) -> int:
-    """Return the number of values in a network's parameters, or only in trained ones; buffers are not counted."""
+    """Return the number of values in a network's parameters; trained=True: only in those that require gradients."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad or not trained)
 
 
 def linear_products(block: nn.Module, tokens: int) -> int:
-    """Return the multiply-adds of a block's linear layers for one sample; adaLN runs once, the others per token."""
+    """Return the multiply-adds of a block's linear layers for one sample of `tokens` tokens; adaLN runs only once."""
     layers, modulation = (
         sum(layer.weight.numel() for layer in part.modules() if isinstance(layer, nn.Linear))
         for part in (block, block.adaLN_modulation)
@@ -77,19 +77,19 @@ def block_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
 class Backbone(nn.Module):
     """The network F(x; t, y): embedders, `depth` blocks and a last layer. Arguments are named as in public DiT.
 
-    make_block   function that creates a block. Blocks take tokens (B, N, D), the tensors that self.along(B) returns and
-                 conditioning (B, D), and grid=(rows, columns) if self.needs_grid is set, and return tokens. They have a
-                 linear layer adaLN_modulation[1], and a method multiply_adds like DiTBlock's in dit.py. They draw
-                 nothing: dropout would not follow from (seed, step), nor be the same where activations are recomputed.
+    make_block   function that creates a block: a module that takes tokens (B, N, D), self.along(B), conditioning
+                 (B, D) and, if self.needs_grid is set, grid=(rows, columns), and returns tokens. It has a linear layer
+                 adaLN_modulation[1] and a method multiply_adds like DiTBlock's (dit.py). It must draw no random
+                 numbers (no dropout): they would differ when activations are recomputed or a run is resumed.
     input_size   height and width S of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
-    learn_sigma  True: twice the output channels, as in public checkpoints; the second half is unused here.
-    init         "adaln_zero" (the paper's): modulations and last layer start at zero, so an untrained network outputs
+    learn_sigma  True: twice the output channels, as in public DiT; the second half is unused here.
+    init         "adaln_zero" (DiT's): modulations and last layer start at zero, so an untrained network outputs
                  0. "xavier": Xavier-uniform linear layers overwrite the zeros, as in the released TREAD code.
-    embedder     function that takes hidden_size and creates the embedder of y, with methods initialize() and
-                 check(y, batch) as LabelEmbedder has; None: y are labels.
-    bottleneck   channels to which patches are projected before the linear layer to D channels (JiT); None: D at once.
-    class_token  channels of a class token, as in REG; None: the network has none.
+    embedder     function (hidden_size) → module that embeds the condition y and has methods initialize() and
+                 check(y, batch) like those of LabelEmbedder; None: y are class labels, and a LabelEmbedder is used.
+    bottleneck   channels to which patches are projected before a second projection to D (JiT); None: directly to D.
+    class_token  channels z of the feature that REG's class token embeds (class_token.py); None: no class token.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -132,7 +132,7 @@ class Backbone(nn.Module):
         self.blocks = nn.ModuleList(make_block() for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels, hidden_size)
         self.z_embedder = ClassToken(class_token, hidden_size) if class_token else None
-        self.leading = int(self.z_embedder is not None)  # tokens before the patches
+        self.leading = int(self.z_embedder is not None)  # number of tokens before the patches
         self.initialize(init)
 
     def initialize(self, init: str) -> None:
@@ -164,7 +164,7 @@ class Backbone(nn.Module):
         return [self.x_embedder, *self.blocks, self.final_layer]
 
     def along(self, batch: int) -> Sequence[Tensor]:
-        """Return the blocks' inputs (B, N, …) that have a row for each token, such as rotary tables. Here: none."""
+        """Return the blocks' inputs (batch, N, …) with a row per token, e.g. rotary tables; this class has none."""
         return ()
 
     def unpatchify(self, x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Backbone(nn.Module):
         return torch.full((count,), self.num_classes, device=self.pos_embed.device)
 
     def tokens_run(self, routes: Sequence[Route]) -> list[int]:
-        """Return for each block the number of tokens on which it runs if tokens skip the blocks of these routes."""
+        """Return, for each block, the number of tokens on which it runs under `routes`, not counting a class token."""
         tokens = [self.num_tokens] * len(self.blocks)
         for route in check_routes(routes, len(tokens)):
             running = count_run(route, self.num_tokens, self.grid)
@@ -189,7 +189,7 @@ class Backbone(nn.Module):
         """Return one sample's forward FLOPs under `routes`: two per multiply-add of matrix products and token mixing.
 
         attention  False: linear layers only, without token mixing (in DiT the products of queries, keys and values).
-        upto       index of the last block to count, without the last layer; None: count all.
+        upto       index of the last block to count; the last layer is then not counted. None: count everything.
         """
         D, last = self.hidden_size, len(self.blocks) if upto is None else upto + 1
         run = (K + self.leading for K in self.tokens_run(routes))
@@ -197,7 +197,7 @@ class Backbone(nn.Module):
         embedding = sum(weight.numel() for weight in self.x_embedder.parameters() if weight.ndim > 1)
         values = D * self.patch_size**2 * self.out_channels if upto is None else 0
         time, final = (WAVES + D) * D, 2 * D * D if upto is None else 0
-        if self.z_embedder is not None:  # its embedding; its velocity, with the last layer's modulation once more
+        if self.z_embedder is not None:  # its embedding; its velocity, for which the last layer is modulated again
             blocks += self.z_embedder.width * D * (2 if upto is None else 1) + final
         return int(2 * (blocks + self.num_tokens * (embedding + values) + final + time))
 
@@ -213,9 +213,9 @@ class Backbone(nn.Module):
         """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S).
 
         routes       pairs (Route, ids_keep (B, K)): a route's blocks run only on the K tokens with these indices.
-        record       receives each route's ids_keep, the outputs of the blocks in record.blocks, and the class token's
-                     velocity.
-        class_token  (B, z) noised class token, of a network that has one.
+        record       receives each route's ids_keep, the outputs of the blocks in record.blocks, and the velocity that
+                     the network predicts for the class token, if it has one.
+        class_token  (B, z) noised feature; required if the network has a class token.
         """
         x, c, *shared = self.embed(x, t, y, class_token)
         grid, along = self.grid if self.needs_grid else None, self.along(len(x))
@@ -239,8 +239,8 @@ class Backbone(nn.Module):
         return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)[:, self.leading :]
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor, class_token: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return tokens (B, N, D), or (B, 1 + N, D) with a class token, conditioning (B, D) and any further inputs of
-        the blocks, which are the same for all tokens. Raises ValueError for inputs that do not fit."""
+        """Return (tokens, conditioning (B, D), *further). Tokens are (B, N, D), or (B, 1 + N, D) with a class token;
+        `further` are other inputs that all tokens share, such as a text. Raises ValueError if inputs do not fit."""
         expected = (self.in_channels, self.input_size, self.input_size)
         if x.shape[1:] != expected:
             raise ValueError(f"x has shape {tuple(x.shape)}, but this network takes (B, *{expected})")
@@ -252,5 +252,5 @@ class Backbone(nn.Module):
         return tokens, self.t_embedder(t) + condition, *shared
 
     def embed_condition(self, y: Tensor) -> Sequence[Tensor]:
-        """Return the embedded labels (B, D) and any further inputs of the blocks. Here: none."""
+        """Return (embedded labels (B, D), *further), as in `embed`; this class has no further inputs."""
         return (self.y_embedder(y),)

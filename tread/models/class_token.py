@@ -1,5 +1,5 @@
 """The class token of REG (Wu et al. 2025, arXiv 2507.01467): a token before the patches that embeds a noised feature
-vector of the whole picture. It has no position, never skips a block, and its velocity is predicted beside the latents'.
+vector of the whole picture. It has no position and never skips a block. The network also predicts its velocity.
 
 Shapes: B samples, N patches, z channels of the feature, D hidden size.
 """
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 class ClassToken(nn.Module):
     """Embeds a noised feature (B, width) of the whole picture as a token. `out` maps the class token (B, D), after the
-    last layer's norm and modulation, to the feature's velocity (B, width): 0 before training."""
+    last layer's norm and modulation, to the feature's predicted velocity (B, width), 0 before training."""
 
     def __init__(self, width: int, hidden_size: int) -> None:
         super().__init__()
@@ -20,8 +20,8 @@ class ClassToken(nn.Module):
         self.out = nn.Linear(hidden_size, width)
 
     def before(self, tokens: Tensor, given: Tensor | None) -> Tensor:
-        """Embed a noised feature (B, z) and put it before the patches: (B, N, D) → (B, 1 + N, D). Raises ValueError
-        unless the feature is given, with this shape."""
+        """Embed the noised feature `given` (B, z) and put it before the patches: (B, N, D) → (B, 1 + N, D). Raises
+        ValueError if `given` is None or has another shape."""
         if given is None or given.shape != (len(tokens), self.width):
             said = "none" if given is None else tuple(given.shape)
             raise ValueError(f"class_token is {said}, but this network takes ({len(tokens)}, {self.width})")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 class Text(NamedTuple):
-    """Encoded captions of B samples. Functions here take any tuple of these fields: exported code has its own class.
+    """Encoded captions of B samples. Functions here take any tuple of these fields, as exported code has its own class.
 
-    tokens  (B, T, C) output of a frozen encoder, or (B, T) int64 word numbers, which the network embeds.
+    tokens  (B, T, C) output of a frozen encoder, or (B, T) int64 word ids, which the network embeds.
     mask    (B, T) bool, False for padding. No row is all False: even the empty caption has a begin token.
     pooled  (B, P) pooled output of the encoder; None: the network uses the mean of the tokens.
     """

@@ -1,5 +1,5 @@
 """Constants for predicting time and memory of training: GPUs' data sheets, the fractions of peak speed that are
-reached, and the bytes that blocks keep and move."""
+reached, and the bytes that a block keeps for its backward pass and moves to or from memory."""
 
 from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean
@@ -22,18 +22,18 @@ class Device(NamedTuple):
 
 class Constants(NamedTuple):
     """Constants from which a training step's time is predicted: the fractions of a GPU's peak that matrix products,
-    attention and memory traffic reach, and the time that launching a block takes."""
+    attention and memory traffic reach, and the time that the CPU needs to launch a block's kernels."""
 
-    reached: tuple[Sequence[int], Sequence[float]] = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # widths, shares
-    attention: Mapping[int, float] = MappingProxyType({64: 0.19, 72: 0.13})  # width of a head → share
-    bandwidth: float = 0.875  # share of Device.bandwidth reached
-    launch: float = 1.1e-3  # seconds of the host for a block's forward pass, backward pass and update, compiled
+    reached: tuple[Sequence[int], Sequence[float]] = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # widths D, shares
+    attention: Mapping[int, float] = MappingProxyType({64: 0.19, 72: 0.13})  # channels per head → share
+    bandwidth: float = 0.875  # share of Device.bandwidth
+    launch: float = 1.1e-3  # seconds for the CPU to launch forward pass, backward pass and update of a compiled block
 
 
 class BlockBytes(NamedTuple):
-    """Bytes per token and channel of a compiled bf16 block. `saved`: kept for the backward pass; `budget`: the same
-    with train.memory=budget. `moved`: read or written in both passes outside of matrix products and attention;
-    `moved_in_bf16`: the same with train.residual=bf16."""
+    """Bytes per token and channel of a compiled bf16 block. `saved`: kept for the backward pass; `budget`: kept instead
+    with train.memory=budget. `moved`: read or written by the forward and the backward pass together, outside of matrix
+    products and attention; `moved_in_bf16`: like `moved`, with train.residual=bf16."""
 
     saved: float
     moved: float
@@ -58,15 +58,15 @@ BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py compares the
     "rwkv": BlockBytes(80.5, 539, 53, 499),
     "mamba": BlockBytes(146.6, 1177, 88.7, 1135),
 }
-VALUE_BYTES = BlockBytes(2, 16, 0, 14)  # further ones of a block that mixes in the first block's values
-TOKEN_BYTES = {"mamba": BlockBytes(1306, 23900, 1560, 23900)}  # further bytes for each token: the scan's B and C
-END_BYTES = BlockBytes(30, 41, 30, 41)  # of embedding and last layer together, for each token and channel
-UPDATE_BYTES = 44  # for each parameter, read or written by gradient clipping, AdamW and one EMA
-SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # widths of DiTs
+VALUE_BYTES = BlockBytes(2, 16, 0, 14)  # added for a block that mixes in the first block's values
+TOKEN_BYTES = {"mamba": BlockBytes(1306, 23900, 1560, 23900)}  # added per token, whatever the width: the scan's B and C
+END_BYTES = BlockBytes(30, 41, 30, 41)  # of embedding and last layer together, per token and channel
+UPDATE_BYTES = 44  # per parameter, read or written by gradient clipping, AdamW and one EMA
+SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # hidden sizes of DiTs
 
 
 def block_bytes(architecture: str, width: int, value_residual: bool = False) -> BlockBytes:
-    """Return the bytes that a block keeps and moves per token and channel; unknown architectures count as DiT."""
+    """Return the BlockBytes of a block of hidden size `width`; architectures that are not in the table count as DiT."""
     known, fixed = BLOCK_BYTES.get(architecture, BLOCK_BYTES["dit"]), TOKEN_BYTES.get(architecture, (0, 0, 0, 0))
     mixing = VALUE_BYTES if value_residual else (0, 0, 0, 0)
     return BlockBytes(*(each + further + more / width for each, further, more in zip(known, mixing, fixed)))
@@ -81,7 +81,7 @@ def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Modu
 
 
 def measured_constants(result: Mapping, device: Device) -> Constants:
-    """Return the constants measured on `device`, given the JSON of benchmarks/gpu_check.py; defaults for the rest."""
+    """Return PREDICTED, updated with the constants measured on `device` (`result`: JSON of benchmarks/gpu_check.py)."""
     rows = {name: row for part in ("machine", "host") for name, row in result.get(part, {}).get("rows", {}).items()}
 
     def values(start: str, key: str) -> list[float]:

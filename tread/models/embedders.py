@@ -31,8 +31,8 @@ def sincos_positions(dim: int, grid_size: int, scale: float = 1.0) -> Tensor:
 
 class PatchEmbed(nn.Module):
     """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D).
-    With a bottleneck of d channels, a convolution without bias maps to d, a linear layer to D (JiT; Li & He 2025, arXiv
-    2511.13720). Under torch.compile a matrix product replaces the convolution; the results differ by rounding."""
+    With a bottleneck of d channels, a convolution without bias maps to d, and a linear layer from d to D (JiT; Li & He
+    2025, arXiv 2511.13720). torch.compile gets a matrix product instead of the convolution, equal up to rounding."""
 
     def __init__(self, in_channels: int, patch_size: int, hidden_size: int, bottleneck: int | None = None) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class PatchEmbed(nn.Module):
 
 
 def kept_as(residual: Residual, tokens: Tensor, product: Tensor) -> Tensor:
-    """Return tokens in the dtype of the residual stream. residual="bf16": that of `product`, a layer's output, which is
-    bf16 under autocast, so that later residual sums are bf16 too. residual="fp32": the tokens are not changed."""
+    """Return tokens in the dtype of the residual stream. residual="fp32": the tokens unchanged. residual="bf16": in the
+    dtype of `product`, a layer's output; under autocast this is bf16, and later residual sums then are bf16, too."""
     return tokens.to(product.dtype) if residual == "bf16" else tokens
 
 

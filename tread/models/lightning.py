@@ -1,8 +1,8 @@
 """LightningDiT (Yao et al. 2025, arXiv 2501.01423): DiT with RMSNorm, SwiGLU and rotary positions, each an option.
 
 Parameter names and shapes are those of public LightningDiT checkpoints; with norm="layer", mlp="gelu" and
-positions="sincos" the network is dit.py's DiT, with its names. Tokens keep their rotary positions in the full grid when
-other tokens skip blocks: that changes which tokens attend to each other, not their positions.
+positions="sincos" the network is dit.py's DiT, with DiT's names. If some tokens skip blocks, the others keep their
+rotary positions in the full grid.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of d = D/H channels.
 """
@@ -31,7 +31,7 @@ class LightningDiT(DiT):
     positions  "sincos": fixed sines and cosines are added to the tokens; "rope": in addition queries and keys rotate by
                their token's row and column (rotary positions), as in public checkpoints.
     qk_norm    True: RMSNorm of each head's queries and keys, before they rotate.
-    block      class or function that creates a block from DiTBlock's arguments: norm, mlp and qk_norm by keyword.
+    block      callable that creates a block: block(hidden_size, num_heads, mlp_ratio, norm=…, mlp=…, qk_norm=…).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LightningDiT(DiT):
 
 
 def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Remove a public file's rotary tables from state_dict. Raises ValueError if they differ from the network's."""
+    """Remove a public checkpoint's rotary tables from state_dict; ValueError if they differ from the network's."""
     tables = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
     check_tables(tables, network.num_tokens, "the state dict")
     for name, table in tables.items():

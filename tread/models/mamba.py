@@ -2,9 +2,9 @@
 
 A block is DiT's with adaLN-Zero, but with a Mamba-2 mixer instead of attention and an optional MLP. As in Vision-Mamba
 and DiS, the directions share input and output projections, and the state is not reset at the ends of rows: the grid is
-one sequence. If some rows of tokens skip a block, it scans the others as if they were the whole grid. Costs are linear
-in the number of tokens. With attention_every some blocks are DiT's own. No public checkpoint has these blocks: their
-widths, the default of two directions and the weights that directions share are this code's choice.
+one sequence. If some rows of tokens skip a block, the block scans the others as if they were the whole grid. Costs are
+linear in the number of tokens. With attention_every some blocks are DiT's own. No public checkpoint has exactly these
+blocks: their widths, the default of two directions and the choice of shared weights were made for this code.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E = expand·D.
 """
@@ -26,9 +26,9 @@ from tread.runtime.schema import check
 
 Directions = Literal[1, 2, 4]
 Kernel = Literal["torch", "mamba_ssm"]
-STEPS = (1e-3, 0.1)  # range of Δ at the start, log-uniform as in Mamba-2
-DECAYS = (1.0, 16.0)  # range of −A at the start, uniform as in Mamba-2
-A_LOG_LIMIT = 40.0  # above it each token erases the state anyway; e^89 would be more than fp32 holds
+STEPS = (1e-3, 0.1)  # range of the step size Δ at initialisation, log-uniform as in Mamba-2
+DECAYS = (1.0, 16.0)  # range of −A at initialisation, uniform as in Mamba-2
+A_LOG_LIMIT = 40.0  # upper bound of A_log: each token then erases the state, and e^89 overflows fp32
 
 
 def in_order(x: Tensor, direction: int, grid: Grid | None) -> Tensor:
@@ -65,14 +65,14 @@ class Mamba2Mixer(nn.Module):
         self.conv1d = nn.Conv1d(directions * channels, directions * channels, conv, groups=directions * channels)
         # conv1d only holds weights: forward passes them to causal_conv
         step = torch.empty(heads).uniform_(*map(math.log, STEPS)).exp()
-        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus(dt_bias) is the step
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus(dt_bias) is the step size
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*DECAYS).log())
         self.D = nn.Parameter(torch.ones(heads))
         self.norm = nn.RMSNorm(self.width, eps=1e-5)
         self.out_proj = nn.Linear(self.width, dim, bias=False)
 
     def forward(self, x: Tensor, grid: Grid | None = None) -> Tensor:
-        """Mix tokens x (B, N, D) of the grid (H, W). Raises ValueError if four directions get no grid of N tokens."""
+        """Mix tokens x (B, N, D) of the grid (H, W). Raises ValueError if directions=4 gets no grid of N tokens."""
         ways = range(self.directions)
         if self.directions == 4 and (grid is None or math.prod(grid) != x.shape[1]):
             raise ValueError(f"directions 4 scans columns, but grid is {grid} for {x.shape[1]} tokens (rows, columns)")
@@ -132,15 +132,15 @@ class Mamba(Backbone):
     """The network F(x; t, y) of Mamba-2 blocks. `sizes` are other arguments of Backbone (backbone.py).
 
     mlp_ratio           width of the MLP divided by hidden_size; 0: no MLP.
-    state               numbers in the state of each channel.
-    head_dim            channels of a head; expand·hidden_size is a multiple of it.
+    state               size of each channel's state (d_state in mamba_ssm).
+    head_dim            channels of a head; must divide expand·hidden_size.
     expand              width of the mixer divided by hidden_size.
-    conv                length of the causal convolution in tokens.
+    conv                kernel size of the causal convolution, in tokens.
     directions          1: raster order; 2: also backward; 4: also both ways along columns.
-    attention_every     k: each k-th block is DiT's, with num_heads attention heads; 0: none.
-    kernel              "torch": any device; "mamba_ssm": that package's fused scan, on CUDA.
-    allow_token_routes  True: any tokens may skip blocks, the others are scanned in raster order, and directions=4 is
-                        refused, as it needs a grid. False: only whole rows may skip, so the others form a grid.
+    attention_every     k: every k-th block is a DiT block with num_heads attention heads; 0: none.
+    kernel              "torch": scan by PyTorch, on any device; "mamba_ssm": that package's fused scan, on CUDA.
+    allow_token_routes  True: any tokens may skip blocks, and the others are scanned in raster order; directions=4,
+                        which needs a grid, raises ValueError. False: only whole rows may skip: the others form a grid.
 
     Raises ValueError for sizes that do not fit together, and for a kernel that is not available.
     """

@@ -1,8 +1,8 @@
-"""MaskDiT (Zheng et al. 2023, arXiv 2306.09305): an encoder of DiT's blocks on the kept tokens, a decoder on all.
+"""MaskDiT (Zheng et al. 2023, arXiv 2306.09305): an encoder of DiT blocks on some tokens, a decoder on all.
 
-In training half of the tokens skip the encoder; after it a learned mask token takes their places, and a decoder of
-fixed size runs on all tokens. Parameter names are those of public MaskDiT checkpoints without their prefix `model.`,
-except that labels are embedded by DiT's table, whose row for the null class is zero.
+In training half of the tokens skip the encoder. A learned mask token then takes the place of each skipped token, and a
+small decoder runs on all tokens. Parameter names are those of public MaskDiT checkpoints without the prefix `model.`,
+except that labels are embedded by DiT's embedding table, whose row for the null class is zero.
 
 Shapes: B samples, N tokens, D hidden size, W the decoder's hidden size.
 """
@@ -22,8 +22,8 @@ from tread.routing.ids import count_kept
 
 class MaskDiT(DiT):
     """The MaskDiT network F(x; t, y). `sizes` are DiT's other arguments. The null class's embedding is zero and not
-    trained. The decoder's blocks (decoder_hidden_size, decoder_depth, decoder_heads) are modulated by the encoder's
-    conditioning (B, D); all published networks have the default sizes. Raises ValueError for sizes that do not fit."""
+    trained. The decoder has decoder_depth blocks with decoder_hidden_size channels and decoder_heads attention heads;
+    published networks have the defaults. Both parts get one conditioning. Raises ValueError if sizes do not fit."""
 
     skipped_return = False
 
@@ -70,8 +70,8 @@ class MaskDiT(DiT):
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
         """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S). `routes`
-        is () or one (Route, ids_keep (B, K)): the K tokens with these indices run the encoder, mask tokens then replace
-        the others, and the decoder runs on all. `record` receives ids_keep and outputs of encoder blocks."""
+        is () or one pair (Route, ids_keep (B, K)): the encoder runs on the tokens with these indices only, the decoder
+        on all, with mask tokens for the others. `record` receives ids_keep and the encoder blocks' outputs."""
         x, c = self.embed(x, t, y)
         (batch, tokens), ids_keep, record = x.shape[:2], None, record or Record()
         check_spans([route for route, _ in routes], len(self.blocks))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-TABLES = ("feat_rope.freqs_cos", "feat_rope.freqs_sin")  # names of rotary tables in public files
+TABLES = ("feat_rope.freqs_cos", "feat_rope.freqs_sin")  # names of rotary tables in public checkpoints
 ROUNDING = 0.01  # tolerance for a file's tables; rounding to bf16 changes them by up to half of it
 
 

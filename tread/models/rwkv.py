@@ -2,8 +2,8 @@
 
 A block mixes tokens (spatial mix: gated WKV, wkv.py) and then channels, each after a shift that gives every token some
 channels of its four neighbours, as in Vision-RWKV (Duan et al. 2024, arXiv 2403.02308). Conditioning, gates and last
-layer are DiT's adaLN-Zero (backbone.py), an option in Diffusion-RWKV; its long skips between shallow and deep blocks
-are left out, as in TREAD. Costs are linear in the number of tokens.
+layer are DiT's adaLN-Zero (backbone.py), which Diffusion-RWKV has as an option. Diffusion-RWKV's long skip connections
+between shallow and deep blocks are left out, as in TREAD. Costs are linear in the number of tokens.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
 """
@@ -36,12 +36,12 @@ def quad_shift(x: Tensor, grid: Grid) -> Tensor:
 
 
 class SpatialMix(nn.Module):
-    """Token mixing σ(r) ⊙ WKV(k, v); r, k and v are projections of tokens blended with neighbours: (B, N, D)."""
+    """Token mixing (B, N, D) → (B, N, D): projects σ(r) ⊙ WKV(k, v); r, k, v project tokens blended with neighbours."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.mix_r, self.mix_k, self.mix_v = (nn.Parameter(torch.full((dim,), 0.5)) for _ in range(3))
-        self.decay = nn.Parameter(torch.linspace(0, DECAY_RANGE, dim // 4).repeat(4))  # w; each quarter has all decays
+        self.decay = nn.Parameter(torch.linspace(0, DECAY_RANGE, dim // 4).repeat(4))  # w; all decays in each quarter
         self.bonus = nn.Parameter(torch.zeros(dim))  # u
         self.receptance, self.key, self.value, self.output = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
@@ -94,8 +94,8 @@ class RWKVBlock(nn.Module):
 
 
 class RWKV(Backbone):
-    """The network F(x; t, y) of RWKV blocks; mlp_ratio is the width of the channel mix divided by hidden_size. `sizes`
-    go to Backbone. Blocks use neighbouring tokens, so only whole rows may skip blocks: Route(…, select="row")."""
+    """The network F(x; t, y) of RWKV blocks. mlp_ratio is the channel mix's width / hidden_size; `sizes` are Backbone's
+    other arguments. Blocks use neighbouring tokens, so only whole rows may skip blocks: Route(…, select="row")."""
 
     needs_grid = True
 

@@ -48,7 +48,7 @@ class Sprint(LightningDiT):
         routes     one pair (Route, ids_keep (B, K)) over the sparse part g, blocks 2..depth−3; () runs all tokens.
         path_drop  (B,) bool: in these samples mask tokens replace g's output; g still runs on the whole batch, so that
                    shapes do not change. True: all samples, and g does not run. None: no sample.
-        record     receives ids_keep and the outputs of the blocks in record.blocks; left empty if g does not run.
+        record     receives ids_keep and the outputs of the blocks in record.blocks; not filled if g does not run.
         """
         check_sparse_part([route for route, _ in routes], len(self.blocks))
         x, c = self.embed(x, t, y)
@@ -100,8 +100,8 @@ class Sprint(LightningDiT):
     def forward_flops(
         self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None, path_drop: bool = False
     ) -> int:
-        """Return the FLOPs of one sample's forward pass up to block `upto` (None: all of it). attention=False: without
-        the products of queries, keys and values; path_drop=True: without the sparse part g."""
+        """Return the FLOPs of one sample's forward pass under `routes` up to block `upto` (None: all). attention=False:
+        without the products of queries, keys and values; path_drop=True: without the sparse part g."""
         depth, N = len(self.blocks), self.num_tokens
         check_sparse_part(routes, depth)
         flops = super().forward_flops(() if path_drop else routes, attention, upto)
@@ -114,7 +114,7 @@ class Sprint(LightningDiT):
 
 
 def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless SPRINT has a sparse part at this depth, and `routes` is () or one route over the part."""
+    """Raise ValueError unless `depth` leaves SPRINT a sparse part, and `routes` is () or one route over that part."""
     if depth <= 2 * DENSE:
         raise ValueError(f"depth {depth} leaves no block for SPRINT's sparse part, all but the first and last {DENSE}")
     if len(routes) > 1:

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 32  # most tokens in a chunk
-# On a GPU memory traffic decides: products take little time. For each token and head a pass over the decays within
-# chunks of L tokens moves L numbers, one over the states P·N/L: their sum is least at L = √(P·N), 64 for P = N = 64.
+# On a GPU memory traffic decides: products take little time. Per token and head, a pass over the decays within chunks
+# of L tokens moves L numbers, and a pass over the states P·N/L. The sum is least at L = √(P·N), 64 for P = N = 64.
 CHUNKS = {"cuda": 64}
-FUSED_CHUNK = 256  # of mamba_ssm's kernel
+FUSED_CHUNK = 256  # tokens in a chunk of mamba_ssm's kernel
 LEVEL = 8  # most chunks in a chunk of the next level
 
 

@@ -41,7 +41,7 @@ class CrossAttention(nn.Module):
 
 
 class TextBlock(DiTBlock):
-    """DiT's block with cross-attention to a text of `text_tokens` tokens between attention and MLP."""
+    """DiT's block with cross-attention to a text of `text_tokens` tokens between self-attention and MLP."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool, text_tokens: int
@@ -74,7 +74,7 @@ class TextEmbedder(nn.Module):
 
     width       channels C of the encoder's tokens; None: texts are word ids, embedded here with learned positions.
     pooled      channels P of the encoder's pooled text; None: the mean of the tokens is used instead.
-    vocabulary  number of word ids; None if the tokens come from an encoder.
+    vocabulary  number of word ids, for width and pooled None (else ValueError); None: tokens come from an encoder.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class TextEmbedder(nn.Module):
         return self.text_tokens * self.proj.weight.numel() + self.pooled_proj.weight.numel()
 
     def check(self, y: Text, batch: int) -> None:
-        """Raise ValueError unless y is a Text for `batch` samples of the shapes that this network's encoder gives.
-        A sample whose mask is all False raises it too, but only on a CPU and outside compiled graphs."""
+        """Raise ValueError unless y is a Text for `batch` samples in the shapes of this network's text encoder and,
+        checked only on a CPU and outside compiled graphs, each sample's mask has a True."""
         if not hasattr(y, "mask"):
             raise ValueError(f"y is {type(y).__name__}, but this network takes Text(tokens, mask, pooled)")
         T = self.text_tokens
@@ -130,9 +130,9 @@ class TextEmbedder(nn.Module):
 
 
 class TextDiT(LightningDiT):
-    """The network F(x; t, y) for texts y of `text_tokens` tokens. text_width and text_pooled: channels of text tokens
-    (None: word numbers below `vocabulary`) and of the pooled text, if any. `given` are LightningDiT's other arguments,
-    but norm, mlp and positions default to DiT's choices."""
+    """The network F(x; t, y) for texts y of `text_tokens` tokens with text_width channels (None: word ids 0 to
+    vocabulary − 1) and, unless text_pooled is None, a pooled vector of text_pooled channels. `given` are LightningDiT's
+    other arguments, but norm, mlp and positions default to DiT's choices."""
 
     def __init__(
         self, *, text_tokens: int, text_width: int | None = None, text_pooled: int | None = None,
@@ -169,9 +169,9 @@ class TextDiT(LightningDiT):
         return Text(*(None if part is None else part.expand(count, *part.shape[1:]) for part in held))
 
     def forward_flops(self, *given: object, **more: object) -> int:
-        """Return the FLOPs of one sample's forward pass, with the text's projections. Arguments are as in Backbone."""
+        """Return the FLOPs of one sample's forward pass, including the text's projections; arguments as in Backbone."""
         return super().forward_flops(*given, **more) + 2 * self.y_embedder.multiply_adds()
 
     def embed_condition(self, y: Text) -> Sequence[Tensor]:
-        """Return the pooled text (B, D), and the text (B, T, D) with its mask (B, T) for the blocks."""
+        """Return the embedded pooled text (B, D), and the embedded text (B, T, D) with its mask (B, T), for blocks."""
         return *self.y_embedder(y), y.mask

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 def add_value_residual(blocks: nn.ModuleList) -> None:
-    """Make the first block return its attention values beside the tokens, and give each later block a learned weight
-    v1_lambda, 0.5 at first, with which its attention mixes them into its own values."""
+    """Make the first block also return its attention's values. Give the attention of each later block a learned scalar
+    v1_lambda, initially 0.5: the weight of the first block's values when they are mixed into its own."""
     blocks[0].returns_values = True
     for block in blocks[1:]:
         block.attn.v1_lambda = nn.Parameter(torch.tensor(0.5))

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from tread.models.ssd import product_dtype
 
-CHUNK = 32
-# On a GPU a product with a matrix of side 64 takes no longer than reading its factors, fills a tile of a tensor core
-# and leaves half as many sums to the next level; its decays are 64² numbers a channel, of 128 four times as many.
+CHUNK = 32  # most tokens, or sums of a lower level, in a chunk
+# On a GPU a product with a 64×64 matrix takes no longer than reading its factors, fills a tile of a tensor core and
+# leaves half as many sums to the next level as 32×32. A 128×128 matrix of decays would be four times as large.
 CHUNKS = {"cuda": 64}
-DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # limits of exponents, whose sum then stays within fp32's range, e^±87
+DECAY_LIMIT, BONUS_LIMIT = 60.0, 20.0  # limits of exponents; exp of their sum then stays in fp32's range, e^±87
 
 
 def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:

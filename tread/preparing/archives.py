@@ -1,7 +1,7 @@
 """Stores of files: a folder, zip, tar or several tars, read in any order by several processes, without unpacking.
 
-A store has `names` (the sorted names of its files), `folders` (the names of its folders; a tar may lack some) and
-`read(name, most)`, which returns the first `most` bytes of a file, by default all of it, or raises OSError.
+A store has `names` (the sorted names of its files), `folders` (the names of its folders; a tar may omit some) and
+`read(name, most)`, which returns the first `most` bytes of a file, by default all of them, or raises OSError.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Folder:
         self.path, self.names, self.folders = Path(path), [], []
         for folder, inner, files in os.walk(path, followlinks=True, onerror=_raise):
             inside = PurePosixPath(os.path.relpath(folder, path))
-            inner[:] = [name for name in inner if name[0] != "."]  # which nothing reads, and not all may open
+            inner[:] = [name for name in inner if name[0] != "."]  # hidden ones are not used, and may be unreadable
             self.names += [str(inside / name) for name in files]
             self.folders += [str(inside / name) for name in inner]
         self.names.sort()
@@ -95,7 +95,7 @@ class Tar:
             raise ValueError(f"{said}; a compressed tar must be unpacked first") from error
         with self.path.open("rb") as file:  # tarfile stops without an error at a damaged header
             file.seek(end)
-            if len(rest := file.read(1 << 20)) < 512 or any(rest):  # another tar behind it would be lost
+            if len(rest := file.read(1 << 20)) < 512 or any(rest):  # a second tar after the first would be lost
                 raise ValueError(f"{self.path} is truncated or damaged after {end} bytes: a tar ends with zeros")
         for name, target in links.items():
             if target not in self._at:
@@ -129,7 +129,7 @@ Store = Folder | Zip | Tar | Tars
 
 def tar_paths(source: Path) -> list[Path]:
     """Return the tars that `source` stands for: those that match a pattern, {00..99}.tar (whether or not they exist) or
-    *.tar, or those in a folder of nothing but tars, tables and texts. Returns [] for any other source, as one tar."""
+    *.tar, or those in a folder of only tars, tables and texts. Returns [] for other sources, such as a single tar."""
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
         only = all(name.lower().endswith((".tar", *BESIDE_TARS)) for name in names)

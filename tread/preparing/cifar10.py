@@ -42,10 +42,10 @@ def prepare_cifar10(folder: Path, archive: str | None = None) -> None:
     exist. Several processes may call this at once.
 
     archive  the official archive, or a folder of its .bin files; None: it is downloaded once, and kept beside `folder`;
-             "standin": 120 synthetic pictures, to try code with. The datasets record which it was.
+             "standin": 120 synthetic pictures, to try code with. index.json records the value, or the URL for None.
 
-    Files of another length than the official ones are accepted only if the folder's name has "standin" in it. Raises
-    FileNotFoundError, ValueError or OSError before anything is written, or OSError if the disk is full later.
+    Files of another length than the official ones are accepted only if the name of `folder` has "standin" in it. Raises
+    FileNotFoundError, ValueError or OSError before a dataset is written, and OSError if the disk is full later.
     """
     if folder.exists() and heldout_of(folder).exists():
         return
@@ -86,7 +86,7 @@ def read_files(source: Path) -> dict[str, bytes]:
     try:
         with tarfile.open(source) as archive:
             members = {PurePosixPath(member.name).name: member for member in archive if member.isfile()}
-            archive.fileobj.seek(0, os.SEEK_END)  # to the end of a gzip, where its checksum is
+            archive.fileobj.seek(0, os.SEEK_END)  # to the end, so that gzip checks its checksum
             in_order = sorted(wanted & {*members}, key=lambda name: members[name].offset)  # unpacked in one pass
             return {name: archive.extractfile(members[name]).read() for name in in_order}
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
@@ -136,7 +136,7 @@ def _md5(file: Path) -> str:
 
 
 def _download(partial: Path) -> None:
-    """Append to `partial` the bytes of the archive that it lacks. Raises OSError, or Unwritable if the disk is full."""
+    """Append to `partial` the part of the archive that it lacks. Raises OSError (Unwritable if the disk is full)."""
     have = partial.stat().st_size if partial.exists() else 0
     if have >= SIZE:
         return

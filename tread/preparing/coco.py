@@ -72,7 +72,7 @@ def _pictures(source: Path, split: str) -> tuple[Store, str]:
 
 
 def read_coco(place: Path | Zip, name: str) -> dict[str, list[str]]:
-    """Read the captions file `name` in a folder or zip: {picture's file name: its captions in order}, sorted by id.
+    """Read the captions file `name` in a folder or zip. Returns {picture's file name: captions}, ordered by picture id.
     Raises ValueError with the path of the file if it is damaged or is not an MS-COCO captions file."""
     try:
         tree = json.loads(place.read(name) if isinstance(place, Zip) else (place / name).read_bytes())

@@ -5,8 +5,8 @@ the package `emoji`. Emoji with identical pictures form one sample with all thei
 are left out.
 
 A composition is a person with an activity (a profession, a sport, a kind of hair, …), a gender and a skin tone. For
-each activity, the woman of one tone and the man of another are held out: training never sees that combination, but sees
-every pair of activity, gender and tone. A hash chooses 5% of all other emoji, which are held out too.
+each activity, the woman of one tone and the man of another are held out: training never sees these combinations of
+three traits, but sees every pair of traits in them. Of all other emoji, 5%, chosen by a hash, are held out too.
 """
 
 import functools
@@ -37,7 +37,7 @@ JOIN, AS_PICTURE, RIGHT = "\u200d", "\ufe0f", "➡"
 PERSONS = {"👩": "woman", "👨": "man", "🧑": "person"}
 SIGNS = {"♀": "woman", "♂": "man"}
 NAMED_TONE = re.compile(r"\b((?:medium-light|medium-dark|medium|light|dark) skin tone)\b")
-REST = 0.05  # held-out fraction of the emoji that are no compositions
+REST = 0.05  # held-out fraction of the emoji that are not compositions
 SIZE = 32
 MEANING = LatentSpec(shape=(3, SIZE, SIZE), classes=("emoji",), autoencoder="pixels", scale_applied=True)
 ATTRIBUTION = (
@@ -59,9 +59,9 @@ class Composition(NamedTuple):
 
 
 def all_emoji() -> dict[str, dict]:
-    """Return {emoji: its entry in the package `emoji`}, sorted, if fully qualified; ValueError without that."""
+    """Return {emoji: its entry in the package `emoji`} if fully qualified, sorted; ValueError without the package."""
     try:
-        import emoji  # imported here because it is an extra
+        import emoji  # imported here because it is optional
     except ImportError as error:
         raise ValueError(f"{NEEDED} ({error})") from error
     whole = emoji.STATUS["fully_qualified"]
@@ -92,7 +92,7 @@ def clean(name: str) -> str:
 
 
 def distinct(captions: Sequence[str]) -> list[str]:
-    """Return the captions without those that differ from an earlier one only in capitals."""
+    """Return the captions without those that equal an earlier one up to upper and lower case."""
     return list({caption.lower(): caption for caption in reversed(captions)}.values())[::-1]
 
 
@@ -129,7 +129,7 @@ def held_compositions(known: dict[str, dict]) -> set[Composition]:
 
 
 def part_of_rest(text: str) -> str:
-    """Return the part that the emoji `text`, which is no Composition, goes to: by its hash "rest" (5%) or "train"."""
+    """Return the part of an emoji that is not a composition: "rest" (held out) for 5%, by a hash, else "train"."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 
@@ -151,7 +151,7 @@ def font_file() -> Path:
         if not features.check(library):
             raise ValueError(
                 f"dataset=emoji needs Pillow with {library}, which puts sequences such as woman + fire engine "
-                "together, and this one has none: install Pillow's own wheel (pip install --force-reinstall pillow) "
+                "together, and this one lacks it: install Pillow's own wheel (pip install --force-reinstall pillow) "
                 "and FriBiDi (apt-get install libfribidi0, brew install fribidi)"
             )
     return Path(package.submodule_search_locations[0]) / FONT

@@ -1,5 +1,5 @@
-"""Writes features of a dataset's pictures beside its latents (`prepare_features`): an encoder's patch features, and one
-of the whole picture. All checks run before the long work. A rerun of the same command makes only the missing shards."""
+"""Writes features of a dataset's pictures into its folder (`prepare_features`): an encoder's patch features and one
+vector per whole picture. All checks run before the long work. Run again, the command makes only the missing shards."""
 
 import json
 import math
@@ -46,7 +46,7 @@ class FeatureOptions:
 
 
 def prepare_features(options: FeatureOptions, processes: Processes) -> None:
-    """Write an encoder's features of a dataset's pictures beside its latents: check everything, then encode this
+    """Write an encoder's features of a dataset's pictures into its folder: check everything, then encode this
     process's share of the shards; the main process adds the shards of all processes to the dataset."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
@@ -82,7 +82,7 @@ def prepare_features(options: FeatureOptions, processes: Processes) -> None:
 def open_source(
     options: FeatureOptions, index: dict, processes: Processes
 ) -> tuple[LatentDataset, Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
-    """Find a dataset's pictures, in options.source if that is given, else beside the latents.
+    """Find a dataset's pictures, in options.source if given, else in the dataset (`index` is its parsed index.json).
 
     Returns the dataset, a function that reads pictures, their side in pixels, and a text that says where they are. The
     function takes batches of sample indices, and yields a tuple of pictures (B, 3, H, W) uint8 per batch, one per view
@@ -109,10 +109,10 @@ def open_source(
 def find_again(
     data: LatentDataset, source: Path, root: str | int | None, labels: str | None
 ) -> tuple[Photos, Crop, np.ndarray]:
-    """Find the photos that a dataset (training or held-out) was made from, as recorded in its report.json. Returns all
-    photos of the source, how they are cropped, and the index of each sample's photo, (n,). source, root and labels must
-    be the options that scripts/prepare_latents.py was given. Raises ValueError or OSError if the dataset has no such
-    record, or if names, labels or classes have changed."""
+    """Find the photos from which a dataset (training or held-out) was made, as recorded in its report.json. `source`,
+    `root` and `labels` must be the options that scripts/prepare_latents.py was given. Returns all photos of the source,
+    how they are cropped, and for each sample the index of its photo, (n,). Raises ValueError or OSError if report.json
+    is missing, or if names, labels or classes have changed."""
     report = data.folder / "report.json"
     made = json.loads(report.read_text()) if report.is_file() else {}
     plan = made.get("plan", {})

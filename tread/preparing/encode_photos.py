@@ -60,7 +60,7 @@ class Crops:
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
     """Join items of `Crops`: return the readable pictures as one tensor (n, 3, size, size), or None if there are none,
-    and a list of [reason, photo size] for all items."""
+    and a list of [reason or "", photo size] for all items."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None  # one tensor, as each takes a file descriptor
     if good and get_worker_info() is not None:
@@ -69,8 +69,8 @@ def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
 
 
 def end_with(process: int, worker: int) -> None:
-    """Make this data-loading worker, number `worker`, exit when the process with id `process`, which reads its data,
-    ends. PyTorch's own check watches only the worker's parent, which here is a fork server."""
+    """Make this data-loading worker exit soon after the process that reads its data, whose id is `process`, has ended.
+    PyTorch's own check watches only the worker's parent, which here is a fork server. `worker` is unused."""
 
     def watch() -> None:
         while psutil.pid_exists(process):
@@ -101,8 +101,8 @@ def source_hash(photos: Photos) -> str:
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
     """Return the photos in the order that they had when unfinished work began. Damaged pictures that were removed since
-    then are put back in the list, with file None, so that every other picture stays in its shard. Their names and
-    positions come from the notes, JSON files that make_shards writes beside the shards."""
+    then are put back in the list, with None as file, so that every other picture stays in its shard. Their names and
+    positions come from the shards' notes, JSON files that make_shards writes."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
     there, captions = set(photos.names) if damaged else (), list(photos.captions or ())
@@ -123,7 +123,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError if shards lack unreadable pictures whose files still exist; the message lists them."""
+    """Raise ValueError if the shards left out damaged pictures whose files still exist; the message lists these."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -133,7 +133,7 @@ def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
 
 
 def check_sizes(photos: Photos, resolution: int) -> None:
-    """Raise ValueError if the median shorter side of up to 32 pictures, spread over all, is below the resolution."""
+    """Raise ValueError if the shorter side of pictures (median of up to 32, evenly chosen) is below the resolution."""
     crops = Crops(photos, Crop(resolution))
     looked = (crops[number] for number in spread_indices(len(photos), 32))
     sizes = [min(size) for _, why, size in looked if not why]
@@ -169,7 +169,7 @@ def make_shards(
                 if pixels is not None:
                     stored.append(encode(pixels))
                     if writer.pictures:
-                        pictures.append(pixels.numpy().copy())  # out of the memory shared with the worker
+                        pictures.append(pixels.numpy().copy())  # a copy outside the memory shared with the worker
                 done(len(indices))
             writer.write(
                 number,
@@ -220,7 +220,7 @@ class PhotoOptions:
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
     """Check everything, then make this process's share of the shards. In the main process, also finish the datasets and
-    write their reports. Raises ValueError for unfit options or pictures, OSError for unreadable or unwritable files."""
+    write their reports. ValueError for unsuitable options or pictures, OSError for unreadable or unwritable files."""
     photos = processes.from_main(lambda: open_photos(options))  # one list for all, even if pictures are still arriving
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
@@ -268,7 +268,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
 
 
 def open_photos(options: PhotoOptions) -> Photos:
-    """Open and check the pictures of options.source. Raises ValueError or OSError for unfit pictures or options."""
+    """Open and check the pictures of options.source. ValueError or OSError for unsuitable pictures or options."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"out {out} lies inside source {source}, among its pictures; choose another place")
@@ -307,7 +307,7 @@ def open_writers(
 
 
 def describe(photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions) -> list[str]:
-    """Describe the dataset that will be made, as lines to print."""
+    """Return lines to print that describe the dataset to be made."""
     writer, count = writers["train"], len(photos)
     latents = writer.latents
     classes = f"in {len(photos.classes):,} classes, " if photos.classes != ONE_CLASS else ""
@@ -368,9 +368,9 @@ def finish(
 def look_at(
     part: str, photos: Photos, writers: dict[str, DatasetWriter], options: PhotoOptions, device: torch.device
 ) -> dict:
-    """Complete the dataset of `part`, a key of `writers`, whose shards exist, by index.json and any captions. Returns a
-    report on it. If options.decode is above 0, report.png gets up to that many photos beside their decoded latents.
-    Raises ValueError if a training class has no picture, unless options.allow_empty is set."""
+    """Write index.json and any captions of the dataset `part`, a key of `writers`, once its shards are made. Returns a
+    report on it, a dict. If options.decode is above 0, report.png shows up to that many photos next to their decoded
+    latents. Raises ValueError if a class has no training picture, unless options.allow_empty is set."""
     writer, other = writers[part], "train" if part == "heldout" else "heldout"
     fields = {other: f"../{writers[other].folder.name}"} if other in writers else {}
     fields |= {"attribution": options.attribution} if options.attribution else {}

@@ -1,4 +1,4 @@
-"""Writes a text encoder's encodings of a dataset's captions beside its latents (`prepare_text`).
+"""Writes a text encoder's encodings of a dataset's captions into the dataset's folder (`prepare_text`).
 
 All checks run before the long work. Processes share the shards; the same command, run again, makes the missing ones.
 Batches never cross a shard, so a shard does not depend on the process that makes it.
@@ -42,8 +42,8 @@ class TextOptions:
 
 
 def prepare_text(options: TextOptions, processes: Processes) -> None:
-    """Encode the captions of a dataset and of its held-out dataset. If options.like names a dataset, number of tokens
-    and vocabulary are taken from that one, and held-out captions are not encoded."""
+    """Encode the captions of a dataset and of its held-out dataset. If options.like names another dataset, the number
+    of tokens and the vocabulary are taken from that one, and held-out captions are not encoded."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:
@@ -63,8 +63,8 @@ def prepare_text(options: TextOptions, processes: Processes) -> None:
 
 def _prepare(options: TextOptions, folder: Path, like: str | None, processes: Processes) -> None:
     """Check everything, and encode this process's share of the captions of the dataset in `folder`; the main process
-    then adds the encoded text of all processes to that dataset. `like` is the folder of a dataset from which number of
-    tokens and vocabulary are taken; None: they follow from the options and captions."""
+    then adds the encoded text of all processes to that dataset. `like` is the folder of a dataset from which the number
+    of tokens and the vocabulary are taken; None: the options and captions determine them."""
     captions = read_captions(folder, read_index(folder))
     flat = list(itertools.chain(*captions))
     shape = like and LatentDataset(Path(like), text=options.encoder).text_spec

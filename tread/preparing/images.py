@@ -14,9 +14,9 @@ from tread.data.latents import Alpha, Orientation
 
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF")
 HEAD = 16  # bytes at a file's start that show its format
-# of EXIF data that can't be read (the picture stays as it is) or be written again (it is turned by then)
+# errors for EXIF data that can't be read (the picture stays as it is) or be written back (it has been turned by then)
 EXIF_FAULTS = (SyntaxError, ValueError, TypeError, LookupError, AttributeError, OverflowError, OSError, struct.error)
-STRIP = 16  # pictures longer than this many times their width are enlarged only in the kept part
+STRIP = 16  # if the longer side is over this many times the shorter one, only the kept part is enlarged
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
 
 @contextlib.contextmanager
 def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
-    """Open a picture with Pillow; decode=False reads only size and mode. Raises ValueError or OSError if that fails."""
+    """Yield a picture, opened by Pillow; decode=False reads only size and mode. ValueError or OSError on failure."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about damaged EXIF data and palettes that lose transparency
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the refused number of pixels
@@ -74,7 +74,7 @@ def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
 
 
 def no_picture(head: bytes) -> str | None:
-    """Return why a file is not a picture, given its first bytes `head` (16 or more); None if it may be one."""
+    """Return the reason why a file is not a picture, given its first 16 bytes or more; None if it may be one."""
     Image.init()
     if any(Image.OPEN[kind][1](head) for kind in FORMATS):
         return None
@@ -109,10 +109,10 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
     width, height = round(image.width * scale), round(image.height * scale)
     left, top = (width - size) // 2, (height - size) // 2
     if scale > 1 and max(width, height) > STRIP * size:
-        across, down = image.width / width, image.height / height  # pixels of the picture in one of the enlarged one
+        across, down = image.width / width, image.height / height  # pixels of the picture per pixel of the enlarged one
         x, y = max(0, int(left * across) - 4), max(0, int(top * down) - 4)
         box = (left * across - x, top * down - y, (left + size) * across - x, (top + size) * down - y)
-        near = image.crop((x, y, *image.size))  # Pillow's box is fp32, so that its numbers must be small
+        near = image.crop((x, y, *image.size))  # Pillow's box is fp32, so its numbers must be small
         return np.asarray(near.resize((size, size), Image.Resampling.BICUBIC, box))
     image = image.resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(image)[top : top + size, left : left + size]

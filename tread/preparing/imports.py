@@ -16,7 +16,7 @@
                   ViT-L/14; empty_context.npy, here or in the parent folder: the empty caption, encoded. Pictures are
                   in the order of their MS-COCO ids. Padding is not marked, so all tokens count as words.
 
-Each reader states what its numbers mean, and the dataset's index records it; nothing is guessed from their values.
+Each reader states what its numbers mean, and index.json records that; nothing is guessed from their values.
 Names, headers and sizes of all files are checked before the first latent is read.
 """
 
@@ -64,8 +64,8 @@ class ForeignText:
     """Encoded captions of another project's data, in the order of the samples.
 
     counts    (n,) number of captions of each sample.
-    read      function that returns the tokens (T, C) of a caption. Captions of all samples are numbered through, from 0
-              to sum(counts) − 1; number sum(counts) is the empty caption.
+    read      function: caption number → its tokens (T, C). Captions are numbered sample after sample, from 0 to
+              sum(counts) − 1; number sum(counts) is the empty caption.
     captions  each sample's captions as text; None if they are not known.
     """
 
@@ -86,7 +86,7 @@ class ForeignSamples:
     scaled       whether the stored numbers are already multiplied by `scale`.
     scale        factor from the autoencoder's latents to the network's, unless the options give another one.
     autoencoder  Hugging Face id of the autoencoder, unless the options name another one.
-    normalize    whether training should normalise the latents by channel, with dataset.normalize=true.
+    normalize    whether training should normalise the latents by channel, by the option dataset.normalize=true.
     statistics   {"mean", "std"} per channel of unscaled latents, to normalise by; None if the source has none.
     text         the encoded captions; None if the source has none.
     """
@@ -340,7 +340,7 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
 
 
 def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
-    """Write captions, if their text is known, and their encodings beside a dataset's latents; keep existing shards."""
+    """Write captions, if their text is known, and their encodings into a dataset's folder; keep existing shards."""
     if text.captions is not None:
         add_captions(folder, text.captions)
 

@@ -89,8 +89,8 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
 
 
 def _captions(source: Path, schema, wanted: str | None) -> str | None:
-    """Return the column of captions: `wanted` or, if that is None, a text column "caption", "captions" or "text"; None
-    if there is none or `wanted` is "none". Raises ValueError if `wanted` is no text column, or several fit."""
+    """Return the name of the column of captions: `wanted` or, if that is None, a text column "caption", "captions" or
+    "text"; None if there is none or `wanted` is "none". ValueError if `wanted` is not a text column, or several fit."""
     texts = [name for name in schema.names if str(schema.field(name).type).replace("element", "item") in TEXTS]
     if wanted not in (None, "none", *texts):
         raise ValueError(f"captions={wanted}: {source} has the columns of words {', '.join(texts) or 'none'}")
@@ -114,7 +114,7 @@ def _features(schema) -> dict:
 
 
 def _split(path: Path) -> str:
-    """Return a file's split: "train" for train-00000-of-00002[-hash]; "" for a mere number, as on the Hub."""
+    """Return a file's split: "train" for train-00000-of-00002[-hash]; "" for a name that is a number, as on the Hub."""
     return re.sub(r"^\d+$|-\d+-of-\d+(-[0-9a-f]+)?$", "", path.stem)
 
 

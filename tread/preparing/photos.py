@@ -19,8 +19,8 @@ from tread.runtime.tensor_files import listed
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
 OTHERS = (".gif", ".heic", ".heif", ".avif", ".bmp", ".jxl")  # pictures in formats that are not supported
 NAMED = 20  # files that an error message names at most
-LOOKED = 100_000  # with more pictures, first bytes are not checked before the work
-DECODED = 10_000  # with more pictures, a refusal does not decode them all to name those that are damaged further in
+LOOKED = 100_000  # with more pictures, their first bytes are not checked in advance
+DECODED = 10_000  # up to this many are all decoded before an error is raised, so that it can name all damaged ones
 THREADS = 16  # number of threads that check first bytes
 ONE_CLASS = ("all",)  # for captioned pictures without classes
 Faults = list[tuple[str, str]]  # (name, why)
@@ -38,7 +38,7 @@ class Photos:
     faults    (name, reason) of files left out: not a picture, a picture without captions, captions without a picture.
     captions  at least one text per picture; None: the source has no captions.
     heldout   prefix of the names of pictures that the source itself holds out; None: it holds out none.
-    heads     whether read(key, n) can read the first n bytes alone.
+    heads     whether read(key, n), which returns the first n bytes alone, is supported.
     """
 
     where: str
@@ -105,10 +105,10 @@ class Photos:
             raise ValueError(f"{self.where}: " + "\n".join(texts))
 
     def captioned(self, captions: Sequence[list[str] | str], faults: Faults) -> "Photos":
-        """Return a copy that has only the photos with captions. Photos without any are added to its faults.
+        """Return a copy with only the photos that have captions. The other photos are added to the copy's faults.
 
         captions  the captions of each picture, or the reason why it has none.
-        faults    (name, reason) of captions without a picture, which are added to its faults too.
+        faults    (name, reason) of captions without a picture, which are added to the copy's faults too.
         """
         kept = [index for index, given in enumerate(captions) if isinstance(given, list)]
         without = [(name, f"no caption: {why}") for name, why in zip(self.names, captions) if isinstance(why, str)]
@@ -140,7 +140,7 @@ def is_picture(name: str) -> bool:
 
 
 def cleaned(captions: Sequence[str]) -> list[str]:
-    """Return the captions with whitespace collapsed to single blanks, and without empty ones."""
+    """Return the captions with whitespace collapsed to single spaces, and without empty ones."""
     return [words for caption in captions if (words := " ".join(caption.split()))]
 
 
@@ -175,7 +175,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
 
 
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
-    """Round shares to integers up to `most` with the sum `total`, by largest remainders; ValueError if impossible."""
+    """Round shares to integers up to `most` that sum to `total`, by largest remainders; ValueError if impossible."""
     if total > most.sum():
         most_out = f"{most.sum():,} can be held out: each class keeps one for training"
         raise ValueError(f"heldout takes {total:,} pictures, but {most_out}")
@@ -199,9 +199,9 @@ def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def read_texts(store: Store, prefix: str, pictures: Sequence[str], texts: dict[str, str]) -> tuple[list, Faults]:
-    """Read the captions of `pictures` from text files, given as {name without suffix: name}. All names lack the
-    `prefix` that they have in the store. Returns each picture's captions, or the reason why it has none, as a list, and
-    [(file, reason)] for text files without a picture."""
+    """Read the captions of `pictures` from the text files `texts`, {name without suffix: name}. All these names lack
+    the `prefix` that they have in the store. Returns a list with each picture's captions, or with the reason why it has
+    none, and a list of (file, reason) for text files without a picture."""
     stems = [_stem(name) for name in pictures]
     captions = [_lines(store, prefix, texts.get(stem)) for stem in stems]
     alone = texts.keys() - set(stems)

@@ -27,7 +27,7 @@ from tread.runtime.tensor_files import listed
 LABEL_FILES = ("dataset.json", "labels.csv", "metadata.csv")
 LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV with the header file,label'
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
-NONE = "none"  # the value of captions=… by which text beside pictures is ignored
+NONE = "none"  # the value of captions=… with which the captions of pictures are ignored
 LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
 FRACTION = re.compile(r"\d+\.\d*")
 
@@ -111,10 +111,10 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the folder of pictures inside the source, as a prefix of names ("" or "…/"): `root` or, if that is None,
-    the innermost folder with all files. If the latter holds a file, but no labels file, it is a class's folder, and its
-    parent is returned, unless folders are the classes and most pictures lie in folders below it. Raises ValueError if
-    none of the source's `folders` ends in `root`."""
+    """Return the folder of pictures inside the source, as a prefix of names ("" or "…/"): the outermost one ending in
+    `root` or, if `root` is None, the innermost with all files. If the latter directly holds files, but no labels file,
+    it is taken for a class, and its parent is returned, unless `labels` is None, there are no captions, and most
+    pictures lie in folders below it. Raises ValueError if no folder, or several at the same depth, match `root`."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
@@ -137,7 +137,7 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
     """Return {picture: index of its class} for the pictures that lie directly in a class folder, <class>/<picture>.
 
     where    the source, for error messages.
-    names    all files of the source, as paths below its root; some are no pictures.
+    names    all files of the source, as paths below its root; some are not pictures.
     classes  names of the class folders, in the order of their indices.
 
     Raises ValueError if at least as many pictures lie elsewhere as in class folders, if all pictures of a class folder
@@ -177,15 +177,15 @@ def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tupl
 
 
 def check_table(where: str, table: dict[str, int | str], files: set[str]) -> None:
-    """Raise ValueError unless the labels file's `table` and `files` name the same pictures, in source `where`."""
+    """Raise ValueError, beginning with `where`, unless a labels file's `table` and `files` name the same pictures."""
     wrong = {"labelled, but not there": table.keys() - files, "without a label": files - table.keys()}
     if any(wrong.values()):
         raise ValueError(f"{where}: " + "; ".join(f"{what}: {listed(sorted(n))}" for what, n in wrong.items() if n))
 
 
 def label_table(name: str, content: bytes) -> dict[str, int | str]:
-    """Parse a labels file, a CSV or EDM's JSON: {picture: number or name of its class}. A CSV has the columns label and
-    file (or file_name, as Hugging Face's do). Raises ValueError for other content."""
+    """Parse a labels file, a CSV or EDM's JSON, into {picture: number or name of its class}. A CSV has the columns
+    label and file (or file_name, as Hugging Face's do). Raises ValueError for other content."""
     try:
         text = content.decode("utf-8-sig")
         if name.endswith(".csv"):

@@ -13,7 +13,7 @@ from tread.data.latents import LatentSpec
 from tread.evaluation.score_files import sampler_told, table
 from tread.models.backbone import count_parameters
 
-LISTED = 20  # most class names in a card
+LISTED = 20  # largest number of class names in a card
 
 FOR_DIFFUSERS = """```python
 from diffusers import DiffusionPipeline
@@ -39,12 +39,12 @@ def card(
     license: str | None = None,
     place: str | None = None,
 ) -> str:
-    """Return a model card: how to sample, the network, its data, training and scores, as far as they are recorded.
+    """Return the model card of `saved`: how to sample it, network, data, training and scores, as far as recorded.
 
     info           the record to publish, a parsed info.json.
-    dtype          of the stored weights.
+    dtype          dtype of the stored weights, as a name.
     for_diffusers  True: the published folder is for diffusers; False: it is a checkpoint of this project.
-    license        of the weights; None: the card says that it is not stated.
+    license        licence of the weights; None: the card says that it is not stated.
     place          the repository's name on the hub; None: the card says user/name.
     """
     config, cfg = info["config"], saved.cfg
@@ -108,7 +108,7 @@ def _classes(names: tuple[str, ...]) -> str:
 
 
 def _scores(saved: SavedNetwork) -> str:
-    """Return all scores of these weights that are recorded beside them (fid.json, fid-1.json, …) as Markdown."""
+    """Return as Markdown all scores of these weights in the checkpoint's folder (fid.json, fid-1.json, …)."""
     tables = []
     for path in sorted(saved.found.folder.glob("fid*.json")):
         scores = json.loads(path.read_text(encoding="utf-8"))

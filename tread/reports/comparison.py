@@ -145,12 +145,12 @@ def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str
 
 
 def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return the names of metrics that tables compare and that at least one group has a value of."""
+    """Return the names of metrics that tables compare and for which at least one group has a value."""
     return [name for name, metric in METRICS.items() if metric.compared and any(group.last(name) for group in groups)]
 
 
 def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return the names in column_metrics that training measures repeatedly, and of which some group has a curve."""
+    """Return the names in column_metrics that training measures repeatedly and for which a group has a curve."""
     return [m for m in column_metrics(groups) if METRICS[m].curve and any(group.curve(m) for group in groups)]
 
 

@@ -20,7 +20,7 @@ class Score(NamedTuple):
 
 
 def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
-    """Return a run's scores, sorted by time and without those of guidance sweeps, and messages on unreadable files."""
+    """Return (scores, messages): a run's scores sorted by time, without guidance sweeps; which files are unreadable."""
     scores, problems = {}, []
     swept = {path.parent for path in _below(folder, "sweep.csv")}
     for path in [*_below(folder, "*fid*.json"), *_below(folder, "fid*.csv")]:
@@ -47,7 +47,7 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 
 
 def _read(path: Path, problems: list[str]) -> list[dict]:
-    """Return a .json's object in a list, or a .csv's rows. If it is unreadable, return [] and tell `problems` why."""
+    """Return a .json's object in a list, or a .csv's rows. If unreadable, return [] and add why to `problems`."""
     try:
         with path.open(newline="", errors="replace") as file:
             if path.suffix == ".csv":

@@ -21,7 +21,7 @@ from tread.drawing.charts import Panel
 from tread.runtime.files import explain_failure, whole_file
 
 HERE = Path(__file__).resolve().parent
-POINTS = 2000  # points of a curve; of longer ones every second, third, … is drawn
+POINTS = 2000  # largest number of points in a curve; longer curves are drawn with every 2nd, 3rd, … point
 NUMBER = re.compile(r"[-–+]?[\d.,]*\d(e[-+]?\d+)?( ?(%|s|±.*|of [\d,/]+))?|–")
 SIDE = 1000  # largest side of a reduced picture, in pixels
 BYTES = 150_000  # largest PNG that is embedded unchanged
@@ -71,7 +71,7 @@ class Page:
 
     def curves(self, charts: Sequence[Mapping[str, Panel]]) -> None:
         """Append charts that share buttons for the x-axis and the lines to show. A chart is {name of an x-axis: Panel
-        with its lines}; the name is "" if there is only one x-axis."""
+        with its lines}; a name is not shown if there is only one x-axis."""
         self.charts.append([{axis: _plain(panel) for axis, panel in chart.items()} for chart in charts])
         self.add('<div class="charts"></div>')
 
@@ -123,7 +123,7 @@ class Page:
 
 
 def filled(name: str, parts: Mapping[str, str]) -> str:
-    """Return the text of file `name`, which lies beside this module, with each {{key}} replaced by parts[key]."""
+    """Return the text of the file `name` in this module's folder, with each {{key}} replaced by parts[key]."""
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], (HERE / name).read_text(encoding="utf-8"))
 
 
@@ -144,8 +144,8 @@ def _plain(panel: Panel) -> dict:
 
 
 def data_uri(path: Path) -> tuple[str, bool]:
-    """Return a picture's file as a data URI, and whether it was converted: large files, and all but PNGs, become JPEGs,
-    shrunk to SIDE pixels a side. Raises OSError or ValueError if the file is not a complete picture."""
+    """Return (data URI, converted) for a picture file: large files and formats other than PNG are converted to JPEGs
+    with sides of at most SIDE pixels. Raises OSError or ValueError if the file is not a complete picture."""
     try:
         with Image.open(path) as picture:
             picture.load()  # a truncated file fails here

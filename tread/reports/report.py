@@ -1,4 +1,4 @@
-"""Writes a page on one or several runs: results, warnings, samples, curves, scores, time spent and settings."""
+"""Writes an HTML page on one or several runs: results, warnings, samples, curves, scores, time spent and settings."""
 
 import datetime
 import json
@@ -26,8 +26,8 @@ SPENT = {  # keys of metrics.jsonl, in seconds → the work besides training ste
     "judge_seconds": "judging samples at the end",
     "save_seconds": "saving checkpoints",
 }
-RISEN = 1.005  # a loss twice in a row above this times the lowest is no noise: held-out points are always the same
-PICTURES = 48  # pictures in a page, of all runs together
+RISEN = 1.005  # two losses in a row above RISEN × the lowest are no chance: held-out points are always the same
+PICTURES = 48  # most pictures in a page, of all runs together
 ABOUT = {  # columns of a score besides its metrics
     "count": "samples",
     "guidance": "guidance",
@@ -42,7 +42,7 @@ ABOUT = {  # columns of a score besides its metrics
 
 @dataclass(frozen=True)
 class Subject:
-    """The runs of a report, in groups that differ only in their seed. `names` has each run folder's unique name."""
+    """The runs of a report, and groups of runs that differ only in their seed. `names`: run folder → unique name."""
 
     runs: Sequence[Found]
     groups: Sequence[SeedGroup]
@@ -58,7 +58,7 @@ class Subject:
 
 
 def write_report(folders: Sequence[Path | str]) -> Path:
-    """Write a page on runs into the first folder, as report.html, or comparison.html for several runs; return its path.
+    """Write a page on runs into the first folder: report.html, or for several runs comparison.html. Return its path.
     The page names damaged files. Raises FileNotFoundError for a folder without a run, OSError if the page can't be
     written, ImportError if plotly is missing."""
     first, *others = dict.fromkeys(map(Path, folders))
@@ -200,7 +200,7 @@ def add_scores(page: Page, subject: Subject) -> None:
 
 
 def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[list[str]]]:
-    """Return a table's head, and a row for each of `scored`, scores of `run`. Columns without a value are left out."""
+    """Return (head, rows) of a table: a row for each of `scored`, the scores of `run`; no columns without values."""
 
     def known(names: Iterable[str]) -> list[str]:
         return [name for name in names if any(score.values.get(name) not in (None, "") for score in scored)]

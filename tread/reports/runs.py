@@ -24,8 +24,8 @@ class Found:
 
     config    settings of its last start, else of its newest checkpoint; {}: neither can be read. "plugins" lists names
               of files or modules with the first digits of their sha256.
-    records   finite numbers of each readable line of metrics.jsonl: "step", "seconds" and "flops" since the training's
-              start, and metrics.
+    records   a dict of finite numbers per readable line of metrics.jsonl: "step", "seconds" and "flops" since the start
+              of training, and metrics.
     starts    entries of run.json, one per start: "step", "config", "versions" and "warnings".
     status    content of status.json; {}: there is none.
     problems  messages about what could not be read.

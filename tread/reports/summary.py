@@ -15,7 +15,7 @@ from tread.training.settings import Settings
 
 
 def describe(run: Run) -> str:
-    """Return lines on data, network, weights, FLOPs, routes, batch and disk space, and the warnings."""
+    """Return a text for the run's start: lines on data, network, weights, FLOPs, routes, batch, …; and warnings."""
     cfg, network, data, train, optim = run.cfg, run.network, run.data, run.cfg.train, run.cfg.optim
     parameters = count_parameters(network)
     active, tokens = active_routes(cfg, 0), network.num_tokens

@@ -20,11 +20,11 @@ raises ValueError; the caller can pass two functions instead:
                                                      kwargs) of the block before `select`; after the last block of a
                                                      route with Route.rejoin=r, it is (args, kwargs) of block r
 
-With attach_routes(tokens=…), both functions find the tokens first in args, however the model called the block. With
-attach_routes(output=…), join gets and returns the tokens alone.
+With attach_routes(tokens=…), both functions get the tokens as args[0], however the model called the block. With
+attach_routes(output=…), join gets and returns only the tokens, not the block's whole output tuple.
 
-One or two blocks of each class on a route are checked at their first call: two more forwards show whether the order of
-the tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
+One or two blocks of each class on a route are checked at their first call: two more forward passes show whether the
+order of the tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -45,7 +45,7 @@ from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_t
 from .ids import choose_ids, with_ratio
 from .positions import blocks_to_check, order_matters, refusal, tensors_in
 
-_ON: list["Routing"] = []  # routings whose context `on` or `on_ids` is entered
+_ON: list["Routing"] = []  # routings that are active: within their context `on` or `on_ids`
 Inputs = tuple[tuple, dict]
 Select = Callable[[tuple, dict, Tensor], Inputs]
 Join = Callable[[Any, Inputs, Tensor], Any]
@@ -166,7 +166,7 @@ class Routing:
         """Raise RuntimeError if inputs were saved for a route, but its last block, which needs them, did not run."""
         for route in [self.routes[number] for number, (_, _, forward) in self._rejoins.items() if forward]:
             said = f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}"
-            raise RuntimeError(f"{said}: leave rejoin out if blocks may be skipped; after errors, enter anew")
+            raise RuntimeError(f"{said}: leave rejoin out if blocks may be skipped; re-enter after errors")
 
     def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._ids is not None:
@@ -255,7 +255,7 @@ class Routing:
             if not torch.equal(now[skipped], before[skipped].to(now.dtype)):
                 self._unwatched.clear()
                 warnings.warn(
-                    f"the model changes tokens between blocks {last} and {index}, and so the skipped ones. Where it "
+                    f"the model changes tokens between blocks {last} and {index}, skipped ones too. Where it "
                     "adds a block's input to its output, x + block(x), they double: give attach_routes a join= that "
                     "puts the output among zeros (docs/routing.md), or verify=False if this is meant",
                     stacklevel=2,
@@ -264,9 +264,9 @@ class Routing:
     @contextlib.contextmanager
     def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None) -> Iterator[None]:
         """Return a context in which each route's blocks run on the tokens at its ids_keep (B, K) int64, one tensor per
-        route. `tokens` is N, or each route's N; then blocks called with another number of tokens raise ValueError.
-        Raises ValueError for ids_keep of wrong shape or dtype and, on a CPU only, for repeated or too large indices.
-        Raises RuntimeError if routes of these blocks are on already or were removed. Warns if no routed block ran."""
+        route. `tokens` is N, or each route's N; if given, blocks called with another number of tokens raise ValueError.
+        So do ids_keep of wrong number, shape or dtype and, on a CPU only, repeated or too large indices. Raises
+        RuntimeError if a route of these blocks is active already or was removed. Warns if no routed block ran."""
         self._waiting = False
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
@@ -307,7 +307,7 @@ class Routing:
         """Return a context in which routes keep tokens chosen by uniform noise (B, N): one tensor per route, or one for
         all. `ratio` replaces each route's selection_ratio. `grid` is (H, W) of the N tokens, for rules that need it.
         `force_keep` (B, N) bool marks tokens to keep. `prefix` further tokens before these N are always kept. Raises
-        ValueError if arguments do not fit, RuntimeError if routes of these blocks are on already or were removed."""
+        ValueError if arguments do not fit, RuntimeError if a route of these blocks is active already or was removed."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if not all(isinstance(u, Tensor) for u in each):
             raise ValueError("noise must be tensors, one after the other: on(n1, n2), not on((n1, n2))")
@@ -334,7 +334,7 @@ def attach_routes(
     verify: bool = True,
 ) -> Routing:
     """Attach routes to a model's blocks by hooks; the model's weights, names and code stay as they are. Returns a
-    Routing: the routes act only while the model runs in its context `on` or `on_ids`.
+    Routing: the routes act only while the model runs in the Routing's context `on` or `on_ids`.
 
     blocks        the model's own list, in the order in which it calls the blocks.
     routes        routes that share no block. Hooks can't change precision: Route.fp32 must be "auto" or "off", and both
@@ -350,8 +350,8 @@ def attach_routes(
                   twice more, at its first call on a route outside compiled graphs. False: no check, for blocks that use
                   the order on purpose, such as scans.
 
-    Raises ValueError for routes that do not fit the blocks, for a block that is in the list twice, and, with the
-    default `select`, for blocks that contain a module with batch_first=False.
+    Raises ValueError for routes that do not fit the blocks or need run_blocks, for `tokens` that is not the blocks'
+    first input, for a block listed twice, and, with the default `select`, for a module with batch_first=False.
     """
     routes = [routes] if isinstance(routes, Route) else routes
     for route in routes:

@@ -1,8 +1,8 @@
-"""Rules that choose which tokens a route keeps (its blocks run on these only), and a table of them.
+"""Rules that choose which tokens a route keeps, and a table of the rules. A route's blocks run on kept tokens only.
 
 Rules turn uniform noise into ids_keep (B, K) int64, the indices of the kept tokens in raster order. They draw no random
 numbers: the caller draws `torch.rand(B, N, generator=…)` for the global batch from a generator seeded by (seed, step),
-and passes each process its rows: ids don't depend on the number of processes.
+and passes each process its rows, so that ids don't depend on the number of processes.
 
 RULES maps names to rules; Route.select and the setting `model.routes.<n>.select` are such names. For a new rule,
 subclass Token and override what differs. A rule with a function `scores` of the tokens' values chooses during the
@@ -38,11 +38,11 @@ def force(noise: Tensor, keep: Tensor, selection_ratio: float) -> Tensor:
 
 
 def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tensor | None = None) -> Tensor:
-    """Keep H − int(H·ratio) whole rows of the grid, for blocks that use neighbouring tokens: ids_keep (B, K).
+    """Return ids_keep (B, K) of H − int(H·ratio) whole rows of the grid, for blocks that use neighbouring tokens.
 
     noise       (B, N) uniform numbers; the rows whose first tokens have the smallest numbers are kept.
     grid        (H, W); the kept rows form a grid (K / W, W). Raises ValueError unless H·W = N.
-    force_keep  (B, N) bool; a row is kept if one of its tokens is marked (too many: ValueError). None: no token is.
+    force_keep  (B, N) bool; rows with a marked token are kept (ValueError if there are too many). None: none is marked.
     """
     height, width = _check_grid(noise, grid)
     chances = noise.view(-1, height, width)[:, :, 0]
@@ -105,7 +105,7 @@ class Token:
 
     def for_sampling(self, route: Route) -> Route:
         """Return the route for sampling, where kept tokens must not depend on the other samples of a batch: `route`, or
-        a copy with another rule if this one uses other samples."""
+        a copy with another rule if this rule looks at other samples."""
         return route
 
 
@@ -127,10 +127,10 @@ class Row(Token):
 
 
 class Shared(Token):
-    """Rule "shared": all samples of a batch keep the same tokens, chosen by the first sample's draws, and all tokens
-    that `keep` marks in any sample. For models whose positions or masks have no batch axis. If a batch is split over
-    processes or accumulation steps, give each part the same first row of draws and the same forced tokens, or the parts
-    choose differently."""
+    """Rule "shared": all samples of a batch keep the same tokens, chosen by the first sample's draws, including all
+    tokens that `keep` marks in any sample. For models whose positions or masks have no batch axis. If a batch is split
+    over processes or accumulation steps, give each part the same first row of draws and the same forced tokens, or the
+    parts choose differently."""
 
     description = ", the same ones in a batch"
 
@@ -147,7 +147,7 @@ class Shared(Token):
 
 class Group(Token):
     """Rule "group": each sample keeps the token with the smallest draw in each 2×2 group of the grid, as SPRINT does,
-    so selection_ratio is 0.75. `keep` may mark one token of a group."""
+    so selection_ratio is 0.75. `keep` may mark at most one token of a group (else ValueError)."""
 
     description, ratio = ", one of each 2×2", 0.75
 
@@ -229,7 +229,7 @@ def with_ratio(route: Route, ratio: float) -> Route:
 
 
 def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """Return how many of `num_tokens` patches a route keeps. Only rules for rows and groups need their `grid`."""
+    """Return how many of `num_tokens` tokens a route keeps. Only rules for whole rows need the tokens' `grid`."""
     return RULES[route.select].count(route, num_tokens, grid)
 
 

@@ -1,8 +1,8 @@
-"""Check that blocks do not take positions from the order of their tokens, which is wrong where tokens are left out.
+"""Check that blocks do not take positions from the order of their tokens, which would be wrong if tokens are left out.
 
-A block with rotary angles from arange(x.shape[1]), say, gives K kept tokens the positions 0..K−1, and nothing fails. If
-positions are passed along with the tokens instead, permuted tokens give permuted outputs. The check permutes all tokens
-and compares. This file needs only torch and routing_module.py.
+A block with rotary angles from arange(x.shape[1]), say, gives K kept tokens the positions 0..K−1, and no error occurs.
+If positions are passed along with the tokens instead, permuted tokens give permuted outputs. The check permutes all
+tokens and compares. This file needs only torch and routing_module.py.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ def check_positions(
 
 def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
     """Choose one or two blocks of each class in {index: block} and return their indices. One is the last of its class,
-    as it may be that only deep blocks compute positions themselves. The other is the block whose settings differ most
-    from the last's, if any do. An integer that differs in every block is left out: it is likely the block's index."""
+    since possibly only deep blocks compute positions themselves. The other is the block whose settings differ most from
+    the last's, if any differ. An integer that differs in every block is ignored: it is likely the block's index."""
     alike: dict[type, dict[int, dict]] = {}
     for index, block in sorted(blocks.items(), reverse=True):
         alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}
@@ -146,7 +146,7 @@ def order_matters(
 def _sandbox(block: Callable) -> Iterator[Callable]:
     """Yield a function that calls the block with random parameters, in eval mode, without gradient, on copies of its
     buffers (noise for floating-point ones that are all zero) and with forked random generators. Afterwards the modules'
-    attributes, also what their lists and dicts hold, are as before, even if the block has filled a cache."""
+    attributes, including the contents of lists and dicts, are as before, even if the block has filled a cache."""
     if not isinstance(block, nn.Module):
         with torch.no_grad():
             yield block

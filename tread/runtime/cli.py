@@ -1,4 +1,4 @@
-"""The command line of every entry point: checks of overrides, --help, plugins, and errors in one line."""
+"""The command line of every script: checks overrides, answers --help, imports plugins, reports errors in one line."""
 
 import contextlib
 import functools
@@ -23,11 +23,11 @@ ONE_EACH = "one command for each value, each with its own name="
 
 
 def door(kind: type | None = None, stopped: str = "stopped") -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """Return a decorator for a script's main function. The decorated function takes no argument: Hydra composes the
-    options from the script's config file in configs/ and the command line. ValueError, OSError and a full GPU end the
-    script with one line, and Ctrl-C prints `stopped`.
+    """Return a decorator that turns a script's main(options) into a function without arguments. In that function Hydra
+    composes the options from the script's config file in configs/ and the command line. ValueError, OSError and a lack
+    of GPU memory end the script with a message and no traceback; Ctrl-C prints `stopped`.
 
-    kind  the dataclass of the options; None: the function gets the composed config as nested dicts.
+    kind  the dataclass of the options; None: main gets the composed config as nested dicts.
     """
     import hydra  # imported here because it takes long, and not every script has a config
 
@@ -53,8 +53,8 @@ def open_door(
     spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
     """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call `main`, which `door`
-    decorated. All such scripts take plugins=[…]. An error in the composed config ends the script without a traceback;
-    HYDRA_FULL_ERROR=1 shows it.
+    decorated. Every such script accepts plugins=[…]. Hydra's errors end the script without a traceback, unless
+    HYDRA_FULL_ERROR=1 is set.
 
     known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
              keys; None: the keys of the dataclass that `door` was given.
@@ -74,8 +74,8 @@ def open_door(
         sys.argv[1:] = spell(take_literally(words, literal))
         schema.check_overrides(sys.argv[1:], known)
         if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:
-            sys.stderr.write("--cfg prints values as they are put together; a run also checks them\n")
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors
+            sys.stderr.write("--cfg prints the composed values, without checks; a run also checks them\n")
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
         try:
             main()
         except Exception as error:
@@ -88,8 +88,8 @@ def open_door(
 
 
 def named_plugins(words: Iterable[str], config: Path) -> list[str]:
-    """Return the plugins named by an override plugins=… in `words`, else by the config file. Returns [] if the override
-    or the file can't be parsed; the script reports that error later."""
+    """Return the plugins that the command-line arguments `words` name by plugins=…, else those that the config file
+    names. Returns [] if the argument or the file can't be parsed; the script reports that error later."""
     typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
     with contextlib.suppress(Exception):  # a config that can't be read is refused later, with the reason
         plugins = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(typed)).get("plugins")
@@ -99,8 +99,8 @@ def named_plugins(words: Iterable[str], config: Path) -> list[str]:
 
 @contextlib.contextmanager
 def explained(stopped: str = "stopped") -> Iterator[None]:
-    """Context that ends the process with a message and no traceback after ValueError, OSError, a full GPU (exit code 1)
-    or Ctrl-C (prints `stopped`, 130). If the output pipe is closed, as after `| head -1`, it exits silently (141)."""
+    """Context that ends the process with a message and no traceback after ValueError, OSError, a lack of GPU memory
+    (exit code 1) or Ctrl-C (130; prints `stopped`), and silently (141) if the output pipe is closed, as by `| head`."""
     try:
         yield
         sys.stdout.flush()
@@ -109,7 +109,7 @@ def explained(stopped: str = "stopped") -> Iterator[None]:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
-        sys.exit(f"error: {error}\nA smaller batch_size needs less; what was finished before is kept")
+        sys.exit(f"error: {error}\nA smaller batch_size needs less memory; work finished before is kept")
     except KeyboardInterrupt:
         sys.stderr.write(f"{stopped}\n")
         sys.exit(128 + signal.SIGINT)
@@ -127,8 +127,8 @@ def spell_folder(words: Iterable[str]) -> list[str]:
 
 
 def take_literally(words: Iterable[str], keys: Collection[str]) -> list[str]:
-    """Encode the values of some keys in a command line, so that Hydra does not parse the characters in them, such as
-    commas, quotes, braces or $; `plain` decodes the values."""
+    """Return command-line arguments with the values of `keys` encoded, so that Hydra does not parse special characters
+    in these values, such as commas, quotes, braces or $. `plain` decodes the values."""
     parted = [(word, *word.partition("=")) for word in words]
     return [
         f"{key}=${{literal:x{os.fsencode(text).hex()}}}" if equals and key in keys else word
@@ -150,7 +150,7 @@ def plain(composed: DictConfig) -> dict:
 
 
 def config_file(script: Path) -> Path:
-    """Return configs/<script's name>.yaml or else configs/config.yaml; configs/ is beside the script or its folder."""
+    """Return configs/<script's name>.yaml, else configs/config.yaml; configs/ is next to the script or one level up."""
     folder = next(folder for folder in (script.parent / "configs", script.parent.parent / "configs") if folder.is_dir())
     config = folder / f"{script.stem}.yaml"
     return config if config.is_file() else folder / "config.yaml"
@@ -166,7 +166,7 @@ def read_choice(configs: Path, group: str, name: str) -> dict:
 
 def answer_help(doc: str, config: Path | None = None) -> None:
     """If sys.argv holds --help or -h, print the script's docstring `doc` and the main keys of its config file, and
-    exit. "--help all" prints all keys, also those of the config files named in its defaults list."""
+    exit. "--help all" prints all keys, including those of the files that the config's defaults list names."""
     if not {"--help", "-h"} & {*sys.argv[1:]}:
         return
     parts, files = [doc.strip()], [config] if config else []

@@ -1,7 +1,7 @@
 """torch.compile block by block: all blocks of a network share one graph for each kind of call.
 
-A kind of call is a batch shape, a number of tokens, a precision, and whether there are gradients. A run therefore has a
-handful of graphs, however deep its network is.
+A kind of call is a combination of batch shape, number of tokens, precision, and whether there are gradients. A run
+therefore has a handful of graphs, however deep its network is.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 Compile = Literal["auto", True, False]
-BUDGET = 0.9  # fraction of activation memory that torch may keep; matrix products are still not recomputed
-GRAPHS = 64  # per block, more than any run needs; torch's limit, 8, is too small for routes and sampling
+BUDGET = 0.9  # fraction of the activations that torch may keep; at 0.9 it still recomputes no matrix products
+GRAPHS = 64  # per block, more than any run needs; torch's default limit, 8, is too small for routes and sampling
 
 
 def why_not(device: torch.device) -> str | None:
@@ -41,8 +41,8 @@ def why_failing(attempt: Callable[[], None]) -> str | None:
 
 
 def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | None]:
-    """Return whether to compile, and an error in one line or None. The setting `value` asks for it always, never, or on
-    GPUs only ("auto"). If it is asked for but a trial on the device fails, return False and the trial's error."""
+    """Return (whether to compile, an error in one line or None). The setting `value` is True (always), False (never) or
+    "auto" (on GPUs only). If it asks for compilation but a trial on the device fails, return (False, trial's error)."""
     if not value or (value == "auto" and device.type != "cuda"):
         return False, None
     reason = why_not(device)
@@ -50,12 +50,12 @@ def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | No
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor", saving: bool = False) -> None:
-    """Compile each block in place. Weights and parameter names stay; deep copies are not compiled. With saving=True
-    all blocks compiled in this process keep fewer activations, and recompute the cheap ones in the backward pass."""
+    """Compile each block in place with torch.compile. Weights and parameter names stay; deep copies are not compiled.
+    saving=True: all blocks compiled in this process keep fewer activations, and recompute cheap ones in backward."""
     import torch._dynamo  # imported here because it takes seconds
 
     torch._dynamo.config.cache_size_limit = max(GRAPHS, torch._dynamo.config.cache_size_limit)
-    torch._dynamo.config.optimize_ddp = False  # it would split blocks; DDP's sums overlap between blocks anyway
+    torch._dynamo.config.optimize_ddp = False  # would split blocks' graphs; DDP's all-reduce overlaps anyway
     if saving:
         import torch._functorch.config
 

@@ -18,8 +18,8 @@ LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launc
 
 
 def use_precision(name: Precision, device: torch.device) -> str:
-    """Return the precision to use; "auto" becomes "bf16" on a GPU that has it in hardware, else "fp32". On a GPU this
-    also sets TF32: on with "bf16", to speed up blocks that are kept in fp32 for stability, else off."""
+    """Return "fp32" or "bf16"; "auto" becomes "bf16" on a GPU with bf16 hardware, else "fp32". On a GPU this turns TF32
+    on for "bf16", to speed up blocks kept in fp32 for stability, and else off. Raises ValueError for other names."""
     check("precision", name, Precision)
     if name == "auto":
         name = "bf16" if has_bf16(device) else "fp32"
@@ -34,12 +34,12 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    """Return the context in which a network runs: autocast to bf16 with precision="bf16", else none."""
+    """Return the context in which a network runs: autocast to bf16 with precision="bf16", else without autocast."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def tf32_flags() -> list[str]:
-    """Return the precision of fp32 products, convolutions and RNNs on GPUs: each "tf32", "ieee" or "none" (not set)."""
+    """Return the precision of fp32 matmuls, convolutions and RNNs on GPUs: each "tf32", "ieee" or "none" (not set)."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     if hasattr(matmul, "fp32_precision"):  # from torch 2.9 on, where reading old flags fails once new ones are set
         return [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
@@ -47,8 +47,8 @@ def tf32_flags() -> list[str]:
 
 
 def set_tf32(flags: list[str]) -> None:
-    """Set the precision of fp32 products, convolutions and RNNs on GPUs to `flags`, a result of `tf32_flags`; torch's
-    old flags too: torch.compile of 2.9 and 2.10 raises an error where both differ (pytorch #166387)."""
+    """Set the precision of fp32 matmuls, convolutions and RNNs on GPUs to `flags`, as returned by `tf32_flags`. Also
+    sets torch's old flags: torch.compile in 2.9 and 2.10 fails if they differ from the new ones (pytorch #166387)."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     matmul.allow_tf32, cudnn.allow_tf32 = flags[0] == "tf32", flags[1] == "tf32"
     if hasattr(matmul, "fp32_precision"):  # the old flags alone would not override the global fp32_precision
@@ -56,18 +56,18 @@ def set_tf32(flags: list[str]) -> None:
 
 
 def attention_fault(release: str, cudnn: int | None, masked_keys: int | None) -> str | None:
-    """Return a text on a known fault of cuDNN's attention in torch version `release` with cuDNN version `cudnn` (91002
-    is 9.10.2), or None. masked_keys is the number of keys if attention has both a mask and gradients, else None."""
+    """Return a text about a known bug of cuDNN's attention, or None. `release` is torch's version; `cudnn` is cuDNN's
+    (91002 is 9.10.2). masked_keys is the number of keys if attention has both a mask and gradients, else None."""
     version = tuple(int(part) for part in release.split(".")[:2])
     if cudnn and version == (2, 9) and cudnn < 91501:
-        return "reads beyond its memory (pytorch #169849)"
+        return "reads out of bounds (pytorch #169849)"
     if cudnn and version >= (2, 11) and cudnn < 92600 and masked_keys and masked_keys % 128 == 64:
-        return f"makes NaN of rare gradients under masks over {masked_keys} keys (pytorch #196678)"
+        return f"turns rare gradients into NaN under masks over {masked_keys} keys (pytorch #196678)"
     return None
 
 
 def avoid_faults(device: torch.device, masked_keys: int | None = None) -> str | None:
-    """Switch cuDNN's attention off in this process if it has a known fault, and return a line on the fault, else None.
+    """Switch cuDNN's attention off in this process if it has a known bug, and return a line about the bug, else None.
     masked_keys is the number of keys if attention has both a mask and gradients, else None."""
     cudnn = torch.backends.cudnn.version() if device.type == "cuda" else None
     fault = attention_fault(torch.__version__, cudnn, masked_keys)
@@ -79,7 +79,7 @@ def avoid_faults(device: torch.device, masked_keys: int | None = None) -> str | 
 
 @contextmanager
 def exact(tf32: bool = False) -> Iterator[None]:
-    """Context without autocast, so that fp32 tensors are computed in fp32; products use TF32 only if tf32=True."""
+    """Context without autocast, so that fp32 tensors are computed in fp32; TF32 is used only if tf32=True."""
     before = tf32_flags()
     set_tf32(["tf32" if tf32 else "ieee"] * 3)
     gpu = torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext()
@@ -92,7 +92,7 @@ def exact(tf32: bool = False) -> Iterator[None]:
 
 def computing(device: torch.device, precision: str) -> AbstractContextManager:
     """Return the context in which to run a frozen network, such as an encoder. `precision` is "bf16" (autocast), "tf32"
-    (fp32 with TF32 products), or anything else for exact fp32."""
+    (fp32 with TF32 allowed), or anything else for exact fp32."""
     return autocast(device, precision) if precision == "bf16" else exact(tf32=precision == "tf32")
 
 
@@ -101,7 +101,7 @@ def usable_cores() -> int:
 
 
 def use_cores(threads: int | None, processes: int) -> int:
-    """Set the number of CPU threads that torch uses in this process, and return it. With threads=None it is
+    """Set the number of CPU threads that torch uses in this process, and return that number. With threads=None it is
     OMP_NUM_THREADS or, if unset, an equal share of the cores for each of the `processes` on this machine. accelerate
     and torchrun set OMP_NUM_THREADS=1 in processes that they launch, so 1 counts as unset there."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # may be a list, a number per nesting level
@@ -126,7 +126,7 @@ def memory_of(device: torch.device) -> int:
 
 
 class Alive(TorchDispatchMode):
-    """Context that counts bytes of tensor storages made within it: `now` those alive, `peak` the most at one time."""
+    """Context that counts bytes of tensor storages created in it: `now` those alive, `peak` the most at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,16 +151,16 @@ class Alive(TorchDispatchMode):
 
 
 def use_expandable_segments() -> None:
-    """Turn on expandable segments in CUDA's allocator, so that steps of alternating sizes do not fragment memory. A
-    user's own PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF stays in force. Call this before CUDA is used."""
+    """Turn on expandable segments in CUDA's allocator, so that steps with alternating shapes do not fragment memory. A
+    PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF that the user set stays in force. Call this before CUDA is used."""
     own = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys()
-    told = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # of newer torch, in which the other one warns
+    told = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # in newer torch, where the call below warns
     told = told or getattr(torch.cuda.memory, "_set_allocator_settings", None)
     if not own and told is not None and torch.cuda.is_available():
         told("expandable_segments:True")
 
 
-PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from the maker's data sheets; the first match counts
+PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from NVIDIA's data sheets; the first match counts
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -176,8 +176,8 @@ PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from the maker's data s
 
 @contextmanager
 def beside(stream: "torch.cuda.Stream | None") -> Iterator[None]:
-    """Context whose work runs on the CUDA stream `stream`. It starts after the work already queued on the current
-    stream; work queued there after the context waits for it. With stream=None the context has no effect."""
+    """Context whose work runs on the CUDA stream `stream`, after the work already queued on the current stream. Later
+    work on the current stream waits for the context's work. With stream=None the context has no effect."""
     if stream is None:
         yield
         return

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 def open_training(precision: str, cpu_threads: int | None, processes: int | None = None) -> "tuple[Processes, str]":
-    """Set up the processes that train one network. Returns them and the precision; "auto" becomes "bf16" on GPUs that
-    have it, else "fp32". On CPUs each process uses cpu_threads threads (None: OMP_NUM_THREADS, or its share of the
-    cores). Raises ValueError if accelerate is set to anything but one device or DDP, or if the launch has another
-    number of processes than `processes` (None: any number will do)."""
+    """Set up the processes that train one network. Returns (Processes, precision); "auto" becomes "bf16" on GPUs with
+    bf16 hardware, else "fp32". On CPUs each process uses cpu_threads threads (None: OMP_NUM_THREADS, or its share of
+    the cores). Raises ValueError if accelerate is set to anything but one device or DDP, if it started fewer processes
+    than asked for, or if `processes` is not None and another number was launched."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        how = "launch them by torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
+        how = "launch them with torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
         raise ValueError(f"accelerate was asked for several processes and started one, as it does on CPUs: {how}")
     use_expandable_segments()
     # device.autocast sets the precision, as in sampling; without cpu=True, torchrun on CPUs would start one process
@@ -36,7 +36,7 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=handlers)
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise ValueError(f"accelerate is set to {kind}, but this code runs on one device or by DDP")
+        raise ValueError(f"accelerate is set to {kind}, but this code runs on one device or with DDP")
     if accelerator.device.type == "cpu":
         use_cores(cpu_threads, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     group = Processes(accelerator, accelerator.device)
@@ -52,9 +52,9 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
 
 def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes":
     """Set up processes that share independent work: those that accelerate or torchrun launched, else this one alone.
-    They communicate by gloo on any device, and may wait days for each other. device="cuda": each uses its own GPU;
-    None: likewise, or the CPU. cpu_threads=None: OMP_NUM_THREADS, or a share of the cores. Raises ValueError if the
-    device can't be used."""
+    They communicate by gloo on any device, and wait up to 7 days for each other. device="cuda" gives each process its
+    own GPU; None does too, or takes the CPU if there is no GPU. cpu_threads=None: OMP_NUM_THREADS, or a share of the
+    cores. Raises ValueError if the device can't be used."""
     state = PartialState(cpu=True, timeout=datetime.timedelta(days=7))
     if device in (None, "cuda"):
         device = f"cuda:{state.local_process_index}" if torch.cuda.is_available() else device or "cpu"
@@ -72,10 +72,10 @@ class Processes:
     """This process, and its communication with the others of its launch. Made by open_training or share_work.
 
     rank, count, main  this process's number, the number of processes, and whether this one's number is 0.
-    device             the device that it computes on.
-    cores              the number of CPU threads that it uses.
+    device             the device that this process computes on.
+    cores              the number of CPU threads that this process uses.
 
-    Raises ValueError if accelerate runs another number of processes than were launched.
+    Raises ValueError if accelerate runs a different number of processes than were launched.
     """
 
     def __init__(self, launched: Accelerator | PartialState, device: torch.device) -> None:
@@ -86,8 +86,8 @@ class Processes:
             raise ValueError(f"{started} processes were launched, but accelerate runs {self.count}")
 
     def distribute(self, network: nn.Module) -> nn.Module:
-        """Return the network; with several processes, return it wrapped in DDP, which does not broadcast its buffers.
-        References to earlier wrappers are dropped: DDP's memory for them is freed once the caller drops them too."""
+        """Return the network, wrapped in DDP if there are several processes; DDP does not broadcast its buffers. Drops
+        accelerate's references to earlier wrappers: their memory is freed once the caller drops its own references."""
         if self.count > 1:
             self._launched.free_memory()
         buffers = [name for name, _ in network.named_buffers()]
@@ -107,7 +107,7 @@ class Processes:
         return gather(tensor)
 
     def gather_objects(self, one: T) -> list[T]:
-        """Return the objects of all processes, on each of them."""
+        """Return the list of `one` from every process, in order of rank, on each process."""
         return gather_object([one])
 
     @contextlib.contextmanager
@@ -128,8 +128,8 @@ class Processes:
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` in every process and return this process's result. If `work` fails in one process, all processes
-        raise its error; in the other ones, errors other than ValueError and OSError become RuntimeError. Raises OSError
-        if another process has ended."""
+        raise the error of that process; in the others, an error other than ValueError or OSError becomes RuntimeError.
+        Raises OSError if another process has ended."""
         done, error, told = None, None, None
         try:
             done = work()
@@ -150,7 +150,7 @@ class Processes:
         return broadcast_object_list([self.together(lambda: decide() if self.main else None)])[0]
 
     def say(self, text: str) -> None:
-        """Print a line from the main process; if the output was closed, the work goes on without printing."""
+        """Print a line from the main process only; if standard output is closed, the work goes on without printing."""
         try:
             if self.main:
                 tqdm.write(text)
@@ -159,7 +159,7 @@ class Processes:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def bar(self, what: str, total: int, unit: str = "image") -> tqdm:
-        """Return a progress bar for this process's share, `total` units of work; only the main process shows it."""
+        """Return a progress bar, titled `what`, for this process's `total` units; only the main process shows it."""
         share = f" (process 1 of {self.count})" if self.count > 1 else ""
         pace = 0.5 if sys.stderr.isatty() else 20  # seconds between updates
         hidden = not self.main or not total
@@ -167,8 +167,8 @@ class Processes:
 
     @contextlib.contextmanager
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
-        """Context for all processes, in which the main one holds the lock file `path`. If another launch holds it, the
-        main process raises FileExistsError with the message `busy` or, with busy=None, waits."""
+        """Context that all processes enter, in which the main process holds the lock file `path`. If another launch
+        holds that lock, the main process raises FileExistsError with the message `busy` or, with busy=None, waits."""
         held = None
         if self.main:
             try:
@@ -186,11 +186,11 @@ class Processes:
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
-    """Return the rows of the global batch that process `rank` trains on, as one slice per micro-batch (one in all with
-    micro_batch_size=None). Raises ValueError if the batch does not divide evenly."""
+    """Return the rows of the global batch that process `rank` of `ranks` trains on: a list with one slice per
+    micro-batch (micro_batch_size=None: a single slice). Raises ValueError if the batch does not divide evenly."""
     share, rest = divmod(batch_size, ranks)
     if rest:
-        raise ValueError(f"train.batch_size {batch_size} does not divide over {ranks} processes")
+        raise ValueError(f"train.batch_size {batch_size} does not divide evenly over {ranks} processes")
     micro = micro_batch_size or share
     if share % micro:
         raise ValueError(f"train.micro_batch_size {micro} does not divide a process's share, {share} images")

@@ -80,7 +80,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, tree: object) -> None:
-    """Write indented JSON, replacing an older file in a single step. Raises an OSError that names the file."""
+    """Write `tree` as indented JSON, replacing an older file in one step. Raises an OSError that names the file."""
     with explain_failure(path):
         write_whole(path, json.dumps(tree, indent=1) + "\n")
 
@@ -91,10 +91,10 @@ class Unwritable(OSError):
 
 @contextmanager
 def explain_failure(path: Path) -> Iterator[None]:
-    """Context that turns an OSError in its block into one that names `path` as the file that could not be written."""
+    """Context that turns OSError into Unwritable, naming `path`, except for BrokenPipeError and ChildProcessError."""
     try:
         yield
-    except (Unwritable, BrokenPipeError, ChildProcessError):  # the others are about standard output and readers
+    except (Unwritable, BrokenPipeError, ChildProcessError):  # the last two concern output pipes and reader processes
         raise
     except OSError as error:
         raise Unwritable(f"{path} could not be written ({error}). What was done before is kept") from error
@@ -110,7 +110,7 @@ def point_to(link: Path, target: str) -> None:
 
 
 def check_place(folder: Path, needed: int) -> None:
-    """Make a folder if it is missing. Raises OSError unless files of `needed` bytes can be written into it."""
+    """Make a folder if it is missing. Raises OSError unless files of `needed` bytes in all can be written into it."""
     if files := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
         raise Unwritable(f"{folder} could not be written ({files[0]} is a file, but must be a folder)")
     with explain_failure(folder):
@@ -123,7 +123,7 @@ def check_place(folder: Path, needed: int) -> None:
 
 
 def check_file(name: str) -> Path:
-    """Return `name` as a path and make its parent. Raises OSError for a folder, or if the parent is not writable."""
+    """Return the output file `name` as a path and make its parent. Raises OSError for a folder or unwritable parent."""
     if name.endswith("/") or Path(name).is_dir():
         raise Unwritable(f"{name} could not be written: it names a folder, but must name a file")
     check_place(Path(name).parent, 0)
@@ -140,9 +140,9 @@ def size_text(count: float) -> str:
 
 
 def plain_name(name: object, where: object) -> str:
-    """Return `name`, a file name stated in the file `where`. Raises ValueError if it is not a bare file name."""
+    """Return `name`, a file name read from the file `where`. Raises ValueError if `name` is not a bare file name."""
     if not isinstance(name, str) or name in ("", "..") or PureWindowsPath(name).name != name:
-        raise ValueError(f"{where} names the file {name!r}, but must name files beside it, without any folder")
+        raise ValueError(f"{where} names the file {name!r}, but must name files next to it, without any folder")
     return name
 
 
@@ -163,8 +163,8 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 
 class Lock:
-    """A lock on a file, made if missing, that one process holds until it is released or the process ends. If another
-    process holds it, this raises FileExistsError(busy) or, with busy=None, waits. Some file systems ignore locks."""
+    """An exclusive lock on the file `path` (made if missing), held until `release` or the end of this process. If
+    another process holds it, raises FileExistsError(busy) or, with busy=None, waits. Some file systems ignore locks."""
 
     def __init__(self, path: Path, busy: str | None) -> None:
         with explain_failure(path):

@@ -6,14 +6,14 @@ They are used in error messages only: another codebase's name is not accepted, a
 from collections.abc import Sequence
 
 # Our keys (a script may know only some of them) | names elsewhere | a note for the message.
-# Among rows with the foreign name and a key that the script knows, the first whose key is in the same section as the
-# foreign name is used, else the first.
+# Of the rows that hold the foreign name and a key known to the script, the first with a key in the foreign name's
+# section is used or, if there is none, the first.
 _TABLE = """
 train.steps | epochs max_epochs num_epochs num_train_epochs | optimizer steps, not epochs
 train.steps | total_kimg kimg duration | optimizer steps, not images
 train.steps steps | max_steps num_steps total_steps train_steps max_train_steps iterations iters max_iters
 sampling.steps steps | num_sampling_steps sampling_steps num_inference_steps ddim_steps nfe
-train.micro_batch_size | gradient_accumulation_steps grad_accum accum_iter | images a process takes at once
+train.micro_batch_size | gradient_accumulation_steps grad_accum accum_iter | images that a process takes at once
 train.micro_batch_size batch_size | micro_batch_size batch_gpu per_gpu_batch_size per_device_train_batch_size
 train.batch_size batch_size eval.batch_size | bs batch batch_size global_batch_size train_batch_size per_proc_batch_size
 optim.lr | lr learning_rate base_lr max_lr
@@ -27,11 +27,11 @@ model.num_heads | heads n_heads n_head num_attention_heads
 model.routes.*.selection_ratio | mask_ratio drop_ratio route_ratio keep_ratio
 model | arch architecture backbone model_name model_type | a file of configs/model/
 train.precision precision | precision mixed_precision amp bf16 fp16 fp32 dtype tf32 | auto, bf16 or fp32
-train.memory | gradient_checkpointing grad_checkpointing use_checkpoint | checkpointing computes blocks again
+train.memory | gradient_checkpointing grad_checkpointing use_checkpoint | checkpointing recomputes blocks
 every.log | log_every log_interval log_steps logging_steps print_freq
 every.save | save_every save_interval save_steps ckpt_every checkpoint_every checkpointing_steps snap checkpoint
 every.evaluate | eval_every eval_interval eval_freq eval_steps val_check_interval
-resume | resume_from resume_from_checkpoint resume_path auto_resume | the same command goes on with its run
+resume | resume_from resume_from_checkpoint resume_path auto_resume | running the same command again resumes its run
 checkpoint weights init_from run | ckpt ckpt_path checkpoint checkpoint_path pretrained load_from model_path network
 dataset.path source samples data | data data_path data_dir data_root dataset_path train_data_dir feature_path images
 resolution dataset.size crop | image_size img_size input_size resolution latent_size

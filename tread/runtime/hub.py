@@ -1,5 +1,5 @@
-"""Fetches from the Hugging Face hub, after checks: is a model cached, and does the server answer within seconds?
-Without these checks, the libraries would retry a silent server for minutes."""
+"""Downloads from and uploads to the Hugging Face hub, which first check that the server answers within seconds. Without
+this check, the libraries would retry a silent server for minutes."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-PREFIX = "hf:"  # of the checkpoints on the hub, hf:user/name or hf:user/name@revision
+PREFIX = "hf:"  # of names of checkpoints on the hub: hf:user/name or hf:user/name@revision
 SECONDS = 4  # to wait for a server's answer
 FETCHED = ["*.safetensors", "*.json", "*.yaml", "*.md"]
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
@@ -34,8 +34,8 @@ def local(source: str | Path) -> Path:
     Only safetensors, JSON, YAML and Markdown files are fetched, never a pickle. They go into huggingface_hub's cache,
     in a folder named by the revision's hash. If the hub does not answer, the cached copy is used.
 
-    Raises ValueError for a malformed name, for a repository or revision that does not exist or can't be accessed, and
-    for one without safetensors; OSError if the hub does not answer and nothing is cached.
+    Raises ValueError for a malformed name, for a repository or revision that does not exist, can't be accessed or has
+    no safetensors; OSError if the hub does not answer and nothing is cached.
     """
     if not str(source).startswith(PREFIX):
         return Path(source).expanduser()
@@ -51,7 +51,7 @@ def local(source: str | Path) -> Path:
     try:
         check_hub()
         folder = Path(snapshot_download(**fetch))
-    except errors.RepositoryNotFoundError as error:  # whose own text asks for a login, even if no such name is there
+    except errors.RepositoryNotFoundError as error:  # its own text asks for a login even if the name does not exist
         raise ValueError(f"{source}: there is no {name} on the hub, or this login can't read it") from error
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"{source}: {name} has no revision {revision or 'main'}") from error
@@ -74,19 +74,19 @@ def revision_in(path: object) -> str | None:
 
 
 def check_repository(name: str) -> None:
-    """Raise ValueError unless `name` is user/name and the user is logged in, OSError if the hub does not answer."""
+    """Raise ValueError unless `name` is "user/name" and the user is logged in, OSError if the hub does not answer."""
     from huggingface_hub import get_token
 
     if not HUB_ID.fullmatch(name) or "/" not in name:
-        raise ValueError(f"push={name} is no repository on the hub, such as push=user/name")
+        raise ValueError(f"push={name} is not the name of a hub repository, such as push=user/name")
     if get_token() is None:
         raise ValueError(f"push={name} needs a login: run `hf auth login`, or set HF_TOKEN")
     check_hub()
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a folder's files to the hub's repository `name`, which is created if there is none, and return the
-    address. Raises OSError if the hub refuses; the folder stays as it is."""
+    """Upload a folder's files to the hub's repository `name`, which is created if there is none, and return the URL of
+    the upload. Raises OSError if the hub refuses; the folder stays as it is."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -107,9 +107,9 @@ def check_hub() -> None:
 
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
-    """Raise OSError unless a server answers within `seconds`, including the DNS look-up. `ask(url, seconds)` sends a
-    request, and raises an error if there is no answer; it should use the client and proxies of the later fetch.
-    """
+    """Raise OSError unless the server at `url` answers within `seconds`, including the DNS look-up. `ask(url, seconds)`
+    sends a request and raises an error if there is no answer; `ask` should use the client and proxies of the later
+    fetch."""
     failure: list[object] = [f"no answer in {seconds} s"]  # emptied by an answer
 
     def wait() -> None:
@@ -119,7 +119,7 @@ def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SEC
         except Exception as error:  # clients have exceptions of their own
             failure[0] = error
 
-    asking = threading.Thread(target=wait, daemon=True)  # the look-up of a name has no timeout
+    asking = threading.Thread(target=wait, daemon=True)  # a DNS look-up has no timeout
     asking.start()
     asking.join(seconds)
     if failure:

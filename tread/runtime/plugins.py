@@ -12,22 +12,22 @@ from pathlib import Path
 
 from tread.runtime.files import content_hash
 
-_imported: dict[str, tuple[str, str]] = {}  # name of a file or module → its place and the sha256 of what was imported
+_imported: dict[str, tuple[str, str]] = {}  # file or module name → its absolute() form, sha256 of its source
 
 
 def import_plugins(names: Sequence[str]) -> None:
-    """Import modules by dotted names or paths of .py files, each once per process. A file is skipped if one of its name
-    was imported before and it is missing or the same. Raises ValueError for a module that can't be imported, or for
-    another file of a name that was."""
+    """Import modules by dotted names or paths of .py files, each once per process. A file is skipped if a file of the
+    same name was imported before and this one is missing or has the same content. Raises ValueError if a module can't
+    be imported, or if a file of the same name but other content was imported before."""
     for name in names:
         place, module = absolute(name), Path(name).name
         if module in _imported and (place in sys.modules or not Path(place).is_file()):
             continue
         try:
             if name.endswith(".py"):
-                source = Path(place).read_bytes()  # runs as it is hashed: Python's cache may be of an earlier edit
+                source = Path(place).read_bytes()  # the bytes that are hashed are run: Python's cache may be older
                 if module in _imported and _imported[module][1] != content_hash(source):
-                    raise ImportError(f"{_imported[module][0]} was imported before, which is another file of this name")
+                    raise ImportError(f"{_imported[module][0]} was imported before, a different file of this name")
                 if module in _imported:
                     continue
                 sys.modules[place] = module_from_spec(spec_from_file_location(place, place))
@@ -55,9 +55,9 @@ def plugin_changes(info: Mapping) -> list[str]:
 
 
 def check_plugin(name: str, folder: Path) -> str:
-    """Return `name`, a plugin that the checkpoint in `folder` needs. Raises ValueError for a .py file that does not
-    exist or lies in `folder` or its run's, which is imported only if the setting `plugins` names it, as other copies
-    are."""
+    """Return `name`, a plugin that the checkpoint in `folder` needs. Raises ValueError for a .py file that was not
+    imported yet and is missing or lies in `folder` or its run's folder: code that comes with a checkpoint, like any
+    other copy, is imported only if the setting `plugins` names it."""
     file, above = Path(name).name, folder.resolve().parent
     run = above if folder.name.startswith("step_") and (above / "run.json").exists() else folder
     elsewhere = Path(name).is_file() and run.resolve() not in Path(name).resolve().parents

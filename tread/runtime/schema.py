@@ -1,7 +1,7 @@
 """Reads settings, nested dicts, into dataclasses by their annotations; unknown keys and wrong types raise ValueError.
 
-Choices are Literals. In Annotated[type, …] a Range limits a number, a string is a hint that errors show in brackets,
-and a Chosen marks a section whose dataclass is picked from a table. Numbers without a Range must be finite.
+Choices are Literals. In Annotated[type, …] a Range limits a number, a string is a hint for error messages, and a Chosen
+marks a section whose dataclass is picked from a table. Numbers without a Range must be finite.
 """
 
 import difflib
@@ -36,8 +36,8 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 
 class Chosen(NamedTuple):
-    """Marks a section of the settings whose dataclass is chosen by its key `key`: the value there names an entry of
-    `table`. Keys that this entry lacks and others have must have their default values, and are dropped."""
+    """Marks a section of the settings whose dataclass depends on a choice in it: the section's value at `key` names an
+    entry of `table`. Keys that only other entries' dataclasses have must hold their default values, and are dropped."""
 
     key: str
     table: Mapping[str, type]
@@ -120,8 +120,8 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
 
 
 def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first override that is not written key=value, has a key that is not in `known`, or
-    has a value that names a key twice, like {a:1,a:2}. Options, which begin with a dash, and their values pass."""
+    """Raise ValueError for the first override that is not key=value, has a key not in `known`, has two dashes before a
+    known key, or has a value that names a key twice, like {a:1,a:2}. Options like --cfg and their values pass."""
     overrides = list(overrides)
     for before, override in zip(["", *overrides], overrides):
         if not re.search("^[-~]|=", override) and not before.startswith("-"):  # after an option: its value
@@ -167,14 +167,14 @@ def written(value: object) -> str:
 
 def read(tree: dict, kind: type, prefix: str = "") -> Any:
     """Build the dataclass `kind` from a nested dict, after importing the plugins that the dict names. Raises ValueError
-    for unknown or missing keys and wrong types; messages put `prefix` before a key."""
+    for unknown or missing keys and for values of a wrong type or out of range; messages put `prefix` before a key."""
     if "plugins" in _hints(kind) and isinstance(tree, dict):
         import_plugins(_convert(tuple[str, ...], tree.get("plugins", ()), "plugins", []))
     return _build(kind, tree, prefix, known_keys(kind, prefix))
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return a copy of the config `tree` with 1e3 as the int 1000 where `built`, which was read from it, has an int."""
+    """Return a copy of the config `tree` with ints, such as 1000 for 1e3, where `built`, read from it, has ints."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree
@@ -206,7 +206,7 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
 
 def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
     """Check a value against a type annotation and return it, with sections as dataclasses; whole numbers pass as floats
-    and whole floats as ints. Raises ValueError, which calls the value `key` and may suggest one of the `known` keys."""
+    and whole floats as ints. Raises ValueError; its text calls the value `key` and may suggest a key in `known`."""
     for choice in _choices(hint):
         hint, value = choice.settle(value, key)
     if is_dataclass(hint):

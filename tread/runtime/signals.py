@@ -14,12 +14,12 @@ import torch.distributed as dist
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PATIENCE = datetime.timedelta(hours=2)  # to wait for another process, which may hash or write a large checkpoint
 INTERRUPTED = 75  # exit code of a run that was stopped and saved: EX_TEMPFAIL, "try again later"
-SAME = 0.5  # seconds in which a repeated signal counts once: torchrun forwards what the terminal sends to all
+SAME = 0.5  # seconds in which repeated signals count as one: the terminal and torchrun may both send Ctrl-C
 
 
 def leave_at_once(code: int, last_words: str = "") -> None:
-    """Print `last_words` and end this process without clean-up if torch.distributed is initialised, else do nothing.
-    Clean-up could hang: deleting a gloo group waits for its threads while holding the GIL, which a thread may need."""
+    """Print `last_words` and exit with `code`, without clean-up, if torch.distributed is initialised; else do nothing.
+    Clean-up could hang: deleting a gloo group holds the GIL while it waits for threads that may need it."""
     if dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.write(last_words and last_words + "\n")
@@ -30,9 +30,9 @@ def leave_at_once(code: int, last_words: str = "") -> None:
 class Stop:
     """Listens for SIGTERM, SIGUSR1 and Ctrl-C until `close` is called. Must be constructed in the main thread.
 
-    The first signal sets the attribute `reason`. A second one calls the function `ending`, if that is set, and ends the
-    process at once, even while it waits for a device. The end of the launcher (accelerate or torchrun) counts as a
-    first signal, as not all launchers forward signals.
+    The first signal sets the attribute `reason` to its name. A second one, more than SAME seconds later, calls the
+    attribute `ending`, if set, and ends the process at once, even while the main thread waits for a device. The end of
+    the launcher (accelerate or torchrun) counts as a first signal, as not all launchers forward signals.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Stop:
         self._group, self._flag, self._work = None, None, None
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        # Python's handlers run between bytecodes of the main thread, and so wait while it waits for a device; this
-        # thread gets signals at once
+        # Python's handlers run between bytecodes of the main thread, so they are delayed while it waits for a device;
+        # the thread below sees signals at once
         self._before = {number: signal.signal(number, self._first) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(self._read,), daemon=True, name="signals").start()
@@ -53,7 +53,7 @@ class Stop:
         self.reason = self.reason or signal.Signals(number).name
 
     def _watch(self, descriptor: int) -> None:
-        """Read signal numbers from a pipe until it is closed, and end the process at the second signal."""
+        """Read signal numbers from a pipe until it is closed, and end the process at the second signal (see Stop)."""
         first = None
         while received := os.read(descriptor, 1):
             if received[0] not in SIGNALS:
@@ -68,12 +68,12 @@ class Stop:
         os.close(descriptor)
 
     def connect(self, processes: int) -> None:
-        """Create the gloo process group, by which several processes agree to stop without waiting for a GPU."""
+        """If `processes` > 1, create the gloo process group by which they agree to stop without waiting for a GPU."""
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if processes > 1 else None
 
     def poll(self) -> bool:
         """Return whether to stop. All processes must call this once a step, and all get the same answer; with several
-        processes it covers only signals received before the previous call."""
+        processes the answer covers only signals received before the previous call."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self.reason = self.reason or "the launcher has ended"
         if self._group is None:
@@ -84,7 +84,7 @@ class Stop:
         return asked
 
     def agreed(self) -> bool:
-        """Return whether any process was asked to stop. All processes must call it, and wait for one another."""
+        """Return whether any process was asked to stop. All processes must call this, and wait for one another here."""
         return self.poll() or (self._group is not None and self._answer())
 
     def _answer(self) -> bool:

@@ -6,12 +6,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
-    """Call optimizer.step(), but keep parameters and state bit for bit as they are if `bad`, a 0-d bool tensor, is
-    true; the gradients are then set to 0.
+    """Call optimizer.step(), but leave parameters and optimizer state bit for bit unchanged if `bad`, a 0-d bool
+    tensor, is true; `gradients`, the parameters' gradients, are then set to 0 in place.
 
-    The device chooses between the values before and after the step. The host must wait for the device in two cases: if
-    the step creates state, as the first one does, or if it changes Python numbers or tensors on another device. On a
-    GPU that includes state["step"] of torch's optimizers, unless capturable=True.
+    The choice between the values before and after the step is made on the device. The host must wait for the device in
+    two cases: if the step creates state, as the first one does, or if it changes Python numbers or tensors on another
+    device. One such tensor is state["step"] of torch's optimizers on a GPU, unless capturable=True.
     """
     for gradient in gradients:
         gradient.masked_fill_(bad, 0.0)  # a step may raise an error for NaN
@@ -41,8 +41,8 @@ def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
 
 
 def _decidable(old: object, new: object, device: torch.device) -> bool:
-    """Return whether a flag on `device` can choose between two values: tensors on it of one shape and dtype. Also True
-    for two equal values of one type that are not tensors, as then there is nothing to choose."""
+    """Return whether a flag on `device` can choose between two values: tensors on that device with the same shape and
+    dtype. Also True for equal non-tensors of the same type, as then there is nothing to choose."""
     if torch.is_tensor(old) and torch.is_tensor(new):
         return (old.device, old.shape, old.dtype) == (device, new.shape, new.dtype) and new.device == device
     return type(old) is type(new) and old == new

@@ -3,7 +3,7 @@
 Layouts that are read: weights alone; {"model": …, "ema": …, "opt": …, "args": …} (public DiT, SiT);
 {"model_state_dict": …, "ema_state_dict": …} (released TREAD); ema_pytorch's "ema_model.…" and "online_model.…".
 Prefixes of wrappers are removed: "module." (DDP), "model." (a preconditioned network), "_orig_mod." (torch.compile,
-also within a name). The class embedding of released MaskDiT, a matrix for one-hot labels, becomes an embedding table.
+anywhere in a name). The class embedding of released MaskDiT, a matrix for one-hot labels, becomes an embedding table.
 """
 
 import argparse
@@ -26,8 +26,8 @@ KEYS = {  # where training code keeps averaged and raw weights
     "model": ("model", "model_state_dict", "state_dict", "module"),
 }
 FLAT = {"ema": "ema_model.", "model": "online_model."}  # ema_pytorch keeps both in one state dict
-EXPAND = "x_embedder.expand.weight"  # of model.bottleneck alone
-CLASS_TOKEN = "z_embedder.proj.weight"  # of model.class_token alone
+EXPAND = "x_embedder.expand.weight"  # only in networks with model.bottleneck
+CLASS_TOKEN = "z_embedder.proj.weight"  # only in networks with model.class_token
 FIRST = "x_embedder.proj.weight"  # what precedes this name in a file is a wrapper's prefix
 WRAPPERS = re.compile(r"((module|model|net|ema_model)\.)*")
 LABELS = "y_embedder.embedding_table.weight"
@@ -76,21 +76,21 @@ def _read(path: Path) -> object:
         why = what_is_wrong(path) or error
         if foreign := re.search(r"GLOBAL (\S+)", str(error)):
             why = (
-                f"it holds an object of {foreign[1]}, and making such objects can run any code. Where you trust the "
-                "file, save its tensors alone: torch.save({'model': {…}, 'ema': {…}}, …)"
+                f"it holds an object of {foreign[1]}, and unpickling such objects can run any code. If you trust the "
+                "file, save only its tensors: torch.save({'model': {…}, 'ema': {…}}, …)"
             )
         raise ValueError(f"{path} could not be read as a state dict: {why}") from error
 
 
 def what_is_wrong(path: Path) -> str | None:
-    """Say why torch or safetensors failed to read the file `path`, and what to do; None if the file is missing."""
+    """Return why torch or safetensors failed to read the file `path`, and what to do; None if the file is missing."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
         if file.read(8) == b"version ":
             return "it is a pointer of Git LFS, a text in the place of the file; git lfs pull fetches it"
     size = path.stat().st_size
-    return f"it is cut short or damaged ({size:,} bytes), or no such file; copy or download it again"
+    return f"it is cut short or damaged ({size:,} bytes), or not a file of this kind; copy or download it again"
 
 
 def _tensors(content: object, where: str) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ def listed(names: Iterable[str], most: int = 4) -> str:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write a .safetensors file, and return its sha256, which is computed as the bytes are written."""
+    """Write tensors, and `metadata` if given, to a .safetensors file. Return its hex sha256, computed while writing."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -164,7 +164,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         tensor, begin = tensors[name], end
         end += tensor.nbytes
         kind = str(tensor.dtype)[6:].replace("float", "f").replace("uint", "u").replace("int", "i")  # f32
-        kind = kind.replace("complex", "c").upper().removesuffix("FN")  # float8_e4m3fn is F8_E4M3 there
+        kind = kind.replace("complex", "c").upper().removesuffix("FN")  # float8_e4m3fn is F8_E4M3 in safetensors
         header[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [begin, end]}
     words = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     words += b" " * (-len(words) % 8)

@@ -1,4 +1,4 @@
-"""Logging of metrics to Weights & Biases or TensorBoard, besides metrics.jsonl."""
+"""Logging of metrics to Weights & Biases or TensorBoard, in addition to metrics.jsonl."""
 
 import importlib.util
 import uuid
@@ -15,7 +15,7 @@ def check_tracker(name: str) -> None:
 
 
 class Wandb:
-    """Logs to Weights & Biases; a resumed run reuses the id in its folder. Raises ValueError if wandb can't start."""
+    """Logs to Weights & Biases; a resumed run reuses the id in `folder`. Raises ValueError if wandb can't start."""
 
     def __init__(self, project: str, name: str, config: dict, folder: Path) -> None:
         import wandb  # takes seconds, and is off by default
@@ -57,8 +57,8 @@ Tracker = Wandb | TensorBoard
 
 
 def open_tracker(tracker: str, project: str, config: dict, folder: Path, step: int) -> Tracker | None:
-    """Open the tracker "wandb" or "tensorboard" for a run that begins or goes on after `step` steps; return None for
-    "none". `project` is the project's name at wandb. Raises ValueError if wandb fails to start."""
+    """Open the tracker "wandb" or "tensorboard" for the run in `folder`, after `step` steps; return None for "none".
+    `config` are the run's settings, `project` is its project at wandb. Raises ValueError if wandb fails to start."""
     if tracker == "wandb":
         return Wandb(project, config["name"], config, folder)
     return TensorBoard(folder, step) if tracker == "tensorboard" else None

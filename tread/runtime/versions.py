@@ -22,15 +22,15 @@ def versions() -> dict[str, str]:
 
 
 def now() -> str:
-    """Return the time, UTC, to the second: 2026-01-31T12:00:00+00:00."""
+    """Return the current time in UTC, to the second: 2026-01-31T12:00:00+00:00."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def git_revision() -> str:
-    """Return this code's commit. If tracked files differ from it, "+changes." and the first digits of the difference's
-    sha256 follow. "unknown" without its own git checkout."""
+    """Return the commit of this code. If tracked files have changed, "+changes." and 8 hex digits of the diff's sha256
+    follow. Returns "unknown" if this code is not in a git checkout of its own, or if git fails."""
     checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / ".git").exists():  # an installed copy may lie inside another project's
+    if not (checkout / ".git").exists():  # an installed copy may lie inside another project's checkout
         return "unknown"
 
     def git(*words: str) -> bytes:

@@ -1,14 +1,14 @@
-"""Alignment losses: a block's output is compared, token by token, with targets computed from the clean picture.
+"""Alignment losses: a block's output is compared, token by token, with targets computed from the same picture.
 
-mode "repa"  (Yu et al. 2025, arXiv 2410.06940): −cosine between the projected output and patch features of a frozen
-             encoder.
-mode "self"  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the projected output and the output of a
-             deeper block of the averaged network, the teacher, which sees all tokens of the same latents, noise and
-             labels at a lower noise level.
+kind "repa"  (Yu et al. 2025, arXiv 2410.06940): −cosine between the projected output and patch features that a frozen
+             encoder computes from the clean picture.
+kind "self"  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the projected output and the output of a
+             deeper block of the averaged (EMA) network, the teacher. The teacher sees all tokens of the same latents,
+             with the same noise and labels, at a lower noise level.
 
-The aligned block may lie inside a route: it then outputs the kept tokens alone, which are compared with the targets at
-the same positions. No norm stands before the projector. Several aligned blocks share one projector and the targets, and
-the loss is the mean over them. Sampling needs neither projector nor targets.
+Tokens may skip an aligned block (see Route in routing_module.py): only the kept tokens are then compared, with the
+targets at their positions. The projector is an MLP without a norm before it. Several aligned blocks share the projector
+and the targets, and the loss is the mean over them. Sampling needs neither projector nor targets.
 
 Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
 """
@@ -36,8 +36,8 @@ BETA = 0.05  # where smooth L1 turns from a parabola into a line (SRA)
 
 @dataclass(frozen=True)
 class Alignment:
-    """Settings of an alignment loss, which compares outputs of blocks with targets: an encoder's features (kind "repa")
-    or a deeper block of the averaged network ("self"). configs/defaults.yaml explains each setting."""
+    """Settings of an alignment loss, explained in configs/defaults.yaml. Its targets are an encoder's features (kind
+    "repa") or a deeper block's outputs in the averaged network ("self"). Raises ValueError for conflicting settings."""
 
     kind: Literal["none", "repa", "self"] = "none"
     block: int | None = None
@@ -73,8 +73,8 @@ class Alignment:
         return auto if self.precision == "auto" else self.precision
 
     def resolve(self, depth: int) -> tuple[tuple[int, ...], int]:
-        """Return the indices (from 0) of the aligned blocks, each once and in order, and of the teacher's block among
-        `depth` blocks. Negative settings count from the end. Raises ValueError for a block that is not there."""
+        """Return (indices of the aligned blocks, ascending and distinct; index of the teacher's block), from 0, in a
+        network of `depth` blocks. Negative settings count from the end. Raises ValueError for a block out of range."""
         named = {"block": (self.block,), "blocks": self.blocks or (), "teacher": (self.teacher,)}
         for name, value in ((name, value) for name, values in named.items() for value in values):
             if value is not None and not -depth <= value < depth:
@@ -85,13 +85,13 @@ class Alignment:
 
 
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """Return the loss of mode "repa" for each sample, the mean −cosine: (B,) fp32. `projected` (B, K, z) is the
+    """Return the loss of kind "repa" for each sample, the mean −cosine: (B,) fp32. `projected` (B, K, z) is the
     projector's output at positions ids_keep (B, K) (None: at all N), `targets` (B, N, z) are the encoder's features."""
     return -F.cosine_similarity(projected.float(), _kept(targets, ids_keep), dim=2).mean(dim=1)
 
 
 def self_distance(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """Return the loss of mode "self" for each sample, the mean smooth L1: (B,) fp32. `projected` (B, K, z) is the
+    """Return the loss of kind "self" for each sample, the mean smooth L1: (B,) fp32. `projected` (B, K, z) is the
     projector's output at positions ids_keep (B, K) (None: at all N), `targets` (B, N, z) are the teacher's outputs."""
     distance = F.smooth_l1_loss(projected.float(), _kept(targets, ids_keep), beta=BETA, reduction="none")
     return distance.mean(dim=(1, 2))
@@ -102,8 +102,8 @@ def _kept(targets: Tensor, ids_keep: Tensor | None) -> Tensor:
 
 
 def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Sequential:
-    """Build the MLP that maps an aligned block's output (B, K, hidden_size) to targets (B, K, width); its biases start
-    at 0. Mode "repa" has two hidden layers of alignment.width channels; "self" has one of 2·hidden_size."""
+    """Build the MLP that projects an aligned block's output (B, K, hidden_size) to the targets' width, (B, K, width).
+    Biases start at 0. Kind "repa" has two hidden layers of alignment.width channels, "self" one of 2·hidden_size."""
     inner = [alignment.width] * 2 if alignment.kind == "repa" else [2 * hidden_size]
     sizes, layers = [hidden_size, *inner, width], []
     for inputs, outputs in zip(sizes, sizes[1:]):
@@ -114,7 +114,7 @@ def build_projector(alignment: Alignment, hidden_size: int, width: int) -> nn.Se
 
 
 class Aligned(nn.Module):
-    """A network, and the projector for the outputs of some of its blocks, as one module, so that DDP wraps both."""
+    """A network and the projector for the outputs of its `blocks` (indices), as one module, so that DDP wraps both."""
 
     def __init__(self, network: Backbone, projector: nn.Module, blocks: Sequence[int]) -> None:
         super().__init__()
@@ -125,9 +125,9 @@ class Aligned(nn.Module):
         path_drop: Tensor | None = None, class_token: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the network's output for x (B, C, S, S), time input t (B,) and conditions y. For each aligned block i,
-        set record.outputs[i] to (its projected tokens (B, K, z), ids_keep (B, K), or None if it ran on all tokens). In
-        samples where path_drop (B,) bool is true, mask tokens replace the output of SPRINT's sparse part; class_token
-        (B, channels) holds noised class tokens. Both are only for networks that take them."""
+        set record.outputs[i] to (projected tokens (B, K, z), ids_keep (B, K)); ids_keep is None if all tokens ran. The
+        last two arguments are for networks that take them: in samples where path_drop (B,) bool is true, mask tokens
+        replace the output of SPRINT's sparse part; class_token (B, channels) holds noised class tokens."""
         record = record or Record()
         record.blocks = self.blocks
         some = {"path_drop": path_drop, "class_token": class_token}  # not every network takes them
@@ -147,20 +147,20 @@ class Aligner:
     module: Aligned  # the network with its projector
     teacher: Backbone | None = None  # the averaged network for alignment=self, else None
     encoder: Encoder | None = None  # repa's encoder for alignment.source=live; None: the features are stored
-    encoder_flops: int = 0  # for a picture
-    fingerprint: str | None = None  # the hash of repa's encoder, live or stored; None where it is not known
+    encoder_flops: int = 0  # per picture
+    fingerprint: str | None = None  # the hash of repa's encoder, live or stored; None if it is unknown
 
     @torch.no_grad()
     def targets(
         self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor, back: Tensor,
         token_noise: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the targets (B, N, z): in mode "repa" the pictures' features, in mode "self" the teacher's output.
+        """Return the targets (B, N, z): the features of the batch's pictures ("repa") or the teacher's output ("self").
 
         x, y, noise  clean latents, conditions and noise of the network's input, which the teacher gets as well.
         normal       (B,) standard normal numbers, which process.noise_level maps to the network's noise levels.
-        back         (B,) in [0, 1): process.cleaner makes the teacher's noise levels lower by alignment.gap · back.
-        token_noise  (B, z) noise of class tokens, if there are any.
+        back         (B,) in [0, 1): process.cleaner lowers the teacher's noise levels by alignment.gap · back.
+        token_noise  (B, channels) noise of the class tokens; None: there are none.
         """
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features
@@ -170,7 +170,7 @@ class Aligner:
         return self.teacher.output_of(block, *noisy, y, **noised_token(batch.class_token, token_noise, level))
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:
-        """Return the alignment loss (B,) fp32 of the recorded tokens to `targets`, a mean over the aligned blocks."""
+        """Return the alignment loss (B,) fp32 of projected tokens in `record` against `targets`, a mean over blocks."""
         distance = alignment_loss if self.teacher is None else self_distance
         recorded = [record.outputs[block] for block in self.module.blocks]
         return sum(distance(projected, targets, ids_keep) for projected, ids_keep in recorded) / len(recorded)
@@ -181,7 +181,7 @@ class Aligner:
         return [run[block] for block in self.module.blocks]
 
     def flops(self, routes: Sequence[Route]) -> int:
-        """Return the FLOPs that alignment adds per sample: the projector's, and the live encoder's or EMA teacher's."""
+        """Return the FLOPs that alignment adds per sample: the projector's, and the live encoder's or the teacher's."""
         layers = [layer.weight.numel() for layer in self.module.projector if isinstance(layer, nn.Linear)]
         flops = self.encoder_flops + 3 * 2 * sum(layers) * sum(self.tokens(routes))
         if self.teacher is not None:

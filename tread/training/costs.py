@@ -33,25 +33,25 @@ from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.draws import active_routes
 from tread.training.settings import Settings
 
-Kind = tuple[tuple[Route, ...], bool]  # of steps: their routes, and whether they align
+Kind = tuple[tuple[Route, ...], bool]  # kind of step: its token routes, and whether its loss has an alignment term
 USABLE = 0.94  # share of a device's memory for tensors; CUDA and fragmentation take the rest
 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
-    """Return the FLOPs of the training steps numbered `steps`, on whole batches, with each step's token routes."""
+    """Return the FLOPs of the training steps in `steps` on global batches, with alignment if `aligner` is given."""
     kinds = count_kinds(cfg, steps)
     each = (sample_flops(network, routes, aligner if aligned else None) for routes, aligned in kinds)
     return cfg.train.batch_size * sum(flops * count for flops, count in zip(each, kinds.values()))
 
 
 def changes(cfg: Settings, steps: range) -> list[int]:
-    """Return those of the training steps `steps`, in order, from which routes or alignment may differ."""
+    """Return, ascending, the first of the training steps `steps` and those where token routes or alignment end."""
     ends = (end for end in (cfg.train.routes_until, cfg.alignment.until) if end is not None)
     return sorted(step for step in {steps.start, *ends} if step in steps)
 
 
 def count_kinds(cfg: Settings, steps: range) -> Counter[Kind]:
-    """Return how many of the training steps `steps` are of each kind."""
+    """Return {(token routes, whether alignment is in the loss): number of such steps} of the training steps `steps`."""
     kinds, firsts = Counter(), [*steps] if cfg.train.ratio_schedule else changes(cfg, steps)
     for first, end in zip(firsts, [*firsts[1:], steps.stop]):
         kinds[active_routes(cfg, first), bool(cfg.alignment.weight_at(first))] += end - first
@@ -59,8 +59,8 @@ def count_kinds(cfg: Settings, steps: range) -> Counter[Kind]:
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
-    """Return the different kinds of the training steps `steps`. Of the ratios that train.ratio_schedule goes through,
-    only a few are included, such as the first and the last."""
+    """Return the distinct pairs (token routes, whether alignment is in the loss) of the training steps `steps`. Of the
+    ratios that train.ratio_schedule goes through, only a few are included, such as the first and the last."""
     schedule = cfg.train.ratio_schedule
     more = (schedule.first, schedule.last, steps.stop - 1) if schedule else ()
     places = [*changes(cfg, steps), *(step for step in more if step in steps)]
@@ -75,7 +75,7 @@ def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | 
 class StepMemory(NamedTuple):
     """Bytes of memory that one training step takes on one device.
 
-    weights    the weights of network and projector, in fp32; gradients take as much.
+    weights    the weights of network and projector, in fp32; gradients of trained weights take as much again.
     averages   the averaged copies of the weights.
     optimizer  the optimizer's state.
     saved      what the forward pass keeps for the backward pass.
@@ -122,8 +122,8 @@ def step_seconds(
     cfg: Settings, network: Backbone, routes: Sequence[Route], images: int, device: Device,
     aligner: Aligner | None = None, constants: Constants = PREDICTED,
 ) -> float:  # fmt: skip
-    """Predict the seconds of a compiled bf16 training step of `images` samples on a GPU. `constants` holds the shares
-    of the GPU's peak speeds that a step reaches, and the time to launch a block."""
+    """Predict the seconds of a compiled bf16 training step of `images` samples on the GPU that `device` describes.
+    `constants` holds the fractions of the GPU's peak speeds that a step reaches, and the time to launch a block."""
     blocks = blocks_run(network, routes)
     head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
@@ -183,8 +183,8 @@ def memory(
 
 class MemoryPlan(NamedTuple):
     """How a run's steps save memory. `how` is "plain" (keep all activations), "budget" (compiled blocks recompute cheap
-    ones) or "checkpointing" (recompute blocks). `said` is a text on this choice and, on a GPU, the predicted memory.
-    `warning` says that memory may not suffice, or that train.memory can't be obeyed; None: neither."""
+    activations) or "checkpointing" (recompute blocks). `said` is a text on this choice and, on a GPU, the predicted
+    memory. `warning` says that memory may not suffice, or that train.memory can't be obeyed; None: neither."""
 
     how: str
     said: str
@@ -195,9 +195,9 @@ def plan_memory(
     cfg: Settings, network: Backbone, kinds: Sequence[Kind], images: int, room: int, precision: str,
     compiled: bool, aligner: Aligner | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """Choose how steps on micro-batches of `images` samples save memory, by train.memory. "auto" takes the first of
-    "plain", "budget" (if `compiled`) and "checkpointing" with which all steps fit into the share USABLE of `room`
-    bytes. `kinds` lists (token routes, whether the steps align). A choice that does not fit has a warning."""
+    """Choose how steps on micro-batches of `images` samples save memory, as train.memory says. "auto" takes the first
+    of "plain", "budget" (if `compiled`) and "checkpointing" with which steps of all `kinds` (see Kind) fit into the
+    share USABLE of `room` bytes; if none fits, it takes the last. A plan that does not fit has a warning."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [((), False)], {}, images
 
@@ -221,7 +221,7 @@ def plan_memory(
 
 
 def checkpoint_bytes(cfg: Settings, network: Backbone, aligner: Aligner | None) -> int:
-    """Return the bytes of a checkpoint: weights, averages and the optimizer's state; LoRA's frozen weights left out."""
+    """Return the bytes of a checkpoint: weights, averages and optimizer state, but not the weights that LoRA froze."""
     kept = count_parameters(network, trained=cfg.lora.rank is not None)
     beside = (1 + cfg.optim.copies) * count_parameters(aligner.module.projector) if aligner else 0
     return round(4 * ((2 + len(cfg.ema.power)) * kept + cfg.optim.state_size(network) + beside))
@@ -248,8 +248,8 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
-    """Return an Aligner, by which costs are counted, with its projector on the meta device; None without an alignment
-    loss. Loads the encoder only if its width, or with alignment.source=live its FLOPs, can't be known otherwise."""
+    """Return an Aligner for counting costs, with its projector on the meta device; None without an alignment loss.
+    Loads the encoder only if its width or, with alignment.source=live, its FLOPs can't be known otherwise."""
     alignment, width, flops, encoder = cfg.alignment, network.hidden_size, 0, None
     if alignment.kind == "none":
         return None

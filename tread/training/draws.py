@@ -1,5 +1,5 @@
-"""The random numbers of a training step, also those that choose the routes' tokens. Each is a function of (seed, step,
-position in the global batch), see tread/runtime/randomness.py."""
+"""The random numbers of a training step, including those that choose which tokens each route keeps. Each number is a
+function of (seed, step, purpose, position in the global batch), see tread/runtime/randomness.py."""
 
 import math
 from collections.abc import Callable
@@ -23,9 +23,9 @@ class Draws:
     level: Tensor  # (B,) standard normal, to become noise levels
     noise: Tensor  # (B, C, S, S) standard normal, to be added to the latents
     drop: Tensor  # (B,) uniform, to drop labels or texts
-    routes: tuple[tuple[Route, Tensor], ...]  # with ids_keep (B, K); draws (B, N) if the rule scores tokens
-    posterior: Tensor | None  # (B, C, S, S) standard normal, to sample latents from moments; None if they are plain
-    back: Tensor | None = None  # (B,) uniform, lowers the noise of alignment=self's teacher
+    routes: tuple[tuple[Route, Tensor], ...]  # with ids_keep (B, K), or uniform (B, N) if the rule scores tokens
+    posterior: Tensor | None  # (B, C, S, S) standard normal, to sample latents from moments; None if latents are stored
+    back: Tensor | None = None  # (B,) uniform, lowers the noise of alignment=self's teacher; else None
     path: Tensor | None = None  # (B,) uniform, to drop SPRINT's sparse path; None without train.path_drop
     token: Tensor | None = None  # (B, z) standard normal, to be added to class tokens; None without them
 
@@ -51,7 +51,7 @@ def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
 
 
 def step_draws(cfg: Settings, latents: LatentSpec, step: int, device: torch.device | str) -> Draws:
-    """Draw a training step's random numbers, for the global batch, each kind from a stream of its own."""
+    """Draw a training step's random numbers, for the global batch, each kind from a random generator of its own."""
 
     def drawn(kind: Callable[..., Tensor], stream: str, *size: int) -> Tensor:
         return kind(size, generator=generator(cfg.seed, step, stream, device=device), device=device)

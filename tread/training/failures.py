@@ -19,7 +19,7 @@ from tread.training.step import loss, training_step
 
 class Launch:
     """Context manager around train.py's work: listens for stop signals, turns expected errors into a message without
-    traceback, and ends the process with the exit code INTERRUPTED if a signal stopped it."""
+    traceback and exit code 1, and ends the process with the exit code INTERRUPTED if a signal stopped the run."""
 
     def __init__(self) -> None:
         self.stop = Stop()
@@ -37,7 +37,7 @@ class Launch:
                 reason = "its output was closed (a broken pipe)" if isinstance(error, BrokenPipeError) else str(error)
                 if isinstance(error, torch.OutOfMemoryError):
                     advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
-                    reason = f"out of memory beside the training steps: {first_line(error)}: {advice}"
+                    reason = f"out of memory outside the training steps: {first_line(error)}: {advice}"
                 note_failure(self.run, reason)
                 leave_at_once(1, f"error: {reason}")
                 sys.exit(f"error: {reason}")
@@ -54,7 +54,7 @@ class Launch:
 
 def guarded_step(run: Run) -> None:
     """Run a training step; if torch.compile fails, run it and all later ones uncompiled. Raises Failure if the device's
-    memory does not suffice; its message names a micro-batch size that fits, if one is found."""
+    memory does not suffice; the message names a micro-batch size that fits, if one is found."""
     full = None
     try:
         training_step(run)
@@ -71,8 +71,8 @@ def guarded_step(run: Run) -> None:
 
 
 def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:
-    """Return a micro-batch size below `tried` with which `attempt(size)` does not run out of memory, or None. It tries
-    divisors of `share`, a process's part of the batch, from large to small, and at least halves the size each time."""
+    """Return a micro-batch size below `tried` with which `attempt(size)` does not run out of memory, or None. Only
+    divisors of `share`, a process's part of the batch, are tried, each at most half of the one tried before."""
     at_most = tried - 1
     while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
         torch.cuda.empty_cache()

@@ -88,9 +88,9 @@ class Graphs:
         """Record a graph of a step, and return a function that replays it on the inputs in `kind.buffers`, which is set
         here. `leaves` and `layout` are a step's inputs, flattened by tree_flatten. The run's weights do not change.
 
-        All processes raise an error if recording fails in one of them, or if in one of them losses or gradient norms
-        differ from those without the graph (AssertionError there). An error in a trial step, before recording or by
-        replay, is raised in its process alone, as Failure if the run has several processes.
+        If recording fails in one process, or if losses or gradient norms there differ from those without the graph
+        (AssertionError), all processes raise an error. An error in a trial step, before recording or in a replay, is
+        raised in the process where it happens alone, as Failure if the run has several processes.
         """
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
@@ -125,8 +125,8 @@ class Graphs:
 
 
 def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], step: Replay) -> Replay:
-    """Record a step as a CUDA graph with memory of `pool`, without doing it. Returns a function that replays it and
-    returns what `step` returns. Raises the recording's error, or MemoryError if too little memory is left."""
+    """Record `step` as a CUDA graph with memory of `pool`, without running it. Returns a function that replays the
+    graph and returns what `step` returns. Raises the recording's error, or MemoryError if little memory is left."""
     groups, graph = run.optimizer.param_groups, torch.cuda.CUDAGraph()
     before = [group["capturable"] for group in groups]
     for group in groups:  # a fused optimizer has its state on the device anyway
@@ -162,7 +162,7 @@ def open_graphs(run: Run) -> Graphs | None:
     if device.type != "cuda":
         never = f"the run is on {device}, without a CUDA device"
     elif not is_fused(run.optimizer):
-        never = f"optim.name={run.cfg.optim.name} is no fused AdamW or Muon, whose learning rate may be a tensor"
+        never = f"optim.name={run.cfg.optim.name} is no fused AdamW or Muon, which take the learning rate as a tensor"
     if asked is True and never:
         raise ValueError(f"train.cuda_graphs is true, but {never}")
     live = run.aligner and run.aligner.encoder

@@ -25,13 +25,13 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of an iteration: σ → a·σ + b·σ
 
 
 def block_matrices(network: nn.Module) -> list[nn.Parameter]:
-    """Return the weight matrices of linear layers in the network's blocks, except those of adaLN modulations."""
+    """Return the weights of linear layers in the network's blocks, except adaLN modulations and single rows/columns."""
     weights = [layer.weight for name, layer in block_layers(network) if "adaLN_modulation" not in name]
     return [weight for weight in weights if min(weight.shape) > 1]
 
 
 def groups_of(parameters: Iterable[nn.Parameter], network: nn.Module) -> list[dict]:
-    """Split a run's parameters into two groups: block_matrices(network), which Muon orthogonalises, and the rest."""
+    """Return two parameter groups of an optimizer: block_matrices(network), which Muon orthogonalises, and the rest."""
     matrices, own, rest = set(block_matrices(network)), [], []
     for parameter in parameters:
         (own if parameter in matrices else rest).append(parameter)
@@ -39,7 +39,7 @@ def groups_of(parameters: Iterable[nn.Parameter], network: nn.Module) -> list[di
 
 
 def orthogonalized(matrices: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
-    """Bring the singular values of matrices (n, rows, columns), if not 0, near 1 by Newton–Schulz steps in `dtype`."""
+    """Return matrices (n, rows, columns) with nonzero singular values near 1, by Newton–Schulz steps in `dtype`."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
@@ -58,7 +58,7 @@ class Muon(torch.optim.AdamW):
 
     Like fused AdamW it divides gradients by `grad_scale`, changes nothing if `found_inf` is 1 (both 0-d, or None), and
     takes rates as tensors. Matrices of one shape are orthogonalized together, in bf16 on a GPU and in fp32 on a CPU,
-    which may emulate bf16. Raises ValueError for a momentum outside [0, 1), or steps that are no whole number above 0.
+    which may emulate bf16. Raises ValueError for a momentum outside [0, 1), or if steps is not a positive integer.
     """
 
     grad_scale = found_inf = None

@@ -1,8 +1,8 @@
-"""One optimizer step, in which bad gradients are skipped and counted on the device; the host never waits for it.
+"""One optimizer step. Bad steps are skipped and counted on the device, and the host never waits for the device.
 
 A step is bad if the norm of its gradients is not finite. DDP has made the norm equal on all processes, and `backward`
-turns a loss that is not finite into NaN gradients. The flag stays on the device: fused AdamW takes it as `found_inf`,
-averages take it as `skip`, and `step_unless` applies it to other optimizers.
+turns a loss that is not finite into NaN gradients. Whether a step is bad is a flag on the device: fused AdamW takes it
+as `found_inf`, averages take it as `skip`, and `step_unless` applies it to other optimizers.
 """
 
 import math

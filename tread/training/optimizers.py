@@ -18,17 +18,14 @@ from tread.training.muon import Muon, Scale, block_matrices, groups_of
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer that optim.name can choose. Checkpoints save its `state` and `param_groups`; a step that is skipped,
-    because its gradients are not finite, leaves them as they were.
-
-    make  the optimizer class, or a function that returns an instance. It gets the parameters and, by keyword, lr, the
-          settings of section optim that `shared` names, and those in optim.options.
-    """
+    """An optimizer for optim.name. Checkpoints save its `state` and `param_groups`, and a skipped step changes neither.
+    `make`, a class or a function that returns an optimizer, gets the parameters and, by keyword, lr, the settings of
+    section optim that `shared` names, and those in optim.options."""
 
     make: Callable[..., torch.optim.Optimizer]
-    copies: Callable[[dict], float]  # takes optim.options, returns how many numbers of state a parameter value has
+    copies: Callable[[dict], float]  # function of optim.options: how many numbers of state a parameter value has
     shared: tuple[str, ...] = ("weight_decay",)  # the other settings of section optim that it takes
-    splits: bool = False  # True: it gets muon.groups_of the parameters; the first group has one number of state a value
+    splits: bool = False  # True: `make` gets muon.groups_of's two groups; the first has one number of state per value
 
 
 # any optimizer works: optimizer_step clips and skips, checkpoints save and resume
@@ -46,7 +43,7 @@ OPTIMIZERS = Table(OptimizerEntry, {
 @dataclass(frozen=True)
 class OwnRate:
     """Parameters with a learning rate of their own instead of optim.lr; 0 freezes them. A parameter belongs to the
-    first group whose regular expression `match` is found in its name."""
+    first entry of optim.groups whose regular expression `match` is found in the parameter's name."""
 
     match: str
     lr: PositiveOrZero
@@ -60,6 +57,8 @@ class OwnRate:
 
 @dataclass(frozen=True)
 class Optim:
+    """Section `optim` of a run's settings, as configs/defaults.yaml explains it. Raises ValueError for unfit values."""
+
     lr: Positive
     betas: tuple[BelowOne, ...]
     eps: Positive
@@ -100,7 +99,7 @@ class Optim:
         return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
 
     def freeze(self, network: nn.Module) -> None:
-        """Freeze parameters of groups with rate 0. Raises ValueError if a group matches none, or if all are frozen."""
+        """Freeze parameters of groups with rate 0. Raises ValueError if a group gets none, or if all are frozen."""
         trained = {name: each for name, each in network.named_parameters() if each.requires_grad}  # not LoRA's base
         members = [self._group_of(name) for name in trained]
         for number, group in enumerate(self.groups):
@@ -120,8 +119,8 @@ class Optim:
     def build(
         self, parameters: Iterable[tuple[str, nn.Parameter]], network: nn.Module | None = None
     ) -> torch.optim.Optimizer:
-        """Build the optimizer of these named parameters. `network` is for optimizers that treat the matrices in its
-        blocks differently, as Muon does. Raises ValueError if the optimizer refuses its settings."""
+        """Build the optimizer of `parameters`, pairs (name, parameter). `network` is for optimizers that treat the
+        matrices in its blocks differently, as Muon does. Raises ValueError if the optimizer refuses its settings."""
         if OPTIMIZERS[self.name].splits:
             groups = groups_of((parameter for _, parameter in parameters), network)
         elif not self.groups:
@@ -154,14 +153,14 @@ class Optim:
         return 1 if OPTIMIZERS[self.name].splits else self.copies
 
     def state_size(self, network: nn.Module) -> int:
-        """Return how many numbers of state the optimizer has for a network's parameters."""
+        """Return how many numbers of state the optimizer has for a network's trained parameters."""
         matrices = sum(matrix.numel() for matrix in block_matrices(network) if matrix.requires_grad)
         trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
         return int(self.matrix_copies * matrices + self.copies * (trained - matrices))
 
     def split(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return a text to follow the optimizer's name: how many parameters have which rate, with optim.groups; or how
-        many are block matrices, if the optimizer treats these apart, as Muon does; "" if it treats all alike."""
+        """Return a text to follow the optimizer's name: with optim.groups, how many parameters have which rate; with an
+        optimizer that treats block matrices apart, such as Muon, how many parameters these have; otherwise ""."""
         if self.groups and not OPTIMIZERS[self.name].splits:
             parts = [(sum(p.numel() for p in group["params"]), group) for group in optimizer.param_groups]
             told = (f"{count:,} parameters at {self.lr * group.get('lr_factor', 1):g}" for count, group in parts)

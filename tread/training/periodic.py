@@ -53,7 +53,7 @@ class Clock:
         self.first, self.flops = self.run.step, self.run.flops
 
     def tick(self, due: bool) -> None:
-        """Call after each step, `due` if its log comes next. Prints the time of the start, later the expected time."""
+        """Call after each step; `due` says if its log comes next. Prints the start's time and, later, a forecast."""
         if self.run.step in (self.start_step + 1, self.settled):
             wait_for(self.run.device)
             self.advance()
@@ -69,7 +69,7 @@ class Clock:
             self.run.say(forecast(self.run, seconds))
 
     def advance(self) -> None:
-        """Add the training since the last call to the run's seconds and FLOPs; the device must have finished it."""
+        """Add the training since the last call to the run's seconds and FLOPs. The device must have finished it."""
         run, (step, since) = self.run, self.counted
         self.counted = run.step, time.perf_counter()
         self.seconds += self.counted[1] - since
@@ -139,8 +139,8 @@ def mostly_bad(sums: dict) -> bool:
 
 
 def recent_bad_steps(run: Run, sums: dict) -> list[int]:
-    """Return the numbers (from 0) of the last 100 steps in which loss or gradient was not finite. `sums` come from
-    read_statistics."""
+    """Return the numbers (from 0) of those of the last 100 steps in which loss or gradient was not finite. `sums` is a
+    result of read_statistics."""
     first = run.step - len(sums["recent"])
     return [first + number for number, flag in enumerate(sums["recent"]) if flag == "1"]
 
@@ -232,8 +232,8 @@ def save_due(run: Run, asked: bool) -> bool:
 
 
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
-    """Evaluate, score and draw what is due after run.step steps, without the work in `done`, which done_before
-    returned. Returns False if the run was asked to stop meanwhile."""
+    """Do the evaluation, FID and sample grid due after run.step steps, except those in `done`, as done_before names
+    them. Returns False if asked to stop meanwhile. Raises Failure or ValueError if the loss is not finite."""
     metric, cfg = run.model.process.evaluation, run.cfg
     if run.heldout is not None and run.due(cfg.every.evaluate) and metric not in done:
         with run.timed("eval"):
@@ -243,7 +243,7 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
         doubt = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g}: {DIVERGED}"
         if not math.isfinite(loss):
             if spoilt := run.processes.from_main(lambda: name_spoilt(run.heldout, evaluated(run))):
-                found = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g} by the held-out data: samples"
+                found = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g}: held-out samples"
                 advice = "prepare them again, or set dataset.heldout=null, and the run goes on"
                 raise ValueError(f"{found} {spoilt} hold numbers that are not finite: {advice}")
             raise Failure(doubt)
@@ -341,8 +341,8 @@ def draw_grid(run: Run) -> None:
 
 
 def draw_samples(run: Run, seeds: Sequence[int], labels: Tensor, prompts: Text | None = None) -> Tensor:
-    """Draw EMA samples (n, 1 or 3, H, W) uint8. `labels` (n,) are classes or, for a network that takes text, indices
-    into the encoded captions `prompts` (None: those of the run's sample grids)."""
+    """Draw EMA samples (n, 1 or 3, H, W) uint8, one per seed. `labels` (n,) are classes or, for a network that takes
+    text, indices into the encoded captions `prompts` (None: those of the run's sample grids)."""
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
     return torch.cat(list(draw_pictures(model, run.decoder, seeds, labels, sampler(run, len(labels)))))
 
@@ -416,8 +416,8 @@ def finish_saving(run: Run, wait: bool = True) -> None:
 
 
 def judge_demo(run: Run) -> None:
-    """Draw run.demo_samples EMA samples of digits or emoji, and record their scores, unless that is done. Raises
-    ValueError or OSError if the weights that eval.inception names can't be read."""
+    """Draw run.demo_samples EMA samples of digits or emoji, and record their scores, unless they are recorded already.
+    Raises ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
     if run.main and count and "demo_samples" not in done_before(run):
         with run.timed("judge"):
@@ -442,7 +442,7 @@ def forecast(run: Run, seconds: float) -> str:
     cfg, model, sampling, count = run.cfg, run.model, run.cfg.sampling, run.processes.count
     routes, aligner, left = active_routes(cfg, run.step - 1), run.aligner_at(run.step - 1), cfg.train.steps - run.step
     flops = sample_flops(run.network, routes, aligner)
-    if aligner and cfg.alignment.until:  # steps behind alignment's end take less
+    if aligner and cfg.alignment.until:  # steps after alignment's end take less time
         left -= max(0, cfg.train.steps - cfg.alignment.until) * aligner.flops(routes) / flops
     each = sampler(run, 1).flops(model)
     speed = flops * cfg.train.batch_size / count / seconds  # FLOP/s of one process

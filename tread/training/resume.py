@@ -1,4 +1,4 @@
-"""Continues a run with its recorded settings, except for those typed on the command line."""
+"""Continues a run with its recorded settings, except for settings typed on the command line."""
 
 import os
 import re
@@ -22,17 +22,17 @@ GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment":
 
 
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
-    """Return the config with which train.py starts, and warnings. A new run starts with `composed`. A run that is
-    continued keeps its recorded config, except for keys that were typed or are not recorded, which take their values
-    from `composed`. Warnings name the other keys whose values differ in `composed`. If all steps of the run are done,
-    most typed keys have no effect, and a warning names these.
+    """Return (the config with which train.py starts, warnings). A new run starts with `composed`. A continued run keeps
+    its recorded config, but keys that were typed or are not recorded take their values from `composed`. Warnings name
+    the other keys whose values differ in `composed` and, if the run is finished, typed keys that have no effect.
 
     composed   the config that Hydra made from today's files and the command line.
     arguments  the command line, which shows the keys typed. If it names another model, dataset, experiment or alignment
                than the run has, all keys set in that choice's file count as typed.
     configs    the folder of config.yaml and of those files.
 
-    Raises FileNotFoundError if run=… names no run, ValueError if name=… or results=… is typed as well.
+    Raises FileNotFoundError if run=… names no run; ValueError if name=… or results=… is typed as well, or if the record
+    has settings unknown to this code.
     """
     typed = dict(match.groups() for match in map(re.compile(r"[+~]*([^-+~=\s][^=\s]*)=(.*)").match, arguments) if match)
     warnings = [
@@ -43,7 +43,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     composed |= {key: os.path.expanduser(composed[key]) for key in ("results", "run") if isinstance(composed[key], str)}
     by_folder = composed["run"] is not None
     if by_folder and typed.keys() & {"name", "results"}:
-        raise ValueError("run=… says which folder, so name=… and results=… can't be set beside it")
+        raise ValueError("run=… says which folder, so name=… and results=… can't be set as well")
     folder = find_run(str(composed["run"])) if by_folder else Path(str(composed["results"])) / str(composed["name"])
     if by_folder:
         composed = {**composed, "name": folder.name, "results": str(folder.parent), "run": None}
@@ -113,8 +113,8 @@ def _is_done(folder: Path, config: dict) -> bool:
 
 
 def find_run(run: str) -> Path:
-    """Return the folder of the run to resume, the value of run=…, as a normalised path; symbolic links are kept. Raises
-    FileNotFoundError if it holds no run; the message lists runs inside and next to it."""
+    """Return the folder of the run to resume: `run`, the value of run=…, as a normalised path with symbolic links kept.
+    Raises FileNotFoundError if that folder holds no run; the message lists runs inside and next to it."""
     folder = Path(os.path.normpath(run))
     folder = folder if folder.name not in ("", "..") else Path(os.path.abspath(run))
 
@@ -130,7 +130,7 @@ def find_run(run: str) -> Path:
 
 
 def leaves(key: str, value: object) -> list[str]:
-    """Return the dotted keys that key=value sets on the command line: those in a dict, but not in optim.options."""
+    """Return the dotted keys that key=value sets: `key` or, for a dict (except optim.options), the keys inside it."""
     if isinstance(value, str) and re.fullmatch(r"\{.+:.+\}", value):
         spaced = re.sub(r"([{,]\s*[^:{},]+):", r"\1: ", value)  # Hydra reads {a:1} as a dict, YAML only {a: 1}
         value = OmegaConf.to_container(OmegaConf.create(spaced))
@@ -169,6 +169,6 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Return whether a setting of the dataset, of MaskDiT's decoder or of rectified flow is null or "auto": its value
+    """Return whether `value` is null or "auto" for a setting of dataset, text, rf or MaskDiT's decoder. Its value then
     follows later, from the dataset's folder, the encoder's size, the latents' shape or the user."""
     return key.startswith(("dataset.", "model.decoder_", "rf.", "text.")) and value in (None, "auto")

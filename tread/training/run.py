@@ -31,12 +31,12 @@ from tread.training.settings import Settings
 
 
 class StepStatistics:
-    """Sums over the steps since the last log, and which of the last 100 steps were bad (not finite), on the device.
+    """Sums over the steps since the last log, and which of the last 100 were bad (loss or gradient not finite).
 
     values  what `read` returned, to continue from; None: begin at 0.
-    sums    (8,) fp32 in the order of NAMES: loss and gradient norm of the good steps; counts of good and bad steps; bad
-            steps in a row up to now, the longest such row since the last log, and how many steps ago it ended;
-            alignment loss.
+    sums    (8,) fp32 on the device, in the order of NAMES: loss and gradient norm of the good steps; counts of good and
+            bad steps; bad steps in a row up to now, the most in a row since the last log, and how many steps ago these
+            ended; alignment loss.
     recent  (100,) fp32 for the last steps, the newest last: 1 for a bad step, 0 for a good one, 0.5 if unknown.
     """
 
@@ -63,8 +63,8 @@ class StepStatistics:
         self.recent.copy_(torch.cat([self.recent[1:], skip[None]]))
 
     def read(self) -> dict[str, float | str]:
-        """Return {name: value} for NAMES and, under "recent", a text such as "0010": of the last 100 steps, the newest
-        last, a bad one is "1". Waits for the device."""
+        """Return {name: value} for NAMES and, under "recent", a text such as "0010" of the last 100 steps, the newest
+        last: "1" for a bad step, "0" for a good one; unknown ones are left out. Waits for the device."""
         values = torch.cat([self.sums, self.recent]).tolist()
         flags = (f"{flag:.0f}" for flag in values[len(self.NAMES) :] if flag != 0.5)
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
@@ -119,7 +119,7 @@ class Run:
         )  # fmt: skip
         self.graphs = None  # start() may set it to a Graphs, which runs the steps
         self.tracker: Tracker | None = None
-        self.adapter: dict | None = info.get("adapter")  # LoRA's: how often it counts, and the hash of the base
+        self.adapter: dict | None = info.get("adapter")  # LoRA's {"scale": of B·A, "base": hash of base.safetensors}
         self.spent: dict[str, float] = {}  # seconds of other work since the last record
         tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
         self.statistics = StepStatistics(self.device, tally)
@@ -133,9 +133,9 @@ class Run:
         self.wrap()
 
     def wrap(self) -> None:
-        """Set `aligns` to whether step number `step` uses the alignment loss, and `wrapped` to what the step calls: the
-        network or, if it aligns, network and projector; in DDP if there are several processes. At other steps the
-        projector would get no gradient, which DDP does not allow."""
+        """Set `aligns` to whether the next step (self.step) uses the alignment loss, and `wrapped` to the module that
+        it calls, in DDP if there are several processes: aligner.module or, without alignment, the network alone, as DDP
+        does not allow parameters that get no gradient, such as the projector's then."""
         # a graph can't record hooks that were made on the default stream
         graphed = self.cfg.train.cuda_graphs is True and self.device.type == "cuda"
         self.aligns, self.wrapped = self.aligner_at(self.step) is not None, None  # frees DDP's buckets
@@ -209,7 +209,7 @@ def leave(run: Run, finished: bool) -> None:
 
 
 def note_failure(run: Run | None, reason: str) -> None:
-    """Write to status.json why the run failed, if the disk can be written to. run=None (not begun): do nothing."""
+    """Write to status.json why the run failed, if the disk can be written to. run=None (none has begun): do nothing."""
     if run is not None:
         with contextlib.suppress(OSError):
             time.sleep(0 if run.main else 2)  # for a failure in all processes, the main one's is recorded

@@ -1,4 +1,4 @@
-"""Whether a run may start in a folder, which settings a resumed run must keep, and records of older code."""
+"""Whether a run may start in a folder, which settings a resumed run must keep, and configs recorded by older code."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -40,8 +40,8 @@ class Claim:
 
 def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     """Decide how a run starts in `folder`, without changing files; resume="auto": continue a run if there is one.
-    Raises FileExistsError if the folder has foreign files or, with resume=False, a run; FileNotFoundError if
-    resume=True but no checkpoint is there; ValueError if its run has other settings where they must be the same."""
+    Raises FileExistsError if the folder holds files that are not a run's or, with resume=False, a run;
+    FileNotFoundError if resume=True but no checkpoint is there; ValueError if `config` changes a `decisive` setting."""
     other = "name=<another name> starts a run of its own"
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")

@@ -242,7 +242,7 @@ def as_recorded(config: dict) -> dict:
 
 
 def complete(config: dict) -> tuple[Settings, dict]:
-    """Return a config composed by Hydra as Settings and as a dict, both completed.
+    """Return a config composed by Hydra, with its open values filled in, as Settings and as a dict.
 
     dataset.channels, size and num_classes are read from the dataset where they are null, and so are the text settings
     of a text-conditional network. dataset.heldout=auto becomes the held-out data prepared with the dataset, or null.
@@ -286,10 +286,10 @@ def read_text_settings(cfg: Settings) -> TextSettings:
 
 
 def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
-    """If the folder `path` of a built-in dataset (dataset.embedded) is missing, make its part "train" or "heldout"; for
-    cifar10, make both, at dataset.path and beside it. Emoji get encoded captions if the network takes text. Raises
-    ValueError or OSError if CIFAR-10's archive can't be fetched or read. For digits and emoji, raises FileNotFoundError
-    if a missing `path` does not end in the dataset's name and the part (digits/train), as it is likely mistyped."""
+    """If the folder `path` of a built-in dataset (dataset.embedded) is missing, make its `part` "train" or "heldout";
+    for cifar10, make both, at dataset.path and <dataset.path>-heldout. Emoji get encoded captions if the network takes
+    text. Raises ValueError or OSError if CIFAR-10's archive can't be fetched or read; for digits and emoji,
+    FileNotFoundError if a missing `path` does not end in name and part (digits/train), so is likely mistyped."""
     kind = cfg.dataset.embedded
     if kind == "cifar10" and not Path(path).exists():
         cifar10.prepare_cifar10(Path(cfg.dataset.path), cfg.dataset.archive)

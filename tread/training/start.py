@@ -112,9 +112,9 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 
 def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
-    """Return the settings of a run with init_positions=scaled, and the same as a dict, with model.position_scale set to
-    that of init_from's weights times (their rows of tokens / the new network's), or as recorded if the run exists
-    already. Raises ValueError if it was set to another value (1, the default, counts as not set)."""
+    """Return `cfg` and `config`, of a run with init_positions=scaled, with model.position_scale set: to the recorded
+    scale if the run exists already, else to the scale of init_from's weights times their token rows / the network's.
+    Raises ValueError if `cfg` states another scale (1, the default, counts as not stated)."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, cfg.init_weights, run, side)
     if cfg.model.position_scale not in (1.0, scale):
@@ -143,7 +143,7 @@ def prepare_blocks(
     """Choose how the steps save memory, and compile the blocks, forward and backward, before the first step. Returns
     (the choice, error); the error, one line, says why compiling failed if it was wanted, and is None otherwise.
 
-    rows     the slice of the batch that makes up one micro-batch, of which only the length counts.
+    rows     the slice of the batch that makes up one micro-batch; only its length counts.
     steps    the numbers of the steps to come; blocks are compiled for the routes that kinds_to_come finds in them.
     lasting  whether gradients stay in memory between passes (accumulation, DDP).
     """
@@ -172,7 +172,7 @@ def prepare_blocks(
             compiled, plan = False, choose(compiled=False)
             network.activation_checkpointing = plan.how == "checkpointing"
     if plan.how == "budget" and not compiled:
-        said = "train.memory=budget is of compiled blocks, and these are not: all activations are kept"
+        said = "train.memory=budget needs compiled blocks, and these are not: all activations are kept"
         plan = plan._replace(warning=plan.warning or said)
     return plan, uncompiled
 
@@ -212,8 +212,8 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
-    """Record the start in the run's folder, and remove results after the step at which the run continues; in the main
-    process only. Raises OSError, also for a disk too full for a checkpoint, or ValueError if no tracker opens."""
+    """Record the start in the run's folder, and remove results after the step at which the run continues. Call it in
+    the main process only. Raises OSError, also if no checkpoint would fit the disk; ValueError if no tracker opens."""
     say, optim = run.processes.say, run.cfg.optim
     needed = checkpoint_bytes(run.cfg, run.network, run.aligner) if run.step < run.cfg.train.steps else 0
     check_place(run.folder, needed)
@@ -225,7 +225,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
             run.warnings += changed_files(data.folder, begun[-1], hashes_alone=data.verify == "full")
         else:
             facts[key] = files_of(data.folder)
-    before = run.log.read_status().get("spent", {})  # is not in metrics.jsonl yet: the next record has it
+    before = run.log.read_status().get("spent", {})  # not in metrics.jsonl yet; the next record will have it
     run.spent = {name.removesuffix("_seconds"): seconds for name, seconds in before.items()}
     run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
     try:
@@ -250,7 +250,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
             if not (finished and key == "train.steps"):  # train.py prints that the run is finished
                 say(f"warning: {key} was {written(before)}, is {written(now)}")
         if claimed.checkpoint and not optim.keeps_state(claimed.changed):
-            say("warning: the optimizer is another one: its state begins anew, weights and averages go on")
+            say("warning: the optimizer has changed: its state begins anew, weights and averages go on")
         if not finished and optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
             rate = learning_rate(run.cfg, run.step)
             say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
@@ -262,8 +262,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
-    """Load init_from's weights if `claimed` begins at step 0; store the empty caption of `data` in a text-conditional
-    network. Returns (where weights come from, warnings). Raises FileNotFoundError, ValueError for unfit weights."""
+    """Load init_from's weights if `claimed` begins at step 0; give a text network the empty caption of `data`. Returns
+    (text on where the weights come from, warnings). Raises FileNotFoundError, or ValueError for unfit weights."""
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
@@ -291,7 +291,7 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
 
 def open_aligner(cfg: Settings, network: Backbone, ema: EMA, data: LatentDataset, precision: str) -> Aligner | None:
     """Build the Aligner, which computes the alignment loss; None if alignment.kind is none. The run's seed initialises
-    its projector. `precision` is that of training steps. Raises ValueError if an encoder's features do not fit."""
+    the projector. `precision` is that of training steps. Raises ValueError if an encoder's features do not fit."""
     alignment, device, encoder, flops, fingerprint = cfg.alignment, network.pos_embed.device, None, 0, None
     if alignment.kind == "none":
         return None
@@ -385,7 +385,7 @@ def data_warnings(run: Run) -> list[str]:
         here, there = getattr(run.data.latents, key), getattr(run.heldout.latents, key)
         if here != there:
             photos = f"{dataset.heldout} holds photos of {key}={there}, {dataset.path} of {key}={here}"
-            warnings.append(f"{photos}: where that shows, the evaluation loss is of other pictures")
+            warnings.append(f"{photos}: where this matters, the evaluation loss is of other pictures")
     made_of = read_index(run.data.folder).get("archive", "an archive that is not recorded")
     if dataset.embedded == "cifar10" and dataset.archive not in (None, made_of):
         unread = f"dataset.archive={dataset.archive} was not read"

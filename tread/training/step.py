@@ -27,8 +27,8 @@ def loss(
     cfg: Settings, network: Callable[..., Tensor], latents: LatentSpec, batch: Batch, draws: Draws, null: Condition,
     aligner: Aligner | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the losses of each sample, a list of one or two (B,) fp32: the denoising loss, plus the weighted loss of
-    class tokens if there are any; and, with an aligner, the alignment loss.
+    """Return each sample's losses, a list of one or two (B,) fp32: the denoising loss, plus the weighted loss of class
+    tokens if there are any; and, with an aligner, the alignment loss without its weight.
 
     network  the run's network, or aligner.module if there is an aligner; wrapped in DDP if there are several processes.
     latents  describes the numbers in `batch`: their shape, scale, and whether they are latents or moments.
