@@ -22,7 +22,7 @@ MlpKind = Literal["gelu", "swiglu"]
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; qk_norm adds RMSNorm on queries and keys. Raises ValueError unless H divides D."""
+    """Multi-head self-attention. qk_norm: RMSNorm on q and k. Raises ValueError unless num_heads divides dim."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool = False) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Attention(nn.Module):
         self.v1_lambda = None  # see value_residual.py
 
     def forward(self, x: Tensor, *along: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output (B, N, D) for tokens x (B, N, D), and the values (B, N, H, d). `along` holds the rotary
-        table (B, N, d), if positions are rotary, then the first block's values (B, N, H, d), if they are mixed in."""
+        """Return the output (B, N, D) for x (B, N, D), and the value vectors (B, N, H, d) that it used. `along` holds
+        the rotary table (B, N, d), if positions are rotary, then the first block's values, if they are mixed in."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
         v, table = mixed(self, v, along)
         return attend(self, q, k, v, *table), v
@@ -45,9 +45,9 @@ class Attention(nn.Module):
 def attend(
     layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """Let queries (B, N, H, d) attend to keys and values (B, T, H, d) and apply the layer's projection: (B, N, D).
-    `layer` has q_norm, k_norm (or None) and proj. `table` (B, N, d) holds the cosines, then the sines, of the rotary
-    positions of queries and keys. `mask` (B, T) bool is False for padding."""
+    """Let queries (B, N, H, d) attend to keys and values (B, T, H, d) and apply layer.proj: (B, N, D). layer.q_norm and
+    k_norm are norms, or both None. `table` (B, N, d), for T = N, rotates queries and keys: cosines, then sines, of the
+    rotary angles of the N positions; None: no rotation. `mask` (B, T) bool is False for padding."""
     if layer.q_norm is not None:
         q, k = layer.q_norm(q.float()), layer.k_norm(k.float())
     if table is not None:
@@ -88,8 +88,8 @@ def make_norm(norm: Norm, dim: int) -> nn.Module:
 
 
 class DiTBlock(nn.Module):
-    """DiT's transformer block with adaLN-Zero; the MLP is dim·mlp_ratio wide, with "swiglu" 2/3 of that. `conditioning`
-    is the conditioning vector's width; None: dim. norm, mlp and qk_norm are options of LightningDiT."""
+    """DiT's transformer block with adaLN-Zero; the MLP is dim·mlp_ratio wide, with mlp="swiglu" 2/3 of that.
+    `conditioning` is the conditioning vector's width; None: dim. For norm, mlp and qk_norm see LightningDiT."""
 
     returns_values = False  # see value_residual.py
 
@@ -123,9 +123,9 @@ class DiTBlock(nn.Module):
 
 
 class DiT(Backbone):
-    """The DiT network F(x; t, y). value_residual=True mixes the first block's attention values into those of later
-    blocks; `block` creates a block from DiTBlock's first three arguments. Backbone (tread/models/backbone.py) takes the
-    other arguments, and raises ValueError if sizes do not fit."""
+    """The DiT network F(x; t, y): latents x, times t, labels y. value_residual=True mixes the first block's attention
+    values into those of later blocks; block(hidden_size, num_heads, mlp_ratio) creates a block. Backbone
+    (tread/models/backbone.py) takes the other arguments, `sizes`, and raises ValueError if they do not fit."""
 
     def __init__(
         self, *, hidden_size: int = 1152, num_heads: int = 16, mlp_ratio: float = 4.0, value_residual: bool = False,

@@ -1,7 +1,7 @@
 """Score a checkpoint or a set of pictures: python fid.py checkpoint=results/my-run/latest reference=…
 
 FID, sFID, Inception Score, precision and recall as computed by ADM's evaluator, and KID. All options: configs/fid.yaml.
-The steps are in tread/evaluation/scoring.py.
+The work is done in tread/evaluation/scoring.py.
 """
 
 if __name__ == "__main__":

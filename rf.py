@@ -36,14 +36,14 @@ class RF(Process):
 
     time        density of t in training: "logit_normal", logit t ~ Normal(time_mean, time_std²), or "uniform".
     time_scale  the network gets time_scale·t: 1 as in the released code and SiT; 1000 for networks that take timesteps.
-    reverse     True: noise is at time 0, as in SiT's weights; the network gets time_scale·(1 − t) and predicts x − ε.
+    reverse     True: the network's time 0 is noise (SiT's weights): it gets time_scale·(1 − t), its velocity is x − ε.
     direction   weight of a second term in the training loss, 1 − cos of the angle between predicted and true velocity
                 over the channels of a position (LightningDiT: weight 1; Yao et al. 2025, arXiv 2501.01423). In this
                 term, norms of velocities below SHORTEST (0.01) count as SHORTEST.
-    shift       s of the sampler: evenly spaced u = 1 − t become s·u / (1 + (s − 1)·u); 0.3 (LightningDiT) puts more
+    shift       s: the sampler's evenly spaced u = 1 − t become s·u / (1 + (s − 1)·u); 0.3 (LightningDiT) puts more
                 steps near noise. "auto": 1 / √(CHW/4096), which `for_latents` computes.
-    train_shift s of training: drawn times become s·t / (1 + (s − 1)·t). "auto": √(CHW/4096), by `for_latents`.
-    predicts    what the network predicts: "velocity", "x" (the data) or "noise". `reverse` negates velocities only.
+    train_shift s: times drawn in training become s·t / (1 + (s − 1)·t). "auto": √(CHW/4096), by `for_latents`.
+    predicts    what the network predicts: "velocity", "x" (the data) or "noise".
     loss_of     what the squared error compares: "velocity", "x" or "noise", computed from the prediction.
     clamp       lower bound of t and 1 − t where a velocity is computed by dividing by them.
     contrastive λ of a loss term −λ·(v − v')²; v is the predicted velocity, v' another sample's true one (arXiv
@@ -102,7 +102,7 @@ class RF(Process):
         return torch.ones_like(t)
 
     def precondition(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the network's fp32 inputs: x, and times (B,), time_scale·t or, with `reverse`, time_scale·(1 − t)."""
+        """Return x and the network's time input (B,), in fp32: time_scale·t or, with `reverse`, time_scale·(1 − t)."""
         t = per_sample(t, x)
         return x.float(), self.time_scale * (1 - t if self.reverse else t)
 
@@ -131,10 +131,10 @@ class RF(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three (B, C, S, S) fp32 tensors: squared errors of the quantity `loss_of`; the predicted data x_t −
-        t·v, with the predicted velocity v; and x_t. To the squared errors, `direction` adds a cosine term, the same in
-        all channels of a position, and `contrastive` adds −λ·(v − v')². v' is the true velocity of the next sample; the
-        sample after the last is the first or, if x and noise hold one sample more than t, that extra one."""
+        """Return three (B, C, S, S) fp32 tensors for clean x: squared errors of the quantity `loss_of`; the predicted
+        data x_t − t·v, with the predicted velocity v; and x_t. To the squared errors `direction` adds a cosine term,
+        the same in all channels of a position, and `contrastive` −λ·(v − v')². v' is the next sample's true velocity;
+        the sample after the last is the first or, if x and noise hold one sample more than t, that extra one."""
         others = negatives(x, noise, len(t)) if self.contrastive else None
         x, noise = x[: len(t)], noise[: len(t)]
         noisy, level = self.noised(x, t, noise), t.float().view(-1, 1, 1, 1)
@@ -155,8 +155,8 @@ class RF(Process):
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's mean squared error of the velocity, (B,) fp32, whatever the training loss is. If the
-        network predicts data or noise, the velocity is computed from that."""
+        """Return each sample's mean squared error of the velocity for clean x, (B,) fp32, whatever the training loss.
+        If the network predicts data or noise, the velocity is computed from that."""
         v = self.velocity(network, self.noised(x, t, noise), t, y, routes)
         return (v - (noise - x)).square().mean(dim=(1, 2, 3))
 
@@ -204,7 +204,7 @@ class RF(Process):
         data by one network with different routes: D_weak + scale·(D_strong − D_weak).
 
         strong, weak  the routes of each prediction: pairs (Route, indices (B, K) of the kept tokens), or a function
-                      from the number of the denoiser call in sampling (0, 1, …) to such pairs.
+                      from the index of the denoiser call (0, 1, …) to such pairs.
         scale         the guidance weight ω; 1: D_strong alone.
         weak_y        labels for D_weak; None: y, as in Sparse Guidance.
         """

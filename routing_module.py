@@ -53,8 +53,8 @@ class Route:
 
     start, end       0-based block indices; negative ones count from the end of the network.
     selection_ratio  fraction of the tokens that skip the blocks, in [0, 1).
-    fp32             block that runs in fp32 under autocast, for stability as in the paper: "end" is block `end`, "next"
-                     the one after it, "off" none; "auto" is "end" if at most 3 blocks follow the route, else "off".
+    fp32             block that runs in fp32 under autocast, for stability as in TREAD's paper: "end" is block `end`,
+                     "next" the one after, "off" none; "auto" is "end" if at most 3 blocks follow the route, else "off".
     select           name of the rule that chooses the kept tokens, a key of RULES (tread/routing/ids.py).
     rejoin           index of a block, at most `start` (None: `start`; negative ones count from the end). The skipped
                      tokens are saved before this block and put back, unchanged, after block `end`. "stale": all tokens
@@ -87,7 +87,7 @@ class Route:
 
     @classmethod
     def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> "Route":
-        """Return the paper's route r(2→depth−4), such as 2→24 for 28 blocks. Raises ValueError for a depth below 6."""
+        """Return the TREAD paper's route r(2→depth−4), e.g. 2→24 for 28 blocks. Raises ValueError if depth < 6."""
         if depth - 4 < 2:
             raise ValueError(f"the rule gives r(2→{depth - 4}) at depth {depth}, but needs at least 6: state both ends")
         return cls(2, depth - 4, selection_ratio, fp32, select)
@@ -140,7 +140,7 @@ Routes = Sequence[tuple[Route, Tensor]]  # pairs (route, ids_keep (B, K))
 
 def check_routes(routes: Sequence[Route], depth: int) -> tuple[Route, ...]:
     """Return the routes resolved for `depth` blocks (Route.resolve) and sorted by start. Raises ValueError for routes
-    that share a block, and for a route that saves its skipped tokens inside another route, where some are missing."""
+    that share a block, and for a Route.rejoin inside another route, whose skipped tokens are missing there."""
     resolved = tuple(sorted((r.resolve(depth) for r in routes), key=lambda r: r.start))
     for first, second in zip(resolved, resolved[1:]):
         if second.start <= first.end:
@@ -319,7 +319,7 @@ class Record:
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
     """Return a route's ids_keep (B, K) int64. `chosen` is ids_keep itself, or uniform random numbers (B, N) from which
     the rule route.select chooses ids_keep. The rule may also score `tokens` (B, N, D); if it keeps whole rows or one of
-    each group, it needs the tokens' `grid` (H, W). Raises ValueError for ids_keep that do not fit the tokens."""
+    each 2×2 tokens, it needs the tokens' `grid` (H, W). Raises ValueError for ids_keep that do not fit the tokens."""
     if chosen.is_floating_point():
         if route.select not in RULES:
             raise ValueError(f"{route.select!r} is no rule known here (of tread/routing/ids.py): give ids_keep")
@@ -333,7 +333,7 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
 
 
 def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | None) -> None:
-    """Raise ValueError unless ids_keep (B, K) has the K that the rule's `count` returns; FLOPs are computed from it."""
+    """Raise ValueError unless K of ids_keep (B, K) is the `count` of rule route.select, the basis of FLOP counts."""
     says = RULES[route.select].count(route, num_tokens, grid)
     if ids_keep.shape[1:] != (says,):
         given = f"the rule select={route.select} chose ids of shape {tuple(ids_keep.shape)}"
@@ -357,9 +357,9 @@ def run_blocks(
             extra (B, N, …): later blocks then get extra as the last of `along`.
     tokens  (B, N, D).
     shared  further inputs of every block, without a token axis (e.g. the conditioning).
-    routes  pairs (Route, ids_keep (B, K) int64). Blocks get the kept tokens in the order of ids_keep; selection_ratio
-            has no effect. Or pairs (Route, uniform draws (B, N)): the rule, which may score tokens, as "norm" does,
-            chooses right before block `start`.
+    routes  pairs (Route, ids_keep (B, K) int64): blocks get these tokens, in this order; Route.selection_ratio has no
+            effect. Or pairs (Route, uniform draws (B, N)): right before block `start` the rule Route.select chooses
+            ids_keep from the draws. It may also use the tokens' values, as the rule "norm" does.
     along   tensors (B, N, …) with one row per token (e.g. rotary tables). On a route, blocks get the kept tokens' rows.
     grid    (rows, columns) of the tokens in raster order, which every block then gets as its argument `grid`. On a
             route it is the grid of the kept tokens, so the route must select whole rows.

@@ -37,7 +37,7 @@ GUIDANCES = {
 
 
 def build(*overrides: str) -> Model:
-    """Return the diffusion process, network (without weights) and token routes that train.py makes of `overrides`."""
+    """Return the diffusion process, network (on meta device) and token routes of train.py with Hydra `overrides`."""
     cfg = settings.read(composed("config", overrides))
     with torch.device("meta"):
         return Model(process_of(cfg), build_network(cfg), cfg.model.routes)

@@ -9,7 +9,7 @@ If a measurement fails, or lacks memory or a package, the reason is recorded and
                sampling (network, decoder and DINOv2)
     sizes=…    DiT sizes for steps, variants and peers, such as [XL,S]. The file's numbers for these sizes are replaced;
                others stay, with their commit and time. null: the part's own sizes; all of its numbers are replaced
-    pairs=6    number of turns in which the functions to compare are timed
+    pairs=6    number of rounds; each round times every function of a comparison once
     --cpu      run everything in tiny sizes on a CPU, as a rehearsal
     out=…      the file; null: benchmarks/results/gpu_<device>.json, but no file with --cpu
 
@@ -129,8 +129,8 @@ class Check:
         torch.cuda.empty_cache()
 
     def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time the functions in `calls` {name: function} in turns, `rounds` times each. Returns {name: times and
-        memory} of those that worked, and records why others failed."""
+        """Time the functions in `calls` {name: function}, each once a round, for `rounds` rounds (see take_turns).
+        Returns {name: times and memory} of those that worked, and records why others failed."""
         failed: dict[str, str] = {}
         turns = take_turns(calls, rounds, failed)
         for name, reason in failed.items():
@@ -198,7 +198,7 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
 
     shape   (samples, tokens, words, head width). Tokens attend to `words` text tokens or, if that is 0, to each other.
     times   the number of calls in one measurement.
-    rounds  the number of measurements of each backend; the backends take turns.
+    rounds  the number of measurements of each backend; each round measures every backend once.
     """
     batch, tokens, words, width = shape
     q, k, v = (random(batch, 16, count, width).requires_grad_() for count in (tokens, words or tokens, words or tokens))
@@ -224,7 +224,7 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
 
 
 def words_of(size: str, *more: str, images: int = 256) -> list[str]:
-    """Return train.py's overrides for a DiT of `size` with routes and `images` per step (tiny on a CPU), and `more`."""
+    """Return train.py overrides: a routed DiT of `size` ("S" to "XL", tiny on a CPU), `images` a step, and `more`."""
     tiny = ["model.hidden_size=32", "model.num_heads=2", "model.depth=3", "dataset.size=8", "train.batch_size=2"]
     tiny += ["model.routes=[{start: 1, end: 1}]"]
     words = [f"experiment=imagenet256_{size.lower()}2", "model=tread"]
@@ -258,7 +258,7 @@ def host(check: Check, options: Options) -> None:
 
     for size in ("S",) if CPU else ("S", "XL"):
         for how in ("eager", "compiled") if CPU else ("eager", "compiled", "graphed"):
-            check.attempt(f"{size}'s depth", partial(steps_of, size, how))
+            check.attempt(f"{size}'s depth, {how}", partial(steps_of, size, how))
 
 
 def steps(check: Check, options: Options) -> None:
@@ -352,8 +352,8 @@ def variants(check: Check, options: Options) -> None:
 
 
 def gather_and_average(check: Check, size: str, rounds: int) -> None:
-    """Time gathering tokens in two ways: by elements, and by rows as gather_tokens does. Also time the EMA update of
-    the weights, and its lower bound: one lerp over a flat tensor of as many numbers."""
+    """Time, `rounds` times and for a DiT of `size` ("XL"): gathering tokens by elements, and by rows as gather_tokens
+    does; the EMA update of its weights, and the lower bound of that, one lerp over a flat tensor of as many numbers."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = random(batch, tokens, SIZES[size], dtype=torch.float32).requires_grad_()
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
@@ -371,7 +371,7 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
 
 
 def peers(check: Check, options: Options) -> None:
-    """Time train.py's steps without token routes, and simple loops that train its network or diffusers' DiT."""
+    """Time train.py's dense steps against two plain training loops: over the same network, and over diffusers' DiT."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
         """Return a function that takes BLOCK training steps (a constant) of network(x, t, y) as public scripts do:
@@ -426,7 +426,7 @@ def peers(check: Check, options: Options) -> None:
 
     for size in options.sizes or ("B", "XL"):
         for compiled in (False,) if CPU else (False, True):
-            check.attempt(f"{size}, peers", partial(peers_of, size, compiled))
+            check.attempt(f"{size}, peers{', compiled' * compiled}", partial(peers_of, size, compiled))
 
 
 def kinds(check: Check, options: Options) -> None:

@@ -1,6 +1,6 @@
 """Measures how fast latents reach the device: python benchmarks/loader.py [folder=…] [rounds=5]
 
-Times these ways of bringing 4×32×32 float16 latents to the device in batches of 256; in each round all take a turn:
+Times these ways of bringing 4×32×32 float16 latents to the device in batches of 256, each way once a round:
 
   ours        tread.data.loader.Loader, with the dataset mapped from disk (mmap), in RAM (ram) or on the device (device)
   webdataset  a tar of the same latents, read with the webdataset library, in one process and with 2 workers
@@ -54,7 +54,7 @@ class Files(Dataset):
 
 
 def write(folder: Path) -> None:
-    """Write random latents as a dataset, and the first FILES of them also as a tar and as single .npy files."""
+    """Write SAMPLES random latents as a dataset, and the first FILES (constants) also as a tar and .npy files."""
     random_dataset(folder / "ours", SHAPE, CLASSES, SAMPLES, PER_SHARD)
     data = LatentDataset(folder / "ours")
     (folder / "npy").mkdir()

@@ -1,12 +1,12 @@
 """Measures the cost of a training step, with and without token routing: python benchmarks/step_time.py [overrides]
 
-Runs train.py's own steps on random latents: "dense" steps on all tokens and "routed" steps take turns in one process.
+Runs train.py's own steps on random latents: "dense" steps on all tokens and "routed" steps alternate in one process.
 Prints for each kind of step the median time, images/s, FLOP/s, MFU and peak memory; the speedup over dense steps, with
 its confidence interval; and the speedup divided by the ratio of FLOPs. Then prints which fractions of a step loading,
 forward, backward, optimizer and EMA take. If one kind of step fails, the others go on. Overrides are train.py's, and
 
-    beside=dit    further models to time, separated by commas, without overrides of options that only some models have
-    pairs=24      turns of each kind of step; a turn is one step (on a GPU 5, to hide the time to launch the kernels)
+    beside=dit    further models to time, separated by commas; they ignore overrides that not all models take
+    pairs=24      measurements of each kind of step; each is of one step (on a GPU of 5, to hide kernels' launch time)
     out=…         a JSON file to write as well
 
 python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
@@ -141,8 +141,8 @@ def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
 
 
 def measure(kinds: Kinds, pairs: int) -> dict:
-    """Time each kind of step `pairs` times, in turns. Returns a dict for JSON: the device, versions and sizes, and
-    "kinds", {name: times, speeds, memory, and "ratio": the first kind's time divided by this one's}."""
+    """Time each kind of step `pairs` times, alternately. Returns, for JSON, the device, versions, sizes and "kinds":
+    {name: median ms of a step, speeds, memory, and "ratio": the median of the first kind's time / this one's}."""
     failed: dict[str, str] = {}
     turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
     (first, (run, dense)), *_ = kinds.items()

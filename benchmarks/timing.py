@@ -1,4 +1,4 @@
-"""Tools for the benchmarks: options, random data, calls timed in turns, peak memory, and the machine's description."""
+"""Tools for the benchmarks: options, random data, timing calls alternately, peak memory, the machine's description."""
 
 import json
 import os
@@ -82,12 +82,12 @@ def random_dataset(folder: Path, shape: tuple[int, int, int], classes: int, coun
 
 
 class Turns(NamedTuple):
-    """The measured costs of a function that was called repeatedly, in turns with other functions.
+    """The measured costs of one function, which take_turns called alternately with others: once in each round.
 
     first    seconds of its first call, with compilation.
     held     peak bytes of tensors during a call, minus those held before the call: on a GPU the first call, as CUDA
              graphs hide the memory of later ones; on a CPU the second, as the first one allocates the gradients.
-    seconds  the seconds of each measured call.
+    seconds  the seconds of each call after the first two, one per round.
     """
 
     first: float
@@ -99,16 +99,16 @@ class Turns(NamedTuple):
         return statistics.median(self.seconds)
 
     def over(self, other: "Turns") -> list[float]:
-        """Return the sorted ratios of this function's seconds to another's, one per turn."""
+        """Return the ratios of this function's seconds to the other's in each round, sorted."""
         return sorted(own / others for own, others in zip(self.seconds, other.seconds))
 
 
 def take_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, Turns]:
-    """Measure functions, `calls` {name: function}. A turn calls each once, in an order that the next turn reverses: two
-    turns for Turns.first and held, then `rounds` for Turns.seconds. An error in a function raises ValueError or, if
-    `failed` is given, adds {name: error} to it, and the function is left out from then on."""
+    """Measure the functions in `calls` {name: function}. A round calls each once; every other round goes in reverse
+    order. Two rounds give Turns.first and held, then `rounds` more give Turns.seconds. If a function fails, this raises
+    ValueError or, if `failed` is given, puts the error's text in failed[name] and calls the function no more."""
     costs, held = {name: [] for name in calls}, {}
     watched = -2 if DEVICE.type == "cuda" else -1  # the turn that gives Turns.held
     for turn in range(-2, rounds):
@@ -174,7 +174,7 @@ def circumstances() -> dict[str, str]:
 
 
 def command() -> str:
-    """Return the command line. Absolute paths become relative to this checkout or, outside it, just their last name."""
+    """Return this process's command line. Absolute paths become relative to this checkout; of others the base name."""
     words = []
     for word in sys.argv[1:]:
         key, equals, value = word.rpartition("=")

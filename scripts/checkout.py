@@ -1,4 +1,4 @@
-"""Puts the repository on sys.path, and lets Ctrl-C during imports print one line. Each script imports this first."""
+"""Puts the repository on sys.path; Ctrl-C during imports prints a line, not a traceback. Scripts import this first."""
 
 import sys
 from pathlib import Path

@@ -5,9 +5,9 @@ against steps, FLOPs and time) and comparison.csv (their numbers) beside the fir
 path.png and path.csv instead. Existing files are replaced. Runs that differ only in their seed are averaged: mean ±
 standard deviation. Without several seeds, differences of a few percent may be chance.
 
-EDM's evaluation loss, rectified flow's velocity error, and the evaluation loss that older code wrote for rectified flow
-are three different quantities, with a column and a curve each. The training loss is left out, as it can't compare runs
-with token routes to runs without. images/s is the median over the run; to measure speeds, use benchmarks/step_time.py.
+On held-out data, EDM's loss, rectified flow's velocity error, and the loss that older versions of this code wrote for
+rectified flow are three different quantities, with a column and a curve each. The training loss is left out, as it
+is higher if tokens skip blocks. images/s is the median over the run; to measure speeds, use benchmarks/step_time.py.
 """
 
 import os
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def show(groups: Sequence[comparison.SeedGroup]) -> None:
-    """Print the results, warnings (unfinished runs, what is not comparable), and when runs reach others' results."""
+    """Print results, warnings (unfinished runs, settings that differ), and by which step runs reach others' results."""
     head, rows = comparison.results_table(groups)
     for cells in (head, ["---"] * len(head), *rows):
         print(f"| {' | '.join(cells)} |")

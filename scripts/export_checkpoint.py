@@ -1,11 +1,11 @@
-"""Writes one kind of weights of a checkpoint into a folder of its own, to keep or give away.
+"""Writes the averaged or the raw weights of a checkpoint into a folder of their own, to keep or give away.
 
 python scripts/export_checkpoint.py checkpoint=results/my-run out=exports/my-run
 
-The folder holds ema.safetensors (a DiT's has the public DiT's parameter names), info.json and config.yaml. It is a
-checkpoint that sample.py, fid.py and train.py's init_from take. To give it away, dtype=fp16 halves its size, and
-paths=short cuts the absolute paths in info.json to their last two names. format=diffusers writes a folder for diffusers
-instead, and push=user/name uploads it to the Hugging Face hub. All options: configs/export_checkpoint.yaml.
+The folder holds ema.safetensors (weights=model: model.safetensors), info.json and config.yaml: a checkpoint that
+sample.py, fid.py and train.py's init_from take. DiT's weights have the official DiT code's parameter names. dtype=fp16
+halves the size, paths=short cuts absolute paths in info.json to their last two names. format=diffusers writes a folder
+for diffusers instead, push=user/name uploads it to the Hugging Face hub. All options: configs/export_checkpoint.yaml.
 """
 
 from pathlib import Path, PurePath
@@ -69,15 +69,15 @@ def main(options: Options) -> None:
 
 
 def published(source: checkpoint.Checkpoint, options: Options) -> dict:
-    """Return the content of the info.json to write: the source checkpoint's, edited by `record`. If the checkpoint
-    is from the Hugging Face hub, the hub's revision is added."""
+    """Return the content of the info.json to write: that of the checkpoint `source`, with paths and the autoencoder's
+    name as the options ask (see exporting.record) and, if it is from the Hugging Face hub, its revision there."""
     revision = {"revision": source.revision} if source.revision else {}
     return record(source.info | revision, options.paths, options.autoencoder)
 
 
 def export_for_diffusers(options: Options) -> str:
-    """Write a folder that diffusers loads, and return a text to print. Raises ValueError or OSError if the checkpoint
-    does not fit the options, or if writing fails; in both cases nothing is left of the folder."""
+    """Write the folder options.out for diffusers; return a summary, with the Python line that loads it. See `export`
+    for the errors; ValueError also if the network, or the select or rejoin of one of its routes, is a plugin's."""
     from tread.checkpoints import diffusers_export  # imported here because diffusers takes seconds
 
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
@@ -96,9 +96,9 @@ def export_for_diffusers(options: Options) -> str:
 
 
 def export(options: Options) -> checkpoint.Checkpoint:
-    """Write a checkpoint with one kind of weights, options.weights, and return it. options.public adds a file with
-    MaskDiT's released parameter names. Raises ValueError or OSError if the checkpoint does not fit the options, or if
-    writing fails; in both cases nothing is left of the folder."""
+    """Write a checkpoint with only options.weights, "ema" or "model" (raw), and return it. Raises ValueError or OSError
+    if the source is missing or damaged, if an option can't be applied to it, or if writing fails; then no incomplete
+    folder remains. options.public (MaskDiT only) adds a file with the parameter names of MaskDiT's released files."""
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()
     source.verify(options.weights)
     name = f"{options.weights}.safetensors"

@@ -1,11 +1,11 @@
 """Sweeps a guidance over ω, intervals and ratios: python scripts/guidance_sweep.py checkpoint=… reference=… out=…
 
-guidance=… chooses the kind. ω is the guidance weight, an interval is the range of noise levels with guidance; the
-ratios are the fractions of tokens that the strong and the weak branch skip. Set these by sweep.…, not by guidance.….
-Each setting is scored as by fid.py, in a folder of its own in `out`; a stopped sweep resumes when started again.
-
-Writes sweep.csv, and curves.png with each metric against ω. Kinds with ratios also get sweep.png: heat maps over
-both ratios, of a metric for each ω and interval and of the cost. All options: configs/guidance_sweep.yaml.
+guidance=… chooses the kind (tread/diffusion/guidance.py): D_weak + ω·(D_strong − D_weak) of two predictions, called the
+strong and the weak branch. The ratios are the fractions of tokens that skip blocks in each branch, an interval is the
+range of noise levels with guidance. Set these and ω by sweep.…, not by guidance.…. Each setting is scored as by fid.py,
+in its own folder in `out`; a stopped sweep resumes when started again. Writes sweep.csv, and curves.png, each metric
+against ω. Kinds with ratios also get sweep.png, heat maps over both ratios: of sweep.metric for each ω and interval,
+and of FLOPs for each interval. All options: configs/guidance_sweep.yaml.
 """
 
 import sys
@@ -39,8 +39,8 @@ STRONG, WEAK = (0.0, 0.3, 0.5), (0.5, 0.7, 0.9)  # default fractions of skipped 
 
 
 class Point(NamedTuple):
-    """A setting of the sweep: the fraction of tokens that the strong and the weak branch skip, the guidance weight ω
-    (`scale`), and the interval of noise levels with guidance (None: all)."""
+    """A setting of the sweep: the fractions of tokens that skip blocks in the strong and the weak branch, the guidance
+    weight ω (`scale`), and the (lowest, highest) noise level with guidance, σ for EDM or t for RF; None: all levels."""
 
     strong: float
     weak: float
@@ -54,7 +54,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """The options under `sweep:` in configs/guidance_sweep.yaml: values to combine, and the metric to draw."""
+    """Options `sweep.…`: values to combine; baseline: score without guidance, too; metric: see choose_metric."""
 
     scale: tuple[float, ...]
     strong: tuple[float, ...] | None
@@ -64,8 +64,8 @@ class Sweep:
     metric: str | None
 
     def points(self, routed: bool) -> list[Point]:
-        """Return all combinations of the sweep's values, each once. For a guidance that uses routes (`routed`), null
-        lists of skipped fractions mean the defaults STRONG and WEAK; for others, all fractions are 0."""
+        """Return all combinations of the sweep's values, each once. `routed`: whether the kind of guidance lets tokens
+        skip blocks. If so, strong=None means STRONG, weak=None means WEAK; if not, both fractions are 0."""
         strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
@@ -153,8 +153,8 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
 
 
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
-    """Write the table and the figures, with heat maps if the guidance uses routes (`routed`), and print the best
-    setting. `records` are the scores by setting; None stands for no guidance."""
+    """Write the table and the figures, with heat maps if tokens skip blocks in guidance (`routed`); print the setting
+    with the best `metric`. `records` are the scores by setting; None stands for no guidance."""
     baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
@@ -199,8 +199,8 @@ def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
 
 
 def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:
-    """Draw heat maps of `metric` and of the cost, by each branch's fraction of skipped tokens: rows are the weak
-    branch's values, columns the strong one's."""
+    """Draw heat maps of `metric`, one for each ω and interval, and of FLOPs relative to no guidance, one per interval.
+    Rows are the weak branch's fractions of skipped tokens, columns the strong one's."""
     strong, weak = sweep.strong or STRONG, sweep.weak or WEAK
 
     def matrix(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:

@@ -106,8 +106,8 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
     """Return the weights to import, keyed "model" or "ema": those of the kind options.take; for "all", all in the file.
-    If the file does not record their kind, it counts as options.take or, for "all", as "ema". Raises FileNotFoundError
-    if options.weights is not a file, ValueError if the file can't be read or lacks the kind options.take."""
+    Weights of a kind that the file does not record count as options.take or, for "all", as "ema". Raises
+    FileNotFoundError if options.weights is no file, ValueError if it can't be read or lacks the kind options.take."""
     path = Path(options.weights).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"weights={options.weights} is no file; a checkpoint's folder needs no import")

@@ -82,7 +82,7 @@ def import_all(options: ImportOptions, processes: Processes) -> None:
 
 
 def finish(writer: DatasetWriter, options: ImportOptions, samples: ForeignSamples) -> None:
-    """Save options.decode samples as a picture, rename the dataset's folder, print warnings and the next command."""
+    """Save a picture of options.decode samples, move the dataset to options.out, print warnings and how to train."""
     data = LatentDataset(writer.data)
     made = encode_photos.dataset_numbers(data)
     pictures = f"  pictures  {writer.folder / 'report.png'}: decoded samples; look whether they are whole"

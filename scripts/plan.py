@@ -1,11 +1,11 @@
 """Predicts the cost of a run: python scripts/plan.py experiment=imagenet256_xl2 model=tread devices=8 price=3.5
 
 Prints parameters, FLOPs, device memory by part, how activation memory is saved (train.memory), the largest micro-batch
-that fits, images/s, hours, money and disk, in one column without routes and one with. An encoder that runs in training
-is included. No GPU is needed, nor a dataset if the config states its shape and, for models that take text, text.tokens
-and text.width. device=this measures forward and backward passes on this machine. For other devices, predictions are
-for compiled blocks in bf16 (tread/training/costs.py), with the measured constants of benchmarks/gpu_check.py, if there
-are any. All options: configs/plan.yaml.
+that fits, images/s, hours, money and disk: a column for all tokens, and one for routes (some tokens skip some blocks).
+An encoder that runs in training is included. No GPU is needed, nor a dataset if the config states its shape and, for
+models that take text, text.tokens and text.width. device=this measures forward and backward passes on this machine.
+For other devices, predictions are for compiled blocks in bf16 (tread/training/costs.py), with the speeds that
+benchmarks/gpu_check.py measured, if it has run. All options: configs/plan.yaml.
 """
 
 if __name__ == "__main__":
@@ -58,7 +58,7 @@ def main(tree: dict) -> None:
 
 
 def show(cfg: Settings, options: Options) -> None:
-    """Print the plan without routes and, if there are any, with them. Raises ValueError if devices' shares differ."""
+    """Print the plan without and, if any, with routes. Raises ValueError if devices doesn't divide the batch size."""
     if cfg.train.batch_size % options.devices:
         raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
     with torch.device("meta"):
@@ -89,7 +89,7 @@ def show(cfg: Settings, options: Options) -> None:
 
 
 def constants_of(device: str) -> tuple[Constants, str]:
-    """Return a device's constants for predicted times, and a line that names the measured ones ("" if none were)."""
+    """Return the Constants that predict a device's times, and a text: which of them were measured ("" if none)."""
     file = max(RESULTS.glob(f"gpu_*{device}*.json"), default=None)
     constants = measured_constants(json.loads(file.read_text()), DEVICES[device]) if file else PREDICTED
     names = [name for name, value in constants._asdict().items() if value != getattr(PREDICTED, name)]

@@ -1,6 +1,6 @@
 """Writes an encoder's features of a dataset: python scripts/prepare_features.py dataset=… encoder=…
 
-Training reads features of patches for alignment.source=stored, and features of whole pictures for model.class_token.
+Training reads features of patches for REPA (alignment.source=stored), of whole pictures for REG (model.class_token).
 Restarted after a stop, with any number of processes, it makes only the missing shards. All options:
 configs/prepare_features.yaml; encoders: tread/encoders/vision.py.
 """

@@ -1,8 +1,8 @@
 """Measures how similar the outputs of a network's blocks are: python scripts/similarity.py checkpoint=results/my-run
 
-Computes the cosine similarity of every two blocks' outputs, once with all tokens and once under the checkpoint's own
-routes or those of routes=…. Writes similarity.json and similarity.png (a heat map for each case), replacing old ones.
-What is compared within a route: tread/evaluation/similarity.py. All options: configs/similarity.yaml.
+Computes the cosine similarity of every two blocks' outputs, once on all tokens and once while some tokens skip blocks,
+as routes=… says (null: as the checkpoint's own routes do). Writes similarity.json and similarity.png (a heat map for
+each case), replacing old ones. Method: tread/evaluation/similarity.py. All options: configs/similarity.yaml.
 """
 
 from pathlib import Path

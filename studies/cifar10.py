@@ -1,6 +1,6 @@
 """Packs CIFAR-10's files into smaller ones, without loss: python studies/cifar10.py pack|unpack FROM TO
 
-pack     writes each .bin file of folder FROM (cifar-10-batches-bin) to TO as a WebP and labels: 100 MB instead of 184
+pack     writes each .bin file of folder FROM (cifar-10-batches-bin) to TO as .webp and .labels: 100 MB instead of 184
 unpack   restores the .bin files of the packed folder FROM in folder TO; train with dataset.archive=TO
 """
 

@@ -35,7 +35,7 @@ class Figure(NamedTuple):
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm: [the metric of each run that has it]}, at the most images for which all of these runs have it."""
+    """Return {arm: [the metric of each run that has it]}, at the last number of training images these runs share."""
     having = {arm: [run for run in runs if curve(run, metric, "images")] for arm, runs in results.items()}
     return {arm: points[-1][1] for arm, runs in having.items() if (points := series(runs, metric))}
 
@@ -45,7 +45,7 @@ def last_means(results: Results, metric: str) -> dict[str, float]:
 
 
 def measured(names: Sequence[str], results: Results) -> list[str]:
-    """Return the metrics in `names` that a run of the study has, each once."""
+    """Return the metrics in `names` for which at least one run has values, each once."""
     return [name for name in dict.fromkeys(names) if last_values(results, name)]
 
 
@@ -55,8 +55,7 @@ def table(study: Study, results: Results) -> str:
     notes. If study.figure is "balance", there is a table per metric instead, with both means and differences."""
     results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
-    compared = [name for name, metric in METRICS.items() if metric.compared]
-    compared += ["precision", "recall"]
+    compared = [*(name for name, metric in METRICS.items() if metric.compared), "precision", "recall"]
     metrics = measured((*study.metrics, *compared), results)
     of_inception = {"alignment.encoder=inception", "model.class_token=2048"}
     taught = {arm for arm in results if of_inception & {*study.arms[arm].overrides}}
@@ -94,10 +93,8 @@ def table(study: Study, results: Results) -> str:
     notes = ["± is the standard deviation over the seeds; – is not measured."]
     fewer = re.search(r" \(\d+\)[ †]*\|", "".join(lines)) is not None
     notes += ["A number of seeds in brackets: as many have that score."] * fewer
-    if differing:
-        notes.append("Differences are paired by seed: mean (standard error) [95% interval, Student's t].")
-    if not columns["seconds alone"]:
-        notes.append("No seconds: no run is on record as alone on its device.")
+    notes += ["Differences are paired by seed: mean (standard error) [95% interval, Student's t]."] * bool(differing)
+    notes += ["No seconds: no run is on record as alone on its device."] * (not columns["seconds alone"])
     if counts:
         scored = "KID and FID" if {*metrics} & {*feature_metrics()} else "Scores"
         notes.append(f"{scored} are of {' or '.join(f'{count:,}' for count in sorted(counts))} samples.")
@@ -112,14 +109,14 @@ def networks_of(study: Study, results: Results) -> Results:
 
 
 def grid(columns: Columns, names: Iterable[str]) -> list[str]:
-    """Return a Markdown table's lines from {title: {row name: cell}}: rows `names`, a blank line; [] without rows."""
+    """Return a Markdown table's lines for {title: {row name: cell}} and rows `names`, then an empty one; [] if none."""
     rows = [[*columns], *([cells.get(name, "–") for cells in columns.values()] for name in names)]
     head, *lines = [f"| {' | '.join(row)} |" for row in rows]
     return [head, "|---" * len(columns) + "|", *lines, ""] if lines else []
 
 
 def seconds_alone(results: Results) -> dict[str, str]:
-    """Return {arm: mean seconds of training, without first steps} of arms whose runs all had a device to themselves."""
+    """Return {arm: mean over runs of training seconds, less slow first steps}, if each run had a device to itself."""
     cells = {}
     for arm, runs in results.items():
         alone = runs and all(run["timed_on"] is not None and run["timed_on"][1:] == (1,) for run in runs)
@@ -172,8 +169,8 @@ def outcome(study: Study, results: Results) -> list[str]:
 
 
 def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal: Sequence[str]) -> Columns:
-    """Return a column for each metric at each quantity in `equal`: "images", "FLOPs" or "seconds" of training. Its
-    cells hold an arm's metric minus that of the arm it is compared with, at an equal quantity."""
+    """Return a column for each metric at each quantity in `equal`: "images", "FLOPs" or "seconds" of training. A cell
+    is an arm's metric minus that of the arm it is compared with, at an equal quantity, as Estimate.signed writes it."""
     columns = {}
     for metric, name in product(metrics, equal):
         pairs = {arm: (runs, results.get(study.against.get(arm), ())) for arm, runs in results.items()}
@@ -196,7 +193,7 @@ OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#
 
 def colours(study: Study) -> dict[str, str]:
     """Return {arm: colour}: the colour that its overrides have in COLOURS, else the next one of OTHERS. Arms that
-    differ only in how they are scored, or in a setting that their trials choose, share a colour."""
+    differ only in how they are scored, or in a setting whose value trial runs choose (Study.trials), share a colour."""
     tried = {word.partition("=")[0] for trials in study.trials.values() for word in trials}
     own = {n: frozenset(w for w in a.overrides if w.partition("=")[0] not in tried) for n, a in study.arms.items()}
     counts = Counter(chain(*own.values()))
@@ -218,8 +215,8 @@ def pair_name(arm: str, other: str) -> str:
 
 
 def mean_line(name: str, points: Dots, colour: str | None = None, dashed: bool = False, interval: bool = False) -> Line:
-    """Return a line through the means of `points` (x, one value per seed). If every point has several seeds, it has a
-    band of ± one standard deviation; with `interval`, of the 95% interval, if every point has enough seeds for it."""
+    """Return a line through the means of `points` (x, one value per seed), with a band of ± one standard deviation if
+    every point has 2 seeds or more; with `interval`, a band of the 95% interval if every point has 3 or more."""
     each = [estimate(values) for _, values in points]
     widths = [point.spread if not interval else None if point.sign is None else point.half for point in each]
     known = widths if widths and None not in widths else None
@@ -255,7 +252,7 @@ def over_training(
 
 
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
-    """Return panels of how a metric differs in compared pairs over training: at equal images, and at equal FLOPs."""
+    """Return panels of `metric` over training, an arm's minus its partner's: at equal images, and at equal FLOPs."""
     colour, panels = colours(study), []
     for axis, name in (("images", "images"), ("flops", "FLOPs")):
         lines = []
@@ -274,7 +271,7 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
 
 
 def draw_curves(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric over training, and its differences between compared arms at equal images and at equal FLOPs."""
+    """Draw to image `path` each metric over training and arms' differences in it at equal training images and FLOPs."""
     panels = []
     for metric in measured(study.metrics, results):
         panels += over_training(results, metric, ("images",), colours(study)) + less_panels(study, results, metric)
@@ -282,13 +279,13 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_differences(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric's differences between compared arms over training, at equal images and at equal FLOPs."""
+    """Draw to the image `path` how compared arms differ in each metric, at equal training images and at equal FLOPs."""
     panels = [less_panels(study, results, metric) for metric in measured(study.metrics, results)]
     _save(study, path, [*chain(*panels)], key="shaded: 95% intervals of three seeds")
 
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
-    """Draw the first metric over training, and final FID against precision and precision against recall."""
+    """Draw to image `path` the first metric over training, final FID against precision, precision against recall."""
     networks = networks_of(study, results)
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
@@ -299,7 +296,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_precision(study: Study, results: Results, path: Path) -> None:
-    """Draw the end_panels of all metrics (how compared arms differ) and, with guided scores, the balance_panels."""
+    """Draw to image `path` arms' differences at the end and, if some are guided, FID and recall against precision."""
     networks = networks_of(study, results)
     guided = any(results[arm] for arm in results if arm not in networks)
     panels = end_panels(study, networks) + (balance_panels(study, results) if guided else [])
@@ -308,8 +305,8 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
 
 def balance_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the final FID against precision, and of precision against recall. A line joins the means of a
-    network's scores at several guidance scales, and the last scale is written next to its point. All means of a line
-    are over the same seeds, the small dots. Scales with fewer seeds or another number of samples are not drawn."""
+    network's scores at several guidance scales, and its last scale is written next to the point. Its means are over the
+    same seeds (small dots). Scales with fewer seeds, or other sample counts than without guidance, are left out."""
     networks, panels, colour = networks_of(study, results), [], colours(study)
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, drawn = defaultdict(dict), []
@@ -360,9 +357,9 @@ MARKS = "numbers: the largest guidance scale; small dots: seeds, where there are
 
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
     """Return twice the standard deviation, over seeds, of the difference of two compared arms in a metric at equal
-    "images" or "FLOPs" (`name`): a smaller difference at one seed may be chance. It is pooled over the study's pairs;
-    if these have too few seeds, and study.scale is not "demo", it is that of the published study "convergence" at the
-    number of images nearest to this study's last. None if it is unknown."""
+    "images" or "FLOPs" (`name`): a smaller difference at one seed may be chance. The deviation is pooled over the
+    study's pairs; if these have too few seeds, and study.scale is not "demo", it is taken from the published study
+    "convergence", at the number of images nearest to that at which this study ends. None if it is unknown."""
     pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
     each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
@@ -376,14 +373,14 @@ def chance(study: Study, results: Results, metric: str, name: str = "images") ->
 
 
 def draw_ends(study: Study, results: Results, path: Path) -> None:
-    """Draw the differences between compared arms at the end of training, by seed and with 95% intervals."""
+    """Draw to the image `path` the differences between compared arms after training: each seed's, and 95% intervals."""
     _save(study, path, end_panels(study, results), key=ENDS)
 
 
 def end_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the differences between compared arms at the end of training, with a row per pair: in the first
-    metric at equal images and at equal FLOPs, in other metrics at equal images. Dots are seeds, bars are 95% intervals,
-    the grey band is two standard deviations over seeds."""
+    metric at equal training images and at equal FLOPs, in other metrics at equal images. Dots are seeds, bars are 95%
+    intervals, and the grey band around 0 holds differences that may be chance at one seed (see `chance`)."""
     panels, colour = [], colours(study)
     if not (metrics := measured(study.metrics, results)):
         return []  # no run has come to its first evaluation
@@ -416,9 +413,9 @@ def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
 
 
 def ladder_columns(study: Study, results: Results) -> Columns:
-    """Return table columns with each arm's costs divided by those of the arm that it is compared with. Memory is
-    predicted, as a CPU does not measure it. A column "published" has the text that study.published gives for an arm's
-    change, such as "4.58 → 4.65"; it is left out if there is none."""
+    """Return table columns with each arm's training FLOPs, seconds and memory (predicted, as a CPU does not measure
+    it), each divided by that of the arm that it is compared with. A column "published" has the text that
+    study.published gives for an arm's change, such as "4.58 → 4.65"; it is left out if there is none."""
     trainings = {run.arm: run.training for run in plan(study)}
     cells: Columns = {title: {} for title in ("FLOPs, ratio", "seconds, ratio", "memory by plan, ratio")}
     for arm, other in study.against.items():
@@ -443,7 +440,7 @@ def guidance_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
-    """Draw each metric against the guidance scale ω: a line per network and kind of guidance; y axes start at 0."""
+    """Draw to image `path` each metric over guidance scale ω, a line per network and guidance kind; y axes from 0."""
     known, panels, colour = sampling_flops(results), [], colours(study)
     others = iter(OTHERS)
     for metric in study.metrics:
@@ -488,8 +485,8 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """Draw how much arms with a route differ from the arm without, over the number of blocks in the route: in the
-    training loss, and in the other metrics at equal images."""
+    """Draw to the image `path`, over the number of blocks in a token route, how much the arms with a route differ from
+    the arm "dense" without one: in the training loss, and in other metrics at equal training images."""
     lengths = {arm: 1 - int(np.subtract(*map(int, re.findall(r"\d+", arm)))) for arm in results if arm != "dense"}
     panels = []
     for metric in study.metrics:
@@ -505,8 +502,8 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_placement(study: Study, results: Results, path: Path) -> None:
-    """Draw heat maps over a route's first and last block: each metric minus that without a route, at equal images and
-    at equal FLOPs, and the FLOPs divided by those without a route."""
+    """Draw to the image `path` heat maps over a route's first and last block: each metric minus that of training with
+    no route, at equal training images and at equal FLOPs, and the training FLOPs divided by those with no route."""
     places = {arm: tuple(map(int, re.findall(r"\d+", arm))) for arm in results if arm != "dense"}
     starts, ends = (sorted(set(each)) for each in zip(*places.values()))
     maps = {}
@@ -532,8 +529,8 @@ SIMILARITIES = {"dense": "all tokens", "routed": "under its route"}  # key of si
 
 
 def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
-    """Return {(arm, "dense" or "routed"): matrices of similarity between block outputs, one per seed}: with all tokens
-    ("dense"), or under the arm's route ("routed")."""
+    """Return {(arm, "dense" or "routed"): matrices of cosine similarity between block outputs, one per seed}, computed
+    with all tokens ("dense") or under the arm's route ("routed"). The first row and column are the embedding's."""
     found = defaultdict(list)
     for arm, runs in results.items():
         for panel, score in product(SIMILARITIES, chain(*(run["scores"] for run in runs))):
@@ -555,7 +552,7 @@ def similarity_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_similarity(study: Study, results: Results, path: Path) -> None:
-    """Draw how similar the outputs of each pair of blocks are: each arm's heat maps, averaged over seeds."""
+    """Draw to image `path` each arm's heat maps of cosine similarity between blocks' outputs, averaged over seeds."""
     means = {key: np.mean(each, axis=0) for key, each in matrices(results).items()}
     if means:
         names = ["in", *range(len(next(iter(means.values()))) - 1)]

@@ -114,7 +114,7 @@ class Job:
 
 
 def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
-    """Return {step: seconds of training so far} by metrics.jsonl's `records`, without each start's first, slow step."""
+    """Return {step: training seconds so far} by metrics.jsonl's `records`, less each launch's slow first step."""
     found, first = {}, 0.0
     for record in records:
         first += record.get("first_step_seconds", 0.0)
@@ -165,8 +165,8 @@ def make(jobs: Sequence[Job], data: Path, at_once: int, after: Callable[[], None
 
 
 def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children", part: Part = "both") -> str | None:
-    """Train and score as far as a job still needs it (or do only the `part` "train" or "score"), in `children` of
-    `cores` threads each, and write its result.json. Return a line that describes the error, if there was one."""
+    """Train and score what is still missing (or only the `part` "train" or "score"), in `children` with `cores` threads
+    each, and write result.json. `at_once` is the number of jobs that share the machine. Return any error's text."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "log.txt"
     lock = Lock(job.folder / ".lock", None)  # waits for processes that a killed study left, which inherited the lock

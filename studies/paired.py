@@ -94,13 +94,13 @@ def interpolate(values: Mapping[float, float], place: float) -> float | None:
 
 
 def last_difference(run: Made, other: Made, metric: str) -> float | None:
-    """Return a run's last value of a metric minus another's last, even at different images; None if either has none."""
+    """Return a run's last metric value minus another's, even after unequal numbers of images; None if one has none."""
     ends = [[*curve(each, metric, "images").values()][-1:] for each in (run, other)]
     return ends[0][0] - ends[1][0] if all(ends) else None
 
 
 def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
-    """Return one run's metric minus another's at the most images for which both have it; None if there are none."""
+    """Return one run's metric minus another's at the largest number of training images where both have it, or None."""
     both = series([run, other], metric)
     return both[-1][1][0] - both[-1][1][1] if both else None
 
@@ -108,8 +108,8 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     """Return one run's metric minus another's at the most FLOPs or seconds that both reach; `axis` is "flops" or
     "steady_seconds" (as in jobs.py). None if one has no value there, or if the seconds may be from different devices.
-    Runs that end within 1% of the same seconds are compared at their ends; runs that end within 1% of the same FLOPs
-    are too, but only if the metric can't be interpolated there and `at_equal_images` can't compare them either."""
+    Runs whose last seconds differ by less than 1% are compared by their last values. The same goes for FLOPs, but only
+    if the metric can't be interpolated there, and if `at_equal_images` can't compare the runs either."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]

@@ -14,7 +14,7 @@ from tread.evaluation.metric_table import METRICS
 
 
 class Made(TypedDict):
-    """The results so far of one run: an arm (a kind of run) with one seed."""
+    """The results so far of one run: an arm (kind of run) with one seed. Comments in the source explain each field."""
 
     seed: int
     points: list[dict]  # over training, each with images, FLOPs and metrics
@@ -27,7 +27,7 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
     """Return {training's hash: content of its result.json}, from published results (unless `again`) and folder
-    `results`. If both have it, the folder's counts, unless only the published one is trained; scores are joined."""
+    `results`. If both have it, the folder's counts, unless only the published one is finished; scores are merged."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]

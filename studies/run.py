@@ -6,7 +6,7 @@
     dry=true       only print what would be run: images, FLOPs, samples
     publish=true   write results.json, figure.png and table.md to studies/<name>/ as each run ends (scale=small), or to
                    studies/<name>_gpu/ (scale=gpu)
-    arms=[dense]   only these arms (the kinds of run that the study compares), with all their ways of scoring
+    arms=[dense]   only these arms (the kinds of run that the study compares), with all their trials and scores
     part=train     only train; part=score: only score finished trainings
     rehearse=true  a short trial of everything with a tiny network, where the study's file says how (cifar10)
     data=data      the folder that holds imagenette/ (scale=small) or imagenet256/ (scale=paper)

@@ -183,7 +183,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     scales.<scale>          the study's values for all arms at this scale; `like: small` makes it start from the scale
                             small of scales.yaml, `alone: true` from nothing
     arms.<arm>              the study's values for the arm
-    scales.<scale>.arms     the arm's values at this scale; its overrides are added, and null leaves the arm out
+    scales.<scale>.arms     the arm's values at this scale; overrides are added to those above; null leaves the arm out
 
     An arm with `over: <earlier arm>` adds its overrides and scoring to that arm's, and is compared with it. A scale's
     `instead: {override: other}` replaces an override in all arms. `ways` and scales.<scale>.ways {name: values} score

@@ -3,6 +3,7 @@
 import re
 import sys
 from functools import partial
+from importlib.util import find_spec
 
 import export_checkpoint
 import numpy as np
@@ -16,7 +17,7 @@ from tread.checkpoints.lora import BASE, Lora, base_of, merge
 from tread.checkpoints.network import build_network
 from tread.runtime.tensor_files import LABELS
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="pip install -r requirements-lora.txt")
 
 SIZES = ("dataset=folder", "dataset.path=x", "dataset.channels=4", "dataset.size=8", "dataset.num_classes=10")
 SIZES += ("model.hidden_size=32", "model.depth=6", "model.patch_size=2")

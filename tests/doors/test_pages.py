@@ -62,7 +62,7 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"^(torchrun|sbatch)|--multi_gpu|--config_file": "several processes or nodes",
     r"^python benchmarks/step_time.py": "measures for minutes",
     r"results/photos": "tests/doors/test_own_data.py runs them",
-    r"models/cifar10-tread.* seeds=0-9": "docs/start.md's command draws four seeds of it",
+    r"models/cifar10-tread": "55M weights, four seconds a command; tests/doors/test_published.py draws by them",
     r"finetune_own": "public weights of gigabytes, and photos of others",
     r"results/studies/": "a network that a study trains on a GPU",
     r"push=": "the hub (tests/doors/test_load.py has a stand-in)",
@@ -88,7 +88,7 @@ SMALL = {  # what is appended so that a command takes a second
     "scripts/similarity.py": ["samples=16"],
 }
 RATIOS = ["sweep.strong=[0]", "sweep.weak=[0.5]"]  # of the sweep's kinds that have them
-EARLIER = {"step_0050000": "step_0000003", "steps=18": "steps=2", "seeds=0-9": "seeds=0,1"}  # what is long → shorter
+EARLIER = {"step_0050000": "step_0000003"}  # a checkpoint of a long run → one of TINY's
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ def plain_lists(tree: object) -> object:
     return json.loads(json.dumps(tree))
 
 
-@pytest.mark.parametrize(  # cifar10-tread takes eight seconds a picture
-    "path", [pytest.param(p, id=named(p), marks=[pytest.mark.slow] * ("cifar10" in str(p))) for p in PICTURES]
+@pytest.mark.parametrize(  # others than digits take one to eight seconds a picture
+    "path", [pytest.param(p, id=named(p), marks=[pytest.mark.slow] * ("digits" not in str(p))) for p in PICTURES]
 )
 def test_what_is_drawn_is_the_stored_picture(path, tmp_path, asset):
     """The second class and seed are drawn anew, by the settings that the picture itself states."""

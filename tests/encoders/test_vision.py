@@ -230,6 +230,7 @@ def test_a_cell_of_inceptions_map_looks_at_its_place(inception_file, monkeypatch
             assert (pixels.min() + pixels.max()) / 2 == 21 + 16 * number
 
 
+@pytest.mark.slow
 def test_the_real_inceptions_features_are_of_their_places(asset):
     """Features of a photo's mirror image are most alike at mirrored places; all fit into float16."""
     weights, tar = asset("weights/inception-2015-12-05.nofc.safetensors"), Tar(asset("data/imagenet1000_adm256.tar"))

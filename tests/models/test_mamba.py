@@ -319,7 +319,8 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_with_the_fused_kernel_a_block_compiles_to_one_graph(precision, monkeypatch):
     """Output and gradients are those of the plain scan, as it is and compiled."""
     given, results = batch(4, 8), []

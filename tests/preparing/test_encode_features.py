@@ -279,6 +279,10 @@ def test_other_or_damaged_features_are_replaced_when_that_is_asked_for(prepare_l
         features("encoder=own_patches:other")
     features("encoder=own_patches:other", "again=true")
     assert contents(tmp_path / "data") == whole
+    (pooled, *_) = sorted((tmp_path / "data").glob("features-*pooled*"))
+    pooled.write_bytes(pooled.read_bytes()[:-2] + b"zz")
+    features("encoder=own_patches:other", "again=true")
+    assert contents(tmp_path / "data") == whole
     found = LatentDataset(tmp_path / "data", verify="full", features="own_patches:other").read(np.arange(COUNT), 1)
     expected = open_encoder("own_patches:other", CPU).encode(both_views()[1])
     assert_close(found.features.float(), expected, rtol=2**-11, atol=1e-4)

@@ -117,6 +117,7 @@ def annotate(folder, captions):
     write_json(folder.parent / "captions.json", {"images": images, "annotations": notes})
 
 
+STOPPED = ("uvit_coco", "lightningdit")  # the kinds that are stopped in the fast suite: with text, and without
 WRITE = dict(zip(KINDS, (write_lmdb, write_tars, write_repa, write_shards, write_coco)))
 
 
@@ -272,7 +273,7 @@ def test_the_report_warns_of_an_unlikely_scale_and_of_nobody_having_looked(bring
     assert "nobody has seen whether the scale is right" in bring.printed
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in STOPPED)) for k in KINDS])
 def test_a_stopped_import_goes_on_and_ends_with_the_same_bytes(bring, tmp_path, monkeypatch, kind):
     """Stopped in the latents, and where there is text, in that; and finished it is left alone."""
     monkeypatch.setattr("tread.data.section_writer.SHARD", 4 * imports.CLIP_TEXT.caption_bytes)

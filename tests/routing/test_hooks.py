@@ -13,16 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import diffusers  # whose modules are imported where a model is built
 import pytest
 import torch
 from conftest import ROOT
-from diffusers import (
-    DiTTransformer2DModel,
-    FluxTransformer2DModel,
-    Lumina2Transformer2DModel,
-    PixArtTransformer2DModel,
-    SD3Transformer2DModel,
-)
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -105,25 +99,27 @@ def case(name: str) -> Case:
     inputs = {"hidden_states": x, "timestep": torch.tensor([3, 0, 900]), "encoder_hidden_states": text}
     mask = (torch.arange(TEXT) < LENGTHS[:, None]).long()
     if name == "dit":
-        model = build(DiTTransformer2DModel, num_embeds_ada_norm=10, num_layers=6, **sizes)
+        model = build(diffusers.DiTTransformer2DModel, num_embeds_ada_norm=10, num_layers=6, **sizes)
         del inputs["encoder_hidden_states"]
         return Case(model, inputs | {"class_labels": torch.tensor([1, 2, 10])}, x, model.transformer_blocks, noise)
     if name == "pixart":
         texts = {"cross_attention_dim": 32, "caption_channels": 12, "out_channels": 4}
-        model = build(PixArtTransformer2DModel, num_layers=5, **sizes, **texts)
+        model = build(diffusers.PixArtTransformer2DModel, num_layers=5, **sizes, **texts)
         return Case(model, inputs | {"encoder_attention_mask": mask}, x, model.transformer_blocks, noise)
     texts = {"joint_attention_dim": 12, "pooled_projection_dim": 12}
     pooled = {"pooled_projections": torch.randn(B, 12, generator=g)}
     if name == "sd3":  # as 3.5 has them, some blocks attend to the picture alone besides; and the last returns no text
         more = {"dual_attention_layers": (1, 2, 3), "qk_norm": "rms_norm", "pos_embed_max_size": 4, "out_channels": 4}
-        model = build(SD3Transformer2DModel, num_layers=5, caption_projection_dim=32, **sizes, **texts, **more)
+        model = build(
+            diffusers.SD3Transformer2DModel, num_layers=5, caption_projection_dim=32, **sizes, **texts, **more
+        )
         places = {"tokens": "hidden_states", "output": 1}
         return Case(model, inputs | pooled, x, model.transformer_blocks, noise, places=places)
     inputs["timestep"] = torch.rand(B, generator=g)
     if name.startswith("lumina"):
         layers = {"hidden_size": 48, "num_layers": 5, "num_refiner_layers": 1, "num_attention_heads": 2}
         rope = {"axes_dim_rope": (8, 8, 8), "axes_lens": (32, 16, 16), "num_kv_heads": 1, "multiple_of": 16}
-        model = build(Lumina2Transformer2DModel, in_channels=4, cap_feat_dim=12, **layers, **rope)
+        model = build(diffusers.Lumina2Transformer2DModel, in_channels=4, cap_feat_dim=12, **layers, **rope)
         if name == "lumina":
             inputs["encoder_attention_mask"] = torch.ones_like(mask)
             return Case(model, inputs, x, model.layers, noise, select_lumina, prefix=TEXT)
@@ -132,7 +128,7 @@ def case(name: str) -> Case:
         inputs["encoder_attention_mask"] = mask
         return Case(model, inputs, x, model.layers, noise, select_lumina, force_keep=is_text)
     layers = {"num_layers": 3, "num_single_layers": 4, "axes_dims_rope": (4, 6, 6)}
-    model = build(FluxTransformer2DModel, in_channels=4, **layers, **heads, **texts)
+    model = build(diffusers.FluxTransformer2DModel, in_channels=4, **layers, **heads, **texts)
     x = torch.randn(B, 16, 4, generator=g)
     places = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
     inputs |= {"hidden_states": x, "img_ids": places, "txt_ids": torch.zeros(TEXT, 3), **pooled}

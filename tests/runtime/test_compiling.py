@@ -47,6 +47,7 @@ def counted(*networks, backend="aot_eager"):
     return counter
 
 
+@pytest.mark.slow
 def test_a_graph_for_each_kind_of_call_however_deep_the_network():
     """Kinds: all tokens and half of them with gradients, all without, in fp32 and bf16; a fp32 block under bf16."""
     network = random_network(0, hidden_size=32, depth=5, num_heads=2)

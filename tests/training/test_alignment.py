@@ -167,6 +167,7 @@ def test_several_blocks_share_projector_and_targets():
     assert Aligner(Alignment(kind="repa"), module).flops([route for route, _ in routes]) == 6 * (8 + 16) * layers
 
 
+@pytest.mark.slow
 def test_bf16_recomputation_and_compiled_blocks_hand_out_the_same():
     """The projected tokens of the plain network, and gradients of the aligned block."""
     network, module = aligned(2)

@@ -164,9 +164,18 @@ def test_an_open_encoder_is_traced_on_a_picture(composed):
     assert traced[0] == 4 * 3 * 8 and traced[2] - traced[1] == traced[1] - traced[0]
     assert 4 * 256 * (3 + 8) <= traced[1] - traced[0] <= 4 * 256 * (3 + 8) + 3 * 256
 
+    wide = torch.nn.Linear(3, 4096, bias=False)  # uses a view of its weights, 48 kB; a picture's output has 16 kB
+    encoder = Encoder("own", partial(run_wide, wide), torch.device("cpu"), None, "")
+    each = costs.live_bytes(cfg, 2, encoder) - costs.live_bytes(cfg, 1, encoder)
+    assert 4 * 4096 <= each <= 4 * (4096 + 3 + 2 * 256 * 3)
+
 
 def run_layer(layer, pictures):
     return layer(pictures.float()).flatten(2).transpose(1, 2)
+
+
+def run_wide(layer, pictures):
+    return layer(pictures.float().mean((2, 3)))[:, None]
 
 
 GB = 10**9

@@ -137,6 +137,7 @@ def wrong(run, do):
     return lambda: [2 * number for number in do()]
 
 
+@pytest.mark.slow
 def test_a_graph_that_fails_or_differs_costs_a_line(tmp_path, monkeypatch, spoilt):
     cases = {
         "AssertionError: its losses and gradient norms are [[": wrong,

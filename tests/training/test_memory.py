@@ -57,6 +57,7 @@ def test_a_real_step_allocates_what_was_traced(plan, import_benchmark, tmp_path,
         assert plan(64, "fp32", *words, routed=name != "dense").peak == pytest.approx(real, rel=close), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_a_projector_allocates_what_was_planned(import_benchmark, composed, blocks):
     """REPA's of S/2 on DINOv2-B's features, against the profiler's peak of its own passes; weights by hand."""

@@ -46,6 +46,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_resumed_twice_within_an_epoch_with_accumulation(whole, tmp_path):
     for steps in (5, 7, 8):
         launch(tmp_path, *OPTIONS, f"train.steps={steps}")

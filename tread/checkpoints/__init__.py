@@ -1,1 +1,1 @@
-"""Checkpoints: writing, finding and loading them, the networks they describe, and other people's weights."""
+"""Checkpoints: writing, finding and loading them, building their networks, and loading other people's weights."""

@@ -1,8 +1,8 @@
-"""Adapts trained weights to other classes (init_classes) and to another size of latents (init_positions).
+"""Adapts trained weights to other classes (setting init_classes) and to another latent size (setting init_positions).
 
 A label table has one row per class, and a last row for no class. Position embeddings are fixed functions of a token's
 row and column. init_positions=recomputed computes them for the new grid; if that is larger, its added rows and columns
-are new to the network. init_positions=scaled multiplies rows and columns by model.position_scale to span the old range.
+are new to the network. init_positions=scaled multiplies rows and columns by model.position_scale to span the old grid.
 """
 
 import math
@@ -30,8 +30,8 @@ def new_classes(
     """Return (weights, message): `stored` with a label table for the new `classes`, and a line on its rows' origin.
 
     table  the network's newly initialised label table, (len(classes) + 1, D); classes not in `asked` keep its rows.
-    asked  {old class: new class}, by name or number: the rows to copy; "new": none. A number that is also a class name
-           counts as the name. The row for no class is always copied.
+    asked  {old class: new class} for the rows to copy, each class by name or number; "new": copy no class's row. A
+           number that is also a class name counts as the name. The row for no class is always copied.
 
     Raises ValueError for unknown classes, a class that is named twice, and weights without a label table.
     """
@@ -67,7 +67,7 @@ def _number(label: Label, classes: tuple[str, ...]) -> int:
 
 def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[StoredWeights, list[str]]:
     """Return (weights, messages): `stored` without its fixed position tensors, so that the network's own are used, and
-    lines on what changes. `side` is the number of token rows in the new grid, `scale` the network's position_scale.
+    lines to print. `side`: token rows in the new grid; `scale`: factor of its rows and columns, model.position_scale.
     Raises ValueError if the stored positions are not the fixed sines and cosines, or if the old grid is unknown."""
     before, recorded = old_side(stored), stored.recorded() or {}
     stretched = float(recorded.get("model.position_scale", 1.0))
@@ -101,8 +101,8 @@ def old_side(stored: StoredWeights) -> int:
 
 
 def position_scale(init_from: str, weights: Weights, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled: the scale of the `weights` ("ema" or "model") in init_from
-    times their number of token rows / the new number `side`. If `run` is a run's folder, return its scale instead."""
+    """Return model.position_scale for init_positions=scaled: that of init_from's `weights` ("ema" or "model") times
+    their number of token rows / `side`, the new number. If a run has begun in the folder `run`, return that run's."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
     stored = read_weights(local(init_from), weights)

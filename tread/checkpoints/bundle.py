@@ -17,7 +17,7 @@ Name = tuple[str, str]  # a module and a name in it
 
 @dataclass
 class Source:
-    """A parsed module: its lines, the statements that define each name, and what each imported name stands for."""
+    """A parsed module. `imported`: name → (module, its name there); `entered`: (dict, statement that adds entries)."""
 
     module: str
     lines: list[str]
@@ -61,8 +61,8 @@ def names_in(statement: ast.stmt) -> Iterator[str]:
 
 
 class Bundle:
-    """Collects definitions, each with all that it needs (`add`), and writes them as one file (`text`). `instead` is
-    {(module, name): source text to write in place of that name's own definition}."""
+    """Collects definitions, each with all that it needs (`add`), and returns them as the text of one file (`text`).
+    `instead` is {(module, name): source text to use in place of that name's own definition}."""
 
     def __init__(self, instead: Mapping[Name, str]) -> None:
         self.instead = instead
@@ -90,7 +90,7 @@ class Bundle:
 
     def _is(self, source: Source, table: str) -> bool:
         """Return whether the file needs the statements with which the module `source` adds entries to the dict `table`:
-        True if it holds a definition of this module and that of the dict, which the module defines or imports."""
+        True if the file has a definition from that module and has the dict, whichever module defines it."""
         origin, name = source.imported.get(table, (source.module, table))
         return source.module in self.wanted and name in self.wanted.get(origin, ())
 

@@ -4,10 +4,10 @@ results/<run>/step_0001000/
     model.safetensors      weights, keyed by parameter name
     ema.safetensors        averaged weights, same keys
     optimizer.safetensors  keyed "<state>/<parameter>": for AdamW exp_avg/…, exp_avg_sq/… and step/…
-    powers.safetensors     power-function EMAs (EDM2), keyed "<width>/<parameter>"; only with ema.power
+    powers.safetensors     power-function EMAs (EDM2), keyed "<width>/<parameter>"; only if ema.power is set
     info.json              step, config, versions, and size and sha256 of each file
 results/<run>/latest       symbolic link to the newest checkpoint
-results/<run>/base.safetensors  with lora.rank only: the network that the run started from; model and ema hold adapters
+results/<run>/base.safetensors  only if lora.rank is set: the network before training; model and ema hold adapters
 """
 
 import contextlib
@@ -281,8 +281,7 @@ def newest(run: Path) -> Path | None:
 
 
 def pinned(source: str) -> str:
-    """Return `source`, a value of init_from. If it is a run's folder or link `latest`, return the folder to which that
-    link points now instead, since a run that is still training moves the link."""
+    """Return `source` or, for a run's folder or link `latest`, the checkpoint's folder to which the link points now."""
     path = newest(Path(source)) or Path(source)
     return str(path.with_name(path.resolve().name)) if path.name == "latest" and path.is_dir() else source
 
@@ -357,7 +356,7 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     projector: nn.Module | None = None,
 ) -> None:
-    """Restore the state that optimizer_tensors returned; settings such as the learning rate stay as they are. In
+    """Restore `tensors` from optimizer_tensors. Settings in param_groups that are not among them, such as lr, stay. In
     contrast to optimizer.load_state_dict, state keeps its dtype and device."""
     parameters, tensors = dict(optimized_parameters(network, projector)), dict(tensors)
     groups = {f"group {number}": group for number, group in enumerate(optimizer.param_groups)}
@@ -374,7 +373,8 @@ def load_optimizer(
 
 @dataclass(frozen=True)
 class Trained:
-    """The modules and the optimizer of a run, from which the parts of its checkpoints are made."""
+    """What is saved of a run: network, its EMA `averaged`, optimizer, power-function EMAs `powers` by width, alignment
+    `projector` if any. `base` names the parameters that LoRA froze, which checkpoints leave out."""
 
     network: nn.Module
     averaged: nn.Module  # the network's exponential moving average

@@ -2,7 +2,7 @@
 
     model_index.json, pipeline.py   the sampler: TreadPipeline (diffusers_pipeline.py)
     transformer/                    config.json, model.py and the weights
-    vae/                            the autoencoder, unless the network draws pixels or the hub has it
+    vae/                            the autoencoder, unless the network works on pixels or only a hub id is stored
 
 The two Python files need only torch and diffusers; bundle.py collects them from this project's own source.
 """
@@ -62,7 +62,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     info     the record to publish, a parsed info.json.
     inside   hub id, folder or file of the autoencoder whose weights to store. None: store only its recorded hub id.
 
-    Raises ValueError if the network or a route's select or rejoin is a plugin's, or the autoencoder can't be loaded.
+    Raises ValueError if a plugin defines the network or a route's select or rejoin rule, or `inside` can't be loaded.
     """
     ours = {"the network": saved.cfg.model.network.__module__.partition(".")[0] in OURS}
     for route in saved.trained_routes:
@@ -111,8 +111,8 @@ def arguments(saved: SavedNetwork) -> dict[str, object]:
 
 
 def goes_inside(name: str, asked: bool | None) -> bool:
-    """Return whether to store the weights of the autoencoder `name`. "pixels" has none: False. asked=None: True unless
-    `name` is a hub id. Raises ValueError for "unknown", and if `asked` is False but `name` is no hub id."""
+    """Return whether an export contains the weights of the autoencoder `name`: as `asked` or, if None, unless `name` is
+    a hub id; never for "pixels". Raises ValueError for "unknown", and if asked=False but `name` is no hub id."""
     if name == "pixels":
         return False
     at_hub = bool(HUB_ID.fullmatch(name)) and not Path(name).exists()

@@ -92,21 +92,21 @@ class TreadPipeline(DiffusionPipeline):
 
         class_labels          names or numbers of classes; None in a list draws without a class.
         prompt                texts, for a network trained on captions.
-        seeds                 one per picture; TREAD's own sample.py draws the same picture with the same seed.
-        generator             a torch.Generator, or one per picture, instead of seeds; its pictures differ from those of
-                              seeds. If neither is given, torch's global generator draws the seeds.
+        seeds                 one per picture (same pictures as TREAD's sample.py); None: drawn from torch's global RNG.
+        generator             a torch.Generator, or one per picture, instead of seeds, which would give other pictures.
         num_inference_steps   None: 40 steps of Heun's method for EDM, 50 of Euler's for rectified flow.
         guidance_scale        ω in D_weak + ω·(D_strong − D_weak); 1: no guidance; None: 1.5 if `guidance` is given.
-        guidance              "cfg", "sparse", "sparse_cfg", "path_drop", "path_drop_class"; None: "cfg" if ω is given.
+        guidance              what D_weak lacks. "cfg": class or prompt; "sparse": more tokens; "sparse_cfg": both;
+                              "path_drop_class": SPRINT's sparse part; "path_drop": it + class; None: "cfg" if ω given.
         strong, weak          for "sparse…" (Sparse Guidance, arXiv 2601.01608): fractions of the tokens that skip the
-                              trained routes' blocks in either branch, strong ≤ weak; None: 0.3 and 0.7.
-        interval              (lowest, highest) noise level, σ or t, at which guidance is on.
-        same_ids              True: both branches choose their tokens by the same random numbers.
-        solver                "heun" or "euler"; None: as for num_inference_steps.
+                              trained routes' blocks in D_strong and D_weak, strong ≤ weak; None: 0.3 and 0.7.
+        interval              (lowest, highest) noise level, σ (EDM) or t (rectified flow), at which guidance is on.
+        same_ids              True, for "sparse…": D_strong and D_weak pick tokens by the same random numbers.
+        solver                "heun" or "euler"; None: Heun for EDM, Euler for rectified flow.
         shift                 rectified flow's s in t' = s·t/(1+(s−1)·t); s<1: more steps near noise; None: as trained.
         churn                 S_churn of EDM's stochastic Heun sampler; 0: no noise is added.
         batch_size            most pictures drawn at once.
-        text_encoder          hub id or folder of the text encoder; None: the recorded one.
+        text_encoder          hub id or folder of the text encoder; None: the one used in training.
         output_type           "pil", "np" (n, H, W, C) and "pt" (n, C, H, W) in 0..1, or "latent".
         callback_on_step_end  called after each step of a batch with the pipeline, the step, the noise level and
                               {"latents": …}; may return {"latents": …} to continue with.
@@ -179,8 +179,8 @@ class TreadPipeline(DiffusionPipeline):
         return list(range(len(prompts))), encoder_for(spec, self.transformer.device, place).encode(prompts)
 
     def _noise(self, generator: object, seeds: object, count: int) -> tuple[Tensor | None, list[int]]:
-        """Return (noise, seeds): initial noise (count, C, S, S) from `generator`, a torch generator or one per picture;
-        seeds for other random numbers. generator=None: noise is None, and follows from `seeds` (None: random ones)."""
+        """Return (noise, seeds). A `generator` (one, or one per picture) draws both: initial noise (count, C, S, S) and
+        seeds for other random numbers. Without one, noise is None, as draw() makes it from `seeds` (None: random)."""
         if generator is None:
             seeds = torch.randint(2**31, (count,)).tolist() if seeds is None else seeds
             return None, [operator.index(seed) for seed in (seeds if hasattr(seeds, "__len__") else [seeds])]

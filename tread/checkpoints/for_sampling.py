@@ -16,7 +16,8 @@ from tread.diffusion.sampling import Model
 
 @dataclass(frozen=True)
 class SavedNetwork:
-    """A trained network in a checkpoint, whose weights are not loaded yet."""
+    """A network in the checkpoint `found`, whose `weights` ("ema" or "model") are not loaded yet. `label_drop` is the
+    share of training samples without a class, `path_drop` that without SPRINT's sparse part (None: not SPRINT)."""
 
     found: checkpoint.Checkpoint
     weights: str  # "ema" or "model"
@@ -48,13 +49,13 @@ class SavedNetwork:
 
     @property
     def trained_routes(self) -> tuple[Route, ...]:
-        """The model's routes; () after a run from random weights with train.routes_until=0, which never used them."""
+        """The network's token routes; () if it was trained from random weights without any (train.routes_until=0)."""
         config = self.found.info["config"]
         elsewhere = config.get("init_from") or "samples" not in self.found.info  # imported
         return self.cfg.model.routes if elsewhere or config["train"].get("routes_until") != 0 else ()
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """Return the model's routes or, if it has none but `guidance` skips tokens with force=True, its usual_route."""
+        """Return the network's token routes; without any, its default route if `guidance` skips tokens by force."""
         model = self.cfg.model
         forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
@@ -108,9 +109,8 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
 
 
 def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
-    """Open the weak network of `guidance`, or return None if guidance.checkpoint is None, so that `strong` runs all
-    branches. Raises FileNotFoundError if that checkpoint does not exist, and ValueError if the predictions of the two
-    networks can't be combined or a network was not trained for the guidance."""
+    """Open the weak branch's network, guidance.checkpoint; None if that is None: `strong` runs both branches. Raises
+    FileNotFoundError if it isn't there, ValueError if the two can't be combined or weren't trained for `guidance`."""
     weak = None
     if guidance.checkpoint is not None:
         given = f"guidance.checkpoint={guidance.checkpoint}"
@@ -131,8 +131,8 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
 
 
 def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwork | None = None) -> None:
-    """Raise ValueError unless the networks were trained for what `guidance` asks, such as a branch without a class.
-    With weak=None, `strong` runs both branches."""
+    """Raise ValueError if a branch of `guidance` does what its network was not trained for: skip tokens, run without a
+    class, or without SPRINT's sparse part. guidance.force=True allows the first. weak=None: `strong` runs both."""
     row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} runs a network"
     for name, network in (("strong", strong), ("weak", other)):
         if any(ends_of(getattr(guidance, name))) and not network.trained_routes and not guidance.force:
@@ -149,7 +149,7 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
 
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:
-    """Return the properties, by name, that two networks must share for their predictions to be combined."""
+    """Return {name: value} of what two networks must share to combine their predictions: objective, latents, …"""
     token = saved.cfg.model.class_token, saved.found.info.get("class_token")  # its width, and its encoder's hash
     own = {"objective": saved.cfg.objective, "text": saved.text, "class_token": token}
     return {**own, **saved.latents.to_network_scale}

@@ -48,8 +48,8 @@ class Lora:
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def adapt(self, network: nn.Module) -> frozenset[str]:
-        """Add adapters to the network's blocks, drawing A from torch's global generator, and freeze all parameters that
-        are not trained. Returns the frozen names. Raises ValueError without peft, or if a pattern matches no name."""
+        """Add adapters to the layers that `targets` matches (A from torch's global generator). Freeze all but these and
+        what `also` matches; return the frozen names. Raises ValueError without peft, or if either matches no name."""
         names = [name for name, _ in block_layers(network)]
         chosen = [name for name in names if re.search(self.targets, name)]
         if not chosen:

@@ -39,7 +39,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Network:
-    """The settings that decide a run's network."""
+    """Those settings of a run that decide its network and diffusion process (`edm` or `rf`, as `objective` says)."""
 
     model: AnyOptions
     dataset: Dataset
@@ -54,14 +54,14 @@ class Network:
 
 
 def settle_shifts(cfg: Network) -> None:
-    """Replace "auto" in cfg.rf.shift and train_shift by numbers, in place, if cfg.dataset has size and channels."""
+    """Replace "auto" shifts of cfg.rf in place by numbers (RF.for_latents), if cfg.dataset has size and channels."""
     if None not in (cfg.dataset.channels, cfg.dataset.size):
         object.__setattr__(cfg, "rf", cfg.rf.for_latents(cfg.dataset.channels, cfg.dataset.size))
 
 
 def read_network(config: dict, folder: Path | None = None) -> Network:
-    """Read the network's settings from a checkpoint's config. Raises ValueError for unknown or mistyped settings and,
-    if the checkpoint's `folder` is given, for plugins that can't be imported from their recorded place."""
+    """Read the network's settings from a checkpoint's config, and import its plugins. Raises ValueError for unknown or
+    mistyped settings and for plugins that fail to import or lie in the checkpoint's `folder` (see check_plugin)."""
     stated = {item.name: config[item.name] for item in fields(Network) if item.name in config}
     if folder and "plugins" in stated:
         check("plugins", stated["plugins"], tuple[str, ...])

@@ -1,4 +1,4 @@
-"""A run's records: run.json (an entry per start), status.json, metrics.jsonl (an object per line); compares configs."""
+"""A run's records: run.json (an entry per start or resume), status.json, metrics.jsonl; also compares configs."""
 
 import contextlib
 import json
@@ -93,7 +93,7 @@ class RunLog:
         self.status("running", step)
 
     def status(self, state: str, step: int, reason: str | None = None, **facts: object) -> None:
-        """Write status.json: `state` (running, interrupted, finished or failed), steps done, why it failed, `facts`.
+        """Write status.json: `state` (running, interrupted, finished or failed), steps done, reason, other `facts`.
         Only "running" replaces a recorded failure, since later failures of other processes follow from the first."""
         if state == "running" or self.read_status().get("state") != "failed":
             who = {"host": platform.node(), "pid": os.getpid()}

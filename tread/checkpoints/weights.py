@@ -140,8 +140,8 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return {"model.<name>": default} for those options and constants of settings["model.architecture"] that have a
-    default and that change what given weights compute."""
+    """Return {"model.<name>": default} for the settings that change a network's output for the same weights: options of
+    settings["model.architecture"] that have a default, and options of other architectures that it holds fixed."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
@@ -160,7 +160,7 @@ LATENTS = ("autoencoder", "scale", "shift", "channel_shift", "channel_scale")
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights, keyed by the network's parameter names, and what is known of their origin."""
+    """Weights by parameter name, their file `where`, `kind` ("ema", "model"; None: unknown) and checkpoint `source`."""
 
     where: str  # the file
     kind: str | None  # "ema" or "model"; None where the file does not say
@@ -202,8 +202,8 @@ class StoredWeights:
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str | None = None) -> list[str]:
         """Return lines that warn of settings that differ from those of the weights' training, or that were not
-        recorded. `latents` describes the network's latents. `predicts` is what the network should predict now: "noise"
-        on timesteps 0..999, or "objective", what cfg.objective trains; None: as cfg.edm.predicts says."""
+        recorded. `latents` describes the network's latents. `predicts`: what the network is to predict now, "noise" (on
+        timesteps 0..999, as in DDPM) or "objective" (the target of cfg.objective); None: as in cfg.edm.predicts."""
         of_ddpm = cfg.objective == "edm" and cfg.edm.predicts == "ddpm_noise"
         predicts = predicts or ("noise" if of_ddpm else "objective")
         lines = []
@@ -235,7 +235,7 @@ class StoredWeights:
 
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
         """Return {name: (recorded value, present value)} of everything besides the network's options that decides what
-        its inputs and outputs mean. `predicts` is "noise", or "objective" for what cfg.objective trains."""
+        its inputs and outputs mean. `predicts` is as in `warnings`."""
         config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         if theirs == "edm" and config.get("edm", {}).get("predicts") == "ddpm_noise":

@@ -16,10 +16,10 @@ FILE = "captions.jsonl"
 
 def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = False) -> None:
     """Write captions.jsonl into a dataset's folder and list it in index.json. Raises ValueError and changes nothing if
-    `captions` does not fit the dataset, or if the dataset has other captions already and `again` is False.
+    `captions` is not as described below, or if the dataset has other captions already and `again` is False.
 
     folder    the folder of a finished dataset, or the attribute `data` of a DatasetWriter after its method `assemble`.
-    captions  for each sample, in order, a sequence of at least one caption, none of them blank.
+    captions  for each sample of the dataset, in order, a sequence of at least one caption, none of them blank.
     again     replace other captions. Text encoded from the old ones is kept, but reading it then raises ValueError.
     """
     path = folder / "index.json"

@@ -53,7 +53,7 @@ def check_rows(
 
     arrays, entries  the rows of each file, and the file's dict in index.json, which has its name under "file".
     full             True: check all rows; False: check LOOKED_AT (32) of them, evenly spaced.
-    make             the command that replaces the files, for the message.
+    folder, make     the files' folder, and the command that makes them anew; both are named in the message.
     vocabulary       the words, if the rows hold word numbers (indices into it); None: the rows hold floats.
     """
     firsts = np.cumsum([0, *map(len, arrays)]).tolist()
@@ -102,8 +102,8 @@ def check_grid(grid: int, side: int, whose: str) -> None:
 
 
 def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
-    """Open a dataset's stored pictures for reading; `full` checks hashes. Raises FileNotFoundError or ValueError for a
-    missing or damaged file, KeyError if `index`, the parsed index.json, lists no pictures."""
+    """Open a dataset's stored pictures. Checks headers and sizes of the files and, if `full`, hashes. FileNotFoundError
+    or ValueError for a missing or damaged file, KeyError if `index`, the parsed index.json, lists no pictures."""
     arrays = open_arrays(folder, index["shards"], "pictures", "uint8", index["pictures"], full)
     return ShardRows([array[:, None] for array in arrays])
 
@@ -149,7 +149,7 @@ SHORT = ("words", "minilm", "clip-l")  # these names never stand for a folder
 
 
 def text_encoder_name(name: str) -> str:
-    """Return the name to record for a text encoder: clip-l for CLIP-L, a folder's absolute path, others as given."""
+    """Return a text encoder's name to record: "clip-l" for CLIP-L's hub id, a folder's absolute path, else `name`."""
     name = "clip-l" if name == CLIP_L else name
     return str(Path(name).resolve()) if name not in SHORT and Path(name).is_dir() else name
 
@@ -209,8 +209,8 @@ class EncodedText:
 
     counts   (samples,) number of captions of each sample. Captions are numbered from 0, sample after sample.
     lengths  (captions,) number of tokens of each caption, without padding.
-    rows     [ShardRows of the tokens] or, if there are pooled outputs, [ShardRows of the tokens, ShardRows of those].
-    null     the encoded empty caption, B = 1.
+    rows     a list: ShardRows of the tokens and, if the encoder has pooled outputs, ShardRows of the pooled outputs.
+    null     the encoded empty caption, a Text of one sample.
     """
 
     def __init__(
@@ -221,12 +221,12 @@ class EncodedText:
         self._lengths = torch.from_numpy(lengths.astype(np.int64))
 
     def numbers(self, indices: np.ndarray, uniform: np.ndarray | float = 0.0) -> np.ndarray:
-        """Return one caption number for each sample index; `uniform` in [0, 1) chooses among a sample's captions."""
+        """Return, for each sample index, the number of its first caption or, by random `uniform` in [0, 1), of any."""
         counts = self.counts[indices]
         return self.firsts[indices] + np.minimum((np.asarray(uniform) * counts).astype(np.int64), counts - 1)
 
     def read(self, numbers: np.ndarray, pin: bool = False) -> Text:
-        """Return captions by number (B,), else IndexError: tokens (B, T, C) fp16 or (B, T) int64, pinned if `pin`."""
+        """Return the captions with these numbers (B,); `pin` page-locks fp16 tensors. IndexError for a wrong number."""
         numbers, count = np.asarray(numbers, dtype=np.int64), len(self._lengths)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
             raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {count:,}")
@@ -240,7 +240,7 @@ class EncodedText:
 
 
 def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
-    """Build a Text on the tokens' device from stored tokens; `lengths` (B,) counts the tokens before padding."""
+    """Build a Text from tokens (B, T, C) or (B, T), CPU `lengths` (B,) without padding, and pooled outputs (B, P)."""
     mask = (torch.arange(spec.tokens) < lengths[:, None]).to(tokens.device)
     return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
 

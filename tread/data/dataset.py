@@ -1,12 +1,12 @@
-"""Reads datasets of latents: folders that are checked when they are opened, and then read as fast as memory allows.
+"""Reads datasets of latents or pixels: folders that are checked when opened, and memory-mapped or copied to memory.
 
     index.json               what the numbers mean, and the files with their hashes
     shard-00000.npy          (n, views, channels, S, S) float16 or float32, uint8 for pixels; S is the latents' side
     shard-00000.labels.npy   (n,) int64
 
-In index.json, `content` is "latents" or "moments". Moments are a posterior's mean and its spread, stacked along the
-channels (2C); `spread` says which spread: "logvar" or "std". The network sees (z − shift)·scale; `scale_applied` says
-whether the stored numbers are on that scale already. A second view, if stored, is the horizontally flipped picture.
+In index.json, `content` is "latents" (also for pixels, with `autoencoder` "pixels") or "moments": a posterior's mean
+and its spread, stacked along the channels (2C); `spread` is "logvar" or "std". The network sees (z − shift)·scale, and
+`scale_applied` says whether stored numbers are on that scale already. A second view, if stored, is flipped left-right.
 writer.py writes the format. Pictures, features and encoded captions, which columns.py reads, are opened on request.
 """
 
@@ -165,9 +165,9 @@ class LatentDataset:
         return self._latents.locate(index)
 
     def normalize(self, std: float) -> None:
-        """Make `latents` scale each channel to mean 0 and standard deviation `std`, by the mean and std in index.json:
-        those in `normalize_by`, if the source of imported latents stated them, else the measured ones. Raises
-        ValueError if index.json has neither, or if a channel's std is not above 0."""
+        """Change self.latents so that to_network makes each channel have mean 0 and standard deviation `std`. The mean
+        and std before that are those in index.json: `normalize_by`, stated by the source of imported latents, or else
+        the measured ones. Raises ValueError if index.json has neither, or if a channel's std is not above 0."""
         if self.normal is None or min(self.normal[1]) <= 0:
             raise ValueError(f"{self.folder} can't be normalised: it has no channel_mean and channel_std above 0")
         mean, measured = self.normal
@@ -181,7 +181,7 @@ class LatentDataset:
         return len(self) // batch_size
 
     def batch(self, seed: int, step: int, batch_size: int, rows: Rows = slice(None), pin: bool = False) -> Batch:
-        """Return `rows` of the global batch of step `step` (0, 1, …) as a Batch; `pin` puts them in page-locked memory.
+        """Return `rows` (a slice or indices) of the global batch of step `step` (0, 1, …); for `pin`, see `read`.
         (seed, step) determines samples, views and captions; no sample occurs twice in a batch or an epoch."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
         return self.read(indices, views, pin, captions)
@@ -217,7 +217,7 @@ class LatentDataset:
         """Return samples by index, in the given order. Raises IndexError for an index or view that does not exist.
 
         views     the view of each sample, or one for all: 0 plain, 1 mirrored.
-        pin       use page-locked memory.
+        pin       use page-locked CPU memory, except for labels, masks, word numbers, and pictures made from pixels.
         captions  for each sample, which caption to read: its number among all captions of the dataset; None: each
                   sample's first.
 
@@ -242,5 +242,5 @@ class LatentDataset:
 
     @functools.cached_property
     def captions(self) -> list[list[str]]:
-        """The captions of each sample as text. Raises FileNotFoundError, or ValueError if there are none."""
+        """The captions of each sample as text. ValueError if it has none, FileNotFoundError if their file is gone."""
         return read_captions(self.folder, read_index(self.folder))

@@ -31,8 +31,8 @@ def read_index(folder: Path) -> dict:
 
 
 def beside(folder: Path, name: object) -> Path:
-    """Return the folder of a related dataset, given as `name` in the index.json of `folder`, relative to `folder`. If
-    `folder` is a symbolic link, `name` is relative to the link itself or, if nothing exists there, to its target."""
+    """Return the folder of a related dataset: `name` in `folder`'s index.json, a path relative to `folder`. If that is
+    a symbolic link, ".." is the link's parent folder or, if nothing exists there, the parent of its target."""
     place = Path(folder) / str(name)
     plain = Path(os.path.normpath(place))
     return plain if plain.exists() else place
@@ -52,7 +52,7 @@ def prepared_heldout(folder: Path) -> Path | None:
 
 
 def named_file(folder: Path, name: object) -> Path:
-    """Return `folder`/`name`. Raises FileNotFoundError if there is no such file, ValueError if `name` is a path."""
+    """Return `folder`/`name`. FileNotFoundError if there is no such file, ValueError if `name` is not a bare name."""
     file = folder / plain_name(name, folder / "index.json")
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, though index.json names it; prepare the dataset again")

@@ -25,12 +25,12 @@ Alpha = Literal["white", "drop"]
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """The meaning of a dataset's numbers: index.json without counts and files. Raises ValueError for impossible values.
+    """The meaning of a dataset's numbers, as index.json records it. Raises ValueError for impossible values.
 
     shape                         (C, S, S) of the latents of one view; moments are stored with 2C channels.
     classes                       class names; a label is an index into them.
     autoencoder                   the model that encodes and decodes latents: a hub id, folder or file, or "pixels".
-    content, spread               "latents"; or "moments", a posterior's mean and its spread: "logvar" or "std".
+    content, spread               "latents" and None, or "moments" (a posterior's mean and spread) and "logvar"/"std".
     scale, shift, scale_applied   x = (z − shift)·scale; whether this was applied before storing.
     views                         stored views per sample: 1, or 2 with the flipped one.
     fingerprint                   hash of the autoencoder's weights; None if unknown.
@@ -67,7 +67,7 @@ class LatentSpec:
         if self.views not in (1, 2):
             raise ValueError(f"views is {self.views}, but must be 1, or 2 with flipped copies")
         if self.scale == 0 or 0 in self.channel_scale:
-            raise ValueError("scale is 0, but latents are (z − shift)·scale")
+            raise ValueError("scale or a channel_scale is 0, but latents are multiplied by both")
         if not len(self.channel_shift) == len(self.channel_scale) in (0, self.shape[0]):
             raise ValueError(f"channel_shift and channel_scale need a value for each of {self.shape[0]} channels")
 
@@ -79,7 +79,7 @@ class LatentSpec:
 
     @classmethod
     def from_json(cls, tree: dict) -> "LatentSpec":
-        """Build a spec from a parsed index.json or a checkpoint's info.json["latents"]. KeyError if one is missing."""
+        """Build a spec from a parsed index.json or a checkpoint's info.json["latents"]. KeyError if it lacks a key."""
         # the first files of version 1 lack these keys
         later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}

@@ -19,11 +19,11 @@ from tread.models.conditions import Text, each
 
 
 class Loader:
-    """Reads this process's rows of each global batch, `batch_size` samples for all processes, onto `device`.
+    """Reads this process's rows of each global batch (`batch_size` samples over all processes) onto `device`.
 
     seed           decides the order of the data.
     micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
-    beyond         number of extra samples to read after each micro-batch, wrapping around at the global batch's end.
+    beyond         samples to add to each micro-batch: the next ones of the global batch, starting over at its end.
     steps          the number of training steps, beyond which nothing is read ahead; None: no limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
     bare_from      the first step for which neither features nor pictures are read; None: they are read for all steps.

@@ -1,6 +1,6 @@
 """Writes encoded text or features into a dataset's folder, and a section (a dict) about them into its index.json.
 
-    <dataset>/.<stem>.unfinished/    unfinished shards, see store.py; <stem> begins their names, as in "features"
+    <dataset>/.<stem>.unfinished/    unfinished shards, see store.py; <stem> is "features" or "text-<encoder>"
 
 When all are done, they move into the dataset's folder, and index.json lists them. Until then the dataset is unchanged.
 """
@@ -48,13 +48,13 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def open(self, index: dict, full: bool) -> object:
-        """Open this section's files, as listed in `index`, a parsed index.json, and return an object that reads them;
-        `full` checks hashes, too. Raises ValueError or OSError if files are damaged."""
+        """Check this section's files, listed in `index`, a parsed index.json, by open_text or open_features (see there
+        for `full`), and return what that function returns. Raises ValueError or OSError if files are damaged."""
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the section's entries about its shards: {"shards": …}, and more for text. `entries` has a dict per
-        shard: {"count": rows, "file": name, "file_sha256": hash}; likewise for "lengths" and "pooled" if any."""
+        """Return the section's entry "shards" and, for text, "null" and "counts", whose file this writes. `entries` has
+        a dict per shard: {"count": rows, "file": name, "file_sha256": hash}; likewise "lengths" and "pooled" if any."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
@@ -212,6 +212,7 @@ class FeatureWriter(SectionWriter):
         super().__init__(folder, ("features",), "features", asdict(spec), ranges, row_bytes)
 
     def open(self, index: dict, full: bool) -> object:
+        open_features(self.folder, index, self.spec.encoder, full, self.spec.pooled)
         return open_features(self.folder, index, self.spec.encoder, full)
 
     def shards(self, entries: list[dict]) -> dict:

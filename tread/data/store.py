@@ -101,8 +101,8 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """Return the numbers of the shards still to be made. If `verify` is given, it shows a progress bar while all
-        files are hashed, and shards with changed files count as missing."""
+        """Return the numbers of the shards still to be made. With `verify`, which shows a progress bar meanwhile, all
+        files of finished shards are hashed, and shards with changed files count as missing."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
@@ -119,7 +119,7 @@ class ShardStore:
             return False
 
     def check_complete(self, verify: Processes | None = None) -> None:
-        """Raise OSError if shards are missing when all processes are done, or, with `verify`, if files have changed."""
+        """Raise OSError if `missing(verify)` finds missing shards. To be called when all processes have made theirs."""
         if missing := self.missing(verify):
             raise OSError(f"shards {missing} of {self.work} are missing: all processes must share this folder")
 
@@ -200,6 +200,6 @@ class ShardStore:
 
 
 def differences(there: Mapping, here: Mapping) -> str:
-    """Return a text with a line for each key whose values differ in two plans; a missing value counts as None."""
+    """Return a line per key whose value (None if missing) differs in `there`, the plan on disk, and `here`, ours."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return "\n".join(f"  {key}: {str(there.get(key))[:80]} there, {str(here.get(key))[:80]} here" for key in keys)

@@ -72,7 +72,7 @@ class DatasetWriter(ShardStore):
         self.check_free()  # once more: another process may have made it before the lock
         try:
             super().begin(again, begun)
-        except ValueError:
+        except (OSError, ValueError):
             lock.release()
             raise
         self._lock = lock
@@ -193,8 +193,8 @@ def write_dataset(
 
 
 def channel_sums(stored: np.ndarray, latents: LatentSpec) -> tuple[float, list[float], list[float]]:
-    """Return (count, sums, sums of squares) of the latents' values in each channel, scaled for the network but not
-    normalised. `stored` is (n, views, C, S, S) latents, or moments of 2C channels, for which E[x²] = mean² + std²."""
+    """Return the number of values per channel, and the channels' sums and sums of squares, of latents on the network's
+    scale, (z − shift)·scale. `stored` is (n, views, C, S, S), or 2C for moments, for which E[x²] = mean² + std²."""
     channels = latents.shape[0]
     total, squares = np.zeros(channels), np.zeros(channels)
     for part in torch.from_numpy(stored).split(256):

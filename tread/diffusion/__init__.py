@@ -1,1 +1,1 @@
-"""Diffusion processes, their solvers, guidance and sampling. Rectified flow is in rf.py in the top folder."""
+"""Diffusion processes, their solvers, guidance and sampling. Rectified flow is in rf.py in the repository's root."""

@@ -1,7 +1,6 @@
 """EDM: preconditioning, loss and noise levels (Karras et al. 2022, arXiv 2206.00364).
 
-Equation and table numbers are that paper's. All random numbers are arguments. The interface, shared with rectified flow
-(rf.py), is Process in process.py; solvers.py draws the samples.
+Equation and table numbers are that paper's. Callers draw the noise. process.py documents the methods (class Process).
 
 Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64.
 """
@@ -21,7 +20,7 @@ from tread.runtime.schema import Positive, check
 
 @dataclass(frozen=True)
 class EDM(Process):
-    """EDM's diffusion process; its constants are in units of the latents.
+    """EDM's diffusion process. sigma_data, sigma_min and sigma_max are in units of the latents.
 
     P_mean, P_std              training noise levels: ln σ ~ Normal(P_mean, P_std²) (Table 1).
     sigma_data                 standard deviation of the data that the preconditioning assumes.
@@ -83,13 +82,14 @@ class EDM(Process):
     def errors(
         self, network: Network, x: Tensor, y: Condition, sigma: Tensor, noise: Tensor, routes: Routes = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (D − x)², the predicted data D and the noisy input: `loss` is λ(σ)·mean (D − x)² (Eq. 2, 8)."""
+        """Return (D − x)², the predicted data D and the noisy input x + σ·noise, (B, C, S, S) each, for clean x,
+        standard normal noise and routes (which tokens skip which blocks). `loss` is λ(σ)·mean (D − x)² (Eq. 2, 8)."""
         noisy = self.noised(x, sigma, noise)
         D = self.denoise(network, noisy, sigma, y, routes)
         return (D - x).square(), D, noisy
 
     def schedule(self, num_steps: int = 40) -> Tensor:
-        """Return num_steps + 1 levels fp64 (Eq. 5): sigma_max .. sigma_min, 0. Raises ValueError for 1 step or none."""
+        """Return num_steps levels, sigma_max .. sigma_min (Eq. 5), then 0, in fp64. ValueError if num_steps < 2."""
         if num_steps < 2:
             raise ValueError(f"steps is {num_steps}, but EDM's schedule needs at least 2")
         ramp = torch.arange(num_steps, dtype=torch.float64) / (num_steps - 1)

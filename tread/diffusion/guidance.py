@@ -37,7 +37,8 @@ Shape = Literal["cosine", "linear"]
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of guidance runs its strong branch and its weak one, if it has any: a row of the table above."""
+    """A row of the table in guidance.py's docstring: which branches get the class (weak_class=None: no weak branch), if
+    tokens skip blocks, and if the weak one has its own network ("never", "may", "must") or no sparse part (SPRINT)."""
 
     strong_class: bool  # whether the strong branch gets the class
     weak_class: bool | None  # whether the weak branch gets it; None: there is no weak branch
@@ -104,7 +105,7 @@ class Guidance:
     kind          a key of KINDS, such as "cfg". Raises ValueError for settings that this kind can't have.
     scale         the guidance weight ω in D_weak + ω·(D_strong − D_weak).
     strong, weak  fraction of tokens, in [0, 1), that in this branch skip the blocks that they could skip in training;
-                  rounded down to whole tokens (or rows of them). 0 unless kind is sparse, sparse_cfg or sparse_uncond.
+                  rounded down to whole tokens (or rows, if routes keep whole rows). 0 unless kind starts with "sparse".
     interval      (lowest, highest) noise level, both included, at which guidance is on: EDM's σ (after churn) or
                   rectified flow's t. Elsewhere only the strong branch runs (Kynkäänniemi et al., arXiv 2404.07724).
     checkpoint    path of the weak branch's network; None: the strong branch's network.
@@ -193,7 +194,7 @@ class Branch:
 
     denoise  function (x, level, y, routes) → D, the predicted data.
     y        conditions: (B,) int64 labels, which may be the null class, or texts.
-    routes   function from a denoiser call's index to pairs (Route, indices of kept tokens), or to () if all tokens run.
+    routes   function from a denoiser call's index to pairs (Route, kept indices or draws), or to () if all tokens run.
     """
 
     denoise: Callable[[Tensor, Tensor, Condition, Routes], Tensor]
@@ -227,9 +228,8 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """Return a tuple for each route. Two branches run as one batch only if their tuples are equal. A tuple holds the
-    shape of the kept tokens' indices, the skipped blocks, the fp32 choice, and how tokens return. If a route comes with
-    random numbers, by which the network chooses tokens, its tuple is the numbers' shape and the whole Route."""
+    """Return a tuple per route. Two branches can run as one batch if theirs are equal. It holds the indices' shape and
+    the Route's fields that affect a run or, if the network chooses by random numbers, their shape and the Route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

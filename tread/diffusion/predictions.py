@@ -15,7 +15,7 @@ Quantity = Literal["velocity", "x", "noise"]
 
 
 def velocity_of(kind: Quantity, predicted: Tensor, noisy: Tensor, t: Tensor, clamp: float) -> Tensor:
-    """Convert a prediction of `kind` for the noisy input x_t to a velocity, noise minus data, with divisors ≥ clamp."""
+    """Convert a prediction of `kind` for noisy x_t to the velocity noise − data; divisors t or 1 − t are ≥ clamp."""
     if kind == "x":
         return (noisy - predicted) / t.clamp(min=clamp)
     if kind == "noise":
@@ -27,8 +27,8 @@ def error_of(
     kind: Quantity, loss_of: Quantity, predicted: Tensor, x: Tensor, noise: Tensor, t: Tensor, clamp: float
 ) -> Tensor:
     """Return the error (not squared, the sign may be flipped) of the quantity `loss_of`, given a prediction of `kind`.
-    Prediction and target are converted alike, with divisors t or 1 − t raised to `clamp` if they are smaller, so the
-    result is the error of the prediction times a factor."""
+    x is the true data, `noise` the true noise. Prediction and target are converted alike, with divisors t or 1 − t
+    raised to `clamp` if they are smaller, so the result is the prediction's own error times a factor."""
     error = predicted - {"velocity": noise - x, "x": x, "noise": noise}[kind]
     if kind == loss_of:
         return error

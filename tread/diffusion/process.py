@@ -25,9 +25,9 @@ class Process(Protocol):
     default_steps, default_solver  the sampler's defaults.
     level_name                     the symbol of l.
     variance_exploding             True if x_l = x + l·noise, so that a sampler may add noise between steps.
-    data_std                       standard deviation to which dataset.normalize scales latents.
+    data_std                       standard deviation of the latents' channels with the setting dataset.normalize=true.
     conventions                    names of the settings that decide what a trained network's input and output mean.
-    beyond                         extra samples that the loss of a micro-batch needs: 1 with rf.contrastive, else 0.
+    beyond                         samples after a micro-batch that its loss needs too: 1 with rf.contrastive, else 0.
     evaluation                     name of the evaluation loss in metrics.jsonl; compare only runs that share it.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text.
@@ -82,7 +82,7 @@ class Process(Protocol):
     def loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's weight(level) · mean of `errors`, (B,) fp32, for clean x and standard normal noise."""
+        """Return weight(level) · mean of the squared errors from `errors` per sample, (B,) fp32; same arguments."""
         squared = self.errors(network, x, y, level, noise, routes)[0]
         return self.weight(level.float()) * squared.mean(dim=(1, 2, 3))
 
@@ -93,7 +93,7 @@ class Process(Protocol):
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's loss (B,) fp32, for comparing runs, given clean held-out x and standard normal noise."""
+        """Return each sample's held-out loss, (B,) fp32: `loss`, in RF the velocity's MSE; arguments as in `errors`."""
         return self.loss(network, x, y, level, noise, routes)
 
     def schedule(self, num_steps: int) -> Tensor:

@@ -35,7 +35,7 @@ class Model:
 
     process  the diffusion process that it was trained on.
     routes   the blocks that tokens could skip in training, () for none; guidance sets how many tokens skip them.
-    prompts  the encoded prompts of a network that takes texts: label i is the i-th prompt. None: labels are classes.
+    prompts  the encoded prompts of a network that takes texts: label i means the i-th prompt. None: labels are classes.
     """
 
     process: Process
@@ -124,8 +124,8 @@ class Sampler:
 
 def check_ratios(sampler: Sampler, model: Model, weak: Model | None = None) -> None:
     """Raise ValueError if the sampler's guidance does not suit the networks: if tokens are to skip blocks in a network
-    without routes; if a branch's largest ratio is above 0, but so small that no token skips or so large that only one
-    is kept; or if SPRINT's sparse part is to be left out of a network that has none."""
+    without routes; if a branch's fraction of skipped tokens, at its largest, is above 0, but so small that no token
+    skips or so large that only one is kept; or if SPRINT's sparse part is to be left out of a network that has none."""
     plan = sampler.plan(model.process)
     if sampler.guidance.row.drops_path and not model.network.drops_path:
         lacks = f"guidance={sampler.guidance.kind} leaves out SPRINT's sparse part, but this network has none"
@@ -256,8 +256,8 @@ def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
     """Return a function from the index of a denoiser call to its routes, pairs (Route, indices of the kept tokens).
-    Routes skip the fraction ratios[call] of the tokens; those that skip none are left out. Indices are drawn from each
-    sample's own seed and the name `stream`, even if all samples of a batch kept the same tokens in training."""
+    On each route the fraction ratios[call] of the tokens skips blocks; routes on which none skips are left out. Each
+    sample's indices are drawn from its seed and the name `stream`, even if all of a batch shared them in training."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     if not any(ratios):

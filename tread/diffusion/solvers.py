@@ -93,7 +93,7 @@ def heun(
     levels       (N+1,) falling noise levels, the last one 0.
     churn_noise  function (step's number) → standard normal, shaped like `noise`; ValueError if None while churn is on.
     after_step   function (step's number, state after the step) → state from which to continue.
-    on_step      function that sees each step's number, and level, state and D of its first call.
+    on_step      function that gets (step's number, level, state, D) after the first denoiser call of each step.
     """
     if churn.amount > 0 and churn_noise is None:
         raise ValueError(f"churn.amount is {churn.amount}, but no churn_noise function was given")

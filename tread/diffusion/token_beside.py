@@ -25,7 +25,7 @@ def noised_token(clean: Tensor | None, noise: Tensor | None, t: Tensor) -> dict[
 
 
 def with_blank_token(network: Backbone, count: int) -> Callable[..., Tensor]:
-    """Return a function like `network`; if this takes class tokens, class_token is set to zeros for `count` samples."""
+    """Return a function that runs `network`, with zeros (count, z) as class_token if the network takes class tokens."""
     token = network.z_embedder
     zeros = {} if token is None else {"class_token": network.pos_embed.new_zeros(count, token.width)}
     return partial(network, **zeros)
@@ -62,7 +62,7 @@ class Beside:
         return state[:, : self.channels]
 
     def of_latents(self, after_step: AfterStep) -> AfterStep:
-        """Turn after_step, a function of (step, latents), into one of packed states; the class token stays as it is."""
+        """Wrap after_step, (step, latents) → latents, as (step, state) → state that leaves the token unchanged."""
 
         def after(step: int, state: Tensor) -> Tensor:
             return torch.cat([after_step(step, self.latents(state)), state[:, self.channels :]], dim=1)

@@ -3,10 +3,10 @@
 On each route some patches skip some blocks, and the others are kept. The denoising loss is averaged over the patches
 that each route keeps, and over the routes. A reconstruction loss on the skipped patches, also averaged over the routes,
 is added with a coefficient, as in MaskDiT (Zheng et al. 2023, arXiv 2306.09305). Its target is the noisy input,
-normalised within each patch with the unbiased variance, as in MaskDiT's code (0 if a patch is a single number). This
+normalised within each patch with the unbiased variance, as in MaskDiT's code (to 0 if a patch is one number). This
 follows what is known of that version of TREAD; the version at ICCV averages over all patches.
 
-MaskDiT is trained with the same two terms, for its one route. Only the denoising term has the process's loss weight:
+model=maskdit trains with the same two terms, on its only route. Only the denoising term has the process's loss weight:
 λ(σ) for EDM. For rectified flow the velocity's error has weight 1. With D = x_t − t·v that error is
 v − (ε − x) = (x − D)/t, so the squared error of D has weight 1/t². The reconstruction is D for both processes.
 

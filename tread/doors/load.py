@@ -51,11 +51,11 @@ def load(
     weights           "ema" (averaged) or "model" (raw).
     device            None: a GPU if there is one, else the CPU.
     precision         "fp32", "bf16" (autocast), or "auto": bf16 on a GPU that supports it, else fp32.
-    autoencoder       hub id, folder or file of the autoencoder that decodes latents; None: the recorded one.
+    autoencoder       hub id, folder or file of the autoencoder that decodes latents; None: the one that the run used.
     decode_precision  precision of the autoencoder: "fp32", "tf32" or "bf16".
-    text_encoder      hub id or folder of the encoder for prompts; None: the recorded one.
-    plugins           modules, or paths of .py files, to import first. Plugins that the checkpoint records are imported
-                      anyway, from their recorded places.
+    text_encoder      hub id or folder of the encoder for prompts; None: the one that the run used.
+    plugins           modules, or paths of .py files, to import first. The run's own plugins, whose names or paths the
+                      checkpoint records, are imported anyway.
 
     Raises ValueError or FileNotFoundError if the checkpoint is missing or damaged, or does not suit the options.
     """
@@ -137,10 +137,10 @@ class TrainedModel:
         on_step: OnStep | None = None,
     ) -> list[Image.Image] | Tensor | np.ndarray:
         """Draw a picture for each class (or prompt) with each seed, class by class. Up to rounding, a picture does not
-        depend on the others or on batch_size. steps=None and solver=None take the process's defaults; `shift` replaces
-        rectified flow's s in t' = s·t / (1 + (s−1)·t); `churn` is EDM's S_churn, a Churn, or a dict of its fields.
+        depend on the others or on batch_size. steps and solver default to the process's. `shift` (None: the run's) is
+        rectified flow's s: u = 1 − t → s·u / (1 + (s−1)·u). `churn`: EDM's S_churn, a Churn, or a dict of its fields.
 
-        classes   class names or numbers, one or several; None in a list means no class. Default: ten, spread over all.
+        classes   class names or numbers, one or several; None in a list: no class. Default: up to ten, evenly spread.
         seeds     numbers, or text such as "0-7", both ends included.
         prompts   for a text-conditional network, instead of classes: texts that say what to draw.
         labels    a class for each seed, instead of `classes`: pairs, not all combinations.
@@ -154,9 +154,9 @@ class TrainedModel:
         output    "pil": a list of pictures; "pt" (n, 3, H, W) and "np" (n, H, W, 3): float32 in 0..1, with 1 channel if
                   pictures are grey; "latent": (n, C, S, S) fp32, in the units of the autoencoder's decoder.
         on_step   called at each step, batch by batch, with its number, the noise level, the current latents (b, C, S,
-                  S) and the predicted clean ones, both on the network's scale.
+                  S) and the predicted clean ones, both scaled as the network sees them.
 
-        Raises ValueError for options that do not fit together or with the network, before anything is drawn.
+        Raises ValueError before sampling for options that do not fit, and during it if samples are not finite.
         """
         steps, shift, churn, batch_size = map(_plain, (steps, shift, churn, batch_size))
         check("output", output, Output)
@@ -190,7 +190,7 @@ class TrainedModel:
     def _pairs(
         self, classes: object, labels: Sequence[Label] | None, prompts: Sequence[str], seeds: list[int]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the labels and seeds of all pictures. Raises ValueError for unknown classes or conflicting options."""
+        """Return (labels, seeds), one of each per picture. ValueError for unknown classes or conflicting options."""
         if labels is not None and (prompts or len(labels) != len(seeds) or classes is not None):
             told = f"labels has {len(labels)} classes for {len(seeds)} seeds"
             raise ValueError(f"{told}: it must give one for each seed, in the place of classes and prompts")

@@ -17,8 +17,8 @@ NUMBERED = 14  # rows or columns up to which a heat map shows numbers
 class Line:
     """A named curve of points (x, y), in the same colour in all panels.
 
-    spread  for each point, half the height of a band around y; in a panel with `names`, half the length of a bar along
-            x instead. None: no band and no bars.
+    spread  for each point, half the height of a band around y; in a Panel that sets `names`, half the length of a bar
+            along x instead. None: no band and no bars.
     dashed  True for a curve that must not be compared with solid ones; its points are squares.
     colour  a matplotlib colour; None: chosen by the name's position among the names in the figure.
     labels  texts beside the points; `dots` are further points (x, y), drawn small and pale.
@@ -132,8 +132,8 @@ def make_logarithmic(axis: object, letter: str) -> None:
 
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: Mapping[str, str]) -> None:
-    """Draw training and evaluation losses over the steps. `records` are parsed lines of metrics.jsonl; routed=True: the
-    legend notes that tokens skipped blocks in training; `evaluations` is {key of an evaluation loss: its name}."""
+    """Draw training and evaluation losses over the steps. `records` are parsed lines of metrics.jsonl; `evaluations` is
+    {an evaluation loss's key in them: name in the legend}. routed=True: the legend notes that tokens skipped blocks."""
     names = {"loss": "training loss" + ", with routes: not comparable to runs without" * routed}
     names |= {key: f"{called}: EMA weights, all tokens, held-out data" for key, called in evaluations.items()}
     lines = []

@@ -18,7 +18,7 @@ FACTS = "tread"  # key of the PNG text chunk that holds `facts` as JSON
 
 
 def draw_grid(pictures: np.ndarray, columns: int) -> Image.Image:
-    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, `columns` in a row; those up to 32 px are enlarged."""
+    """Return pictures (n, 1 or 3, H, W) uint8 as a grid, `columns` in a row. Pictures up to 32×32 px are enlarged."""
     n, channels, height, width = pictures.shape
     zoom = max(1, 64 // max(height, width))
     pictures = pictures.repeat(zoom, axis=2).repeat(zoom, axis=3)

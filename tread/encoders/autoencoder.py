@@ -1,6 +1,6 @@
 """Converts pixels to latents for storage, and the diffusion network's latents to pixels, by a diffusers autoencoder.
 
-Stored latents become the network's by scaling (see tread/data/latents.py). The autoencoder "pixels" (autoencoder=none)
+The network gets stored latents after scaling (see tread/data/latents.py). The autoencoder "pixels" (autoencoder=none)
 is the identity: a latent is the picture itself, with 0..255 mapped to −1..1. Imported latents have the autoencoder
 "unknown" if their source does not name one.
 """
@@ -77,7 +77,7 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 
 
 def located(name: str) -> str:
-    """Return an autoencoder's name, valid in any folder: paths become absolute; hub ids and "unknown" do not change."""
+    """Return an autoencoder's name with paths made absolute; hub ids and "unknown" do not change."""
     return str(Path(name).resolve()) if name != UNKNOWN and Path(name).exists() else name
 
 
@@ -157,14 +157,14 @@ def _encode(model: nn.Module, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def decoded(model: nn.Module, z: Tensor) -> Tensor:
-    """Decode z (B, C, S, S) to pixels (B, 3, R, R) in −1..1."""
+    """Decode the autoencoder's own latents z (B, C, S, S) to pixels (B, 3, R, R) in about −1..1."""
     pixels = model.decode(z).sample
     return 2 * pixels.float() - 1 if _is_rae(model) else pixels
 
 
 def _scaling(model: nn.Module) -> dict[str, object]:
-    """Return LatentSpec's fields for x = (z − shift)·scale or, if the config has statistics by channel, for
-    (z − mean)·scale / std, as diffusers' pipelines compute them. An AutoencoderRAE applies its statistics itself."""
+    """Return LatentSpec's fields that scale z as diffusers' pipelines do: to (z − shift)·scale or, if the config has
+    mean and std per channel, to (z − mean)·scale / std. {} for an AutoencoderRAE, which scales z itself."""
     if _is_rae(model):
         return {}
     scale, shift = float(model.config.scaling_factor), float(getattr(model.config, "shift_factor", None) or 0.0)

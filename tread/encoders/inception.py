@@ -68,7 +68,7 @@ class Mixed(nn.Module):
               two of them on the same input, with concatenated outputs. Layers are named <name>_1, <name>_2, … (<name>
               if there is only one); the two convolutions of a layer <name>_2 are <name>_2a and <name>_2b.
     pool      the pooling function. The chain "branch_pool" is applied to its output; without such a chain, the output
-              itself is concatenated. With the function `halved`, the last convolution of each chain has stride 2.
+              itself is concatenated. If `pool` is the function `halved`, each chain's last convolution has stride 2.
     """
 
     def __init__(self, conv: Callable[..., Conv], inputs: int, branches: Branches, pool: Callable[[Tensor], Tensor]):
@@ -199,7 +199,7 @@ def resize(x: Tensor) -> Tensor:
 
 
 def as_input(pictures: Tensor) -> Tensor:
-    """Convert pictures (n, 3, H, W) uint8 to the network's input (n, 3, 299, 299) fp32."""
+    """Convert pictures (n, 3, H, W) uint8 to the network's input, (n, 3, 299, 299) fp32: pixel / 128 − 1, resized."""
     return resize(pictures.contiguous(memory_format=torch.channels_last).float().sub_(128).div_(128))
 
 
@@ -252,7 +252,7 @@ def find_weights(path: str | None = None) -> Path:
 
 
 def load_inception(path: Path, device: torch.device | str = "cpu") -> Inception:
-    """Load a frozen network from weights with pytorch-fid's names; `fc` may be missing. Others raise ValueError."""
+    """Load a frozen Inception from a file with pytorch-fid's names; `fc` may be missing. ValueError for other files."""
     state = read_kind(path, "any")[1]
     channels = len(state.get("Conv2d_1a_3x3.conv.weight", ()))  # 32 in FID's network
     network = Inception("fc.weight" in state, 32 // channels if channels in (2, 4, 8, 16) else 1)

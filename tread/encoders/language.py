@@ -31,7 +31,7 @@ from tread.runtime.device import exact
 from tread.runtime.files import content_hash
 from tread.runtime.tensor_files import listed
 
-LONGEST = 128  # most tokens if neither the encoder nor the user sets a limit
+LONGEST = 128  # most tokens of a caption, unless the encoder or the user sets a lower limit
 AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")  # models that number positions from pad_token_id + 1
 AT_ONCE = 256  # most captions in a batch
 BEGIN, UNKNOWN = "<begin>", "<unknown>"  # word numbers 0 and 1; padding is also 0, but masked
@@ -45,7 +45,7 @@ def split_words(caption: str) -> list[str]:
 
 
 def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:
-    """Return "<begin>", "<unknown>", then the captions' words, most frequent first, cut to MOST entries in all."""
+    """Return "<begin>", "<unknown>", then the captions' words, most frequent first, cut to 8192 (MOST) in all."""
     counts = Counter(word for caption in captions for word in split_words(caption))
     return (BEGIN, UNKNOWN, *sorted(counts, key=lambda word: (-counts[word], word))[: MOST - 2])
 
@@ -84,7 +84,7 @@ class ModelEncoder:
 
     tokens   T; None: 77 for CLIP, else enough for the longest of `captions` (see settle_tokens).
     pooled   False: no pooled output.
-    padding  True: padding tokens count as words, and no token is masked.
+    padding  True: the model attends to padding tokens too, and the returned mask is all True.
 
     Raises ValueError if the model can't be loaded, or `tokens` is above the model's limit.
     """
@@ -123,7 +123,7 @@ class ModelEncoder:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> Text:
-        """Return tokens (B, T, C), zero where masked, and pooled text (B, P), both float16 in CPU memory."""
+        """Return tokens (B, T, C), 0 where masked; bool mask (B, T); pooled text (B, P) or None. float16, on CPU."""
         parts = [self._encode(list(captions[i : i + AT_ONCE])) for i in range(0, len(captions), AT_ONCE)]
         tokens, mask, pooled = (torch.cat(part) for part in zip(*parts))
         return Text(tokens, mask, None if self.spec.pooled is None else pooled)
@@ -193,7 +193,7 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
     """Return the number of tokens T for captions of these lengths: the longest, rounded up to a multiple of 8, at most
-    LONGEST and `limit`. 64 becomes 72, since some cuDNN versions make NaN gradients if a mask has 64 keys."""
+    128 (LONGEST) and `limit`. 64 becomes 72, since some cuDNN versions make NaN gradients if a mask has 64 keys."""
     tokens = -(-max([8, *lengths]) // 8) * 8
     return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 

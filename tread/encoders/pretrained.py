@@ -57,11 +57,11 @@ def load_pretrained(
             kind = kinds.get(config.model_type, others if single else None)
             if kind is None:
                 raise ValueError(f"it is a {config.model_type}, and not a {' or '.join(kinds)}")
-            classes = [next(name for name in names if hasattr(transformers, name)) for names in parts]
+            classes = [next((n for n in names if hasattr(transformers, n)), names[0]) for names in parts]
             beside = [getattr(transformers, name).from_pretrained(place, **local) for name in classes]
             load = getattr(transformers, kind).from_pretrained
             model, loading = load(place, **local, output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
         raise ValueError(f"{what} could not be loaded: {str(error).strip()}\n{known}") from error
     finally:
         logging.set_verbosity(before)

@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
 
 def dinov2_cost(name: str, side: int) -> Cost:
-    """Return the tokens and FLOPs of DINOv2 `name` for one picture of side × side pixels, without loading weights."""
+    """Return the Cost of DINOv2 for a picture of side × side pixels, without weights; name: dinov2-s, -b, -l or -g."""
     patches, width = max(1, round(side * 224 / 256 / 14)) ** 2, WIDTHS[name]
     tokens = patches + 1
     products = LAYERS[name] * (12 * tokens * width**2 + 2 * tokens**2 * width) + patches * 3 * 14**2 * width

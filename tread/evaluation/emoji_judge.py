@@ -49,8 +49,8 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Return the captions of the two emoji datasets, [training, held-out], which are written if missing. Raises
-    FileNotFoundError or ValueError if that fails, or if `saved` was trained on other text or another size."""
+    """Open the captions of both emoji datasets, [training, held-out], after writing datasets that are missing. Raises
+    FileNotFoundError or ValueError if one can't be opened, or if `saved` was trained on other text or picture sizes."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)
     for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):

@@ -38,12 +38,12 @@ def read_points(
     stream: str = "evaluation",
 ) -> tuple[tuple[Tensor, Condition, Tensor, Tensor], dict[str, Tensor]]:
     """Read evaluation points (see `point`). Returns (latents (n, C, S, S), labels (n,) or texts, noise levels (n,),
-    noise (n, C, S, S)), and {"class_token": noised class tokens (n, z)} or, if `data` is read without them, {}.
+    noise (n, C, S, S)), and {"class_token": noised features of whole pictures (n, z)}; {} if data.class_token is None.
 
-    numbers               (n,) points to read, in 0..points−1; the noise depends only on these numbers and on `stream`.
+    numbers               (n,) points to read, in 0..points−1; the noise depends only on them and the name `stream`.
     points, noise_levels  total number of points, and number of noise levels over which they are spread.
 
-    For latents stored as mean and spread, the mean is read; of a sample's captions, the first one.
+    Of latents stored as mean and std or log-variance, the mean is read; of a sample's captions, the first one.
     """
     sample, level = point(numbers, points, len(data), noise_levels)
     batch = data.read(sample.numpy())

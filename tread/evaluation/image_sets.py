@@ -62,13 +62,13 @@ class Pictures:
 
 
 def open_pictures(path: Path, crop: Crop | None, processes: Processes, skip: bool = False) -> Pictures:
-    """Open a set of pictures and check all that can be checked without decoding; all processes must call this together.
+    """Open an .npz, a folder or a tar of pictures; check what needs no decoding. All processes must call it together.
 
     crop  how photos of a folder or tar are prepared, as for training: converted to RGB and cropped as ADM does. None:
           pictures must be 8-bit RGB of one size, and are taken as they are.
-    skip  True: leave out damaged files of a folder or tar; False: raise a ValueError that names them all.
+    skip  damaged files of a folder or tar, found when all are read: True leaves them out, False names them in an error.
 
-    Raises FileNotFoundError if nothing is at `path`, ValueError for other contents or fewer than 2 pictures.
+    Raises FileNotFoundError if nothing is at `path`, ValueError for another kind of file or fewer than 2 pictures.
     """
     inside = ""
     if not path.exists():
@@ -139,7 +139,7 @@ class Npz:
         return shape, dtype, read
 
     def read(self, name: str) -> np.ndarray:
-        """Load the array `name` of the file as a whole. Raises ValueError also if there is no such array."""
+        """Load the whole array `name`. Raises ValueError if the file has no such array, or if it is damaged."""
         with self._explained(), np.load(self.path, allow_pickle=False) as arrays:
             return arrays[name]
 

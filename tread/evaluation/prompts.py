@@ -60,7 +60,7 @@ def encode_prompts(
 ) -> tuple[Text, list[str]]:
     """Return the encoded prompts, and notes on prompts that are cut off or have unknown words. `place` is the text
     encoder's hub id or folder; None: the one used in training. Raises ValueError if the encoder can't be loaded or has
-    another hash than in training, or if `place` is given but the checkpoint itself holds the vocabulary."""
+    another hash than in training, or if `place` is given although the encoder is a word list in the checkpoint."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(f"text_encoder={place} is given, but {saved.found.folder} holds its words: leave it out")
     try:

@@ -67,7 +67,7 @@ def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: Sav
 
 
 def describe_drawing(network: SavedNetwork, sampler: Sampler, cost: float) -> str:
-    """Return a line on how samples are generated. `cost` is their FLOPs divided by the FLOPs without guidance."""
+    """Return a line on how samples are drawn. `cost`: their FLOPs relative to no guidance (see relative_cost)."""
     shift = f" and shift {network.shift:g}" if network.shift not in (None, 1) else ""
     churn = f" and churn {sampler.churn.amount:g}" if sampler.churn.amount else ""
     relative = "" if sampler.guidance.kind == "none" else f"{cost:.3f} times the FLOPs of no guidance, "
@@ -85,7 +85,7 @@ class SampleFiles:
     A file of latents holds `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,); metadata say how they were made.
 
     out        the path. None: samples.png (latents: samples.safetensors), or samples-1.png, … if that exists.
-    overwrite  whether existing files are replaced.
+    overwrite  whether existing files are replaced; if not, `check` raises ValueError.
     seeds      the seeds; the grid has a column for each.
     labels     the labels; the grid has a row for each.
     classes    the dataset's class names, or the prompts. A label ≥ len(classes) means no class.

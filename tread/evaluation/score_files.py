@@ -14,7 +14,7 @@ NAMES = ("samples.npz", "fid.png", "fid.json")
 
 
 class ScoreFiles:
-    """The files fid.json, fid.png and samples.npz of the scores in a folder. Their names begin with `stem`: "" for a
+    """The files fid.json, fid.png and samples.npz of the scores in `folder`. Their names begin with `stem`: "" for a
     checkpoint; "photos." for the pictures of photos.npz or photos/, as one folder may hold scores of several sets."""
 
     def __init__(self, folder: Path, stem: str = "") -> None:
@@ -51,7 +51,7 @@ class ScoreFiles:
         return None
 
     def make_room(self, settings: dict, scored: str = "") -> None:
-        """Unless the newest score has these settings, rename its files (not the pictures `scored`) to a free number."""
+        """Unless the newest score has these settings, rename its files, e.g. to fid-1.json, but not file `scored`."""
         if not self._is(None, settings):
             number = self._free()
             for name in self._there():

@@ -1,4 +1,4 @@
-"""Scores samples against a reference by Inception features, or by a built-in dataset's metrics; FID in training."""
+"""Scores samples: by Inception features against a reference, by a built-in dataset's metrics, or by FID in training."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]  # see Scorer.s
 
 
 class Scorer(Protocol):
-    """The interface of a scorer.
+    """Interface of what computes metrics: `prepare` gets pictures batch by batch, then `score` gets all samples.
 
     metrics    names of the metrics that it may compute, the most important one first.
     reference  the reference that samples are compared with, opened from a path; None: the scorer has none.
@@ -95,7 +95,7 @@ class ReferenceScorer:
         return {"reference": self.reference.sha256, "inception": self.network.sha256}
 
     def extract_reference(self, cache: Path) -> None:
-        """Extract the reference's features, if it has pictures, or read these from `cache`. All processes call this."""
+        """Extract features of the reference's pictures, if any, or read them from `cache`. All processes call this."""
         if self.reference.pictures is not None:
             began = time.perf_counter()
             pictures, self.features = extract_all(self.reference.pictures, cache, self.network, self.processes)
@@ -103,7 +103,7 @@ class ReferenceScorer:
             self.seconds = time.perf_counter() - began
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Return the Inception outputs of pictures (n, 3, H, W) uint8: {kind, such as "pool": (n, …) fp32}."""
+        """Return Inception.forward's outputs for pictures (n, 3, H, W) uint8, {"pool": (n, D), …}, all fp32."""
         return extract(self.network, pictures)
 
     def score(self, samples: ShardStore) -> Scores:
@@ -121,7 +121,7 @@ class ReferenceScorer:
         return values, unavailable, {}
 
     def warnings(self, samples: int) -> list[str]:
-        """Return warnings if samples or reference pictures are too few, or Inception is narrower than FID's network."""
+        """Return warnings if samples or reference pictures are too few, or Inception has fewer channels than FID's."""
         dimensions, narrow = self.network.sizes["pool"], self.network.narrow
         counts = {"samples": samples}
         # ADM's mu comes from many more pictures than its arr_0 holds
@@ -258,8 +258,8 @@ def open_online_fid(
     reference: Path, samples: int, inception: str | None, latents: LatentSpec, decoder: Decoder, processes: Processes
 ) -> OnlineFID:
     """Open a reference with mu and sigma, and Inception from the weight file `inception` (None: as in open_scorer).
-    Raises FileNotFoundError or ValueError if one can't be opened; ValueError if `samples`, the total of all processes,
-    is less than one per process, or if `decoder` makes pictures of another size than the reference's."""
+    `latents` describes the input of `decoder`. Raises FileNotFoundError or ValueError if either can't be opened;
+    ValueError if `samples`, the total, is below one per process, or decoded and reference pictures differ in size."""
     if samples < processes.count:
         raise ValueError(f"eval.fid_samples is {samples}, which is less than one for each process")
     scorer = open_scorer(reference, inception, None, processes)

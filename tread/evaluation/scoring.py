@@ -129,8 +129,8 @@ def read_options(config: dict) -> ScoringOptions:
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     """Check everything, then score each checkpoint, or the pictures options.samples. Returns each checkpoint's fid.json
-    as a dict; for a score made by this call, processes other than the main one get None instead. Without checkpoints,
-    returns []. Raises ValueError or OSError if a check fails."""
+    as a dict: an earlier score's in all processes, a new score's in the main process only (None in the others). Without
+    checkpoints, returns []. Raises ValueError or OSError if a check fails."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -277,8 +277,8 @@ class ScoringPlan:
 
 
 def _constants(process: Process) -> dict:
-    """Return the constants of a diffusion process, {name: value}. Constants that older scores did not record are left
-    out if they have their default value, so that older scores are still found."""
+    """Return a diffusion process's fields, {name: value}. Fields that older scores did not record are left out if they
+    have their default value, so that older scores are still found."""
     added = ("direction", "shift", "train_shift", "predicts", "loss_of", "clamp", "contrastive")
     given = asdict(process).items()
     return {key: value for key, value in given if key not in added or value != getattr(type(process), key)}
@@ -363,9 +363,9 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures to the scorer's reference "cifar10", which ships as statistics alone, for
-    metrics that compare pictures. With options.reference_features, missing pictures are downloaded, and a folder of
-    other pictures raises ValueError. Without it, pictures are added only if their features are in the cache."""
+    """Add CIFAR-10's training pictures, from find_cifar10's folder, to the scorer's reference "cifar10", of which only
+    statistics are in this package, for metrics that compare pictures. options.reference_features=True: missing pictures
+    are downloaded, other pictures there raise ValueError. False: add them only if their features are in the cache."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():
@@ -440,8 +440,8 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """Print and return the content of an earlier fid.json with the same settings, else return None. Options may ask
-        for more: save_samples for a samples.npz, reference_features for the same reference pictures."""
+        """Print and return the content of an earlier fid.json with the same settings, else return None. With the option
+        save_samples it must have a samples.npz, with reference_features the same reference pictures."""
         options = self.plan.options
         of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
         before = self.files.find(self.settings, with_samples=options.save_samples, **of)
@@ -590,7 +590,7 @@ def common_record(
 
 
 def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringOptions, processes: Processes) -> None:
-    """Score pictures made elsewhere; the main process writes and prints fid.json. options.cache stores the features."""
+    """Score pictures made elsewhere; the main process writes and prints fid.json. Features are put in options.cache."""
     for text in scorer.warnings(samples.count):
         processes.say(f"  note: {text}")
     began = time.perf_counter()

@@ -1,9 +1,9 @@
 """Measures how alike the tokens between a network's blocks are: the cosine similarity of each pair of states.
 
 State 0 is the embedded sequence of tokens, state k + 1 the output of block k. Within a route, a range of blocks that
-some tokens skip, a state holds only the tokens that do not skip. Two states are compared on the tokens that both hold,
-matched by position in the grid. The state after a route's last block holds the skipped tokens again, with their values
-from before the route (or before its block `rejoin`), except in networks that replace skipped tokens by mask tokens.
+some tokens skip, a state holds only the tokens that do not skip (with Route.rejoin "stale", all). Two states are
+compared on the tokens that both hold, matched by position in the grid. The state after a route's last block holds the
+skipped tokens again, as before the route (or before block Route.rejoin), unless mask tokens replace them there.
 
 Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
 """
@@ -93,8 +93,8 @@ def noised_states(
 ) -> Iterator[States]:
     """Yield batches of States, the tokens between the model's blocks under its routes, for `samples` noised samples of
     `data`, spread evenly over the dataset and over `noise_levels` noise levels. The random numbers for a sample's noise
-    and kept tokens depend only on `seed` and the sample's number, not on its batch; so a rule that keeps the same
-    tokens in a whole batch ("shared") is replaced by one that chooses for each sample, as in sampling."""
+    and kept tokens depend only on `seed` and the sample's number, not on its batch; so a route with select="shared",
+    which keeps the same tokens in a whole batch, runs with select="token", as in sampling."""
     network, device = model.network, next(model.network.parameters()).device
     per_point = [RULES[route.select].for_sampling(route) for route in model.routes]
     for numbers in torch.arange(samples).split(batch_size):
@@ -128,9 +128,9 @@ def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[R
 
 
 def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDataset:
-    """Open the held-out latents of a network's run, or its training latents if there are none, normalised as in
-    training, from `folder`; None: from the folder in the checkpoint's settings, which is written if it is missing and
-    the dataset is the digits. Raises FileNotFoundError, or ValueError if the network was trained on other latents."""
+    """Open the latents in `folder`, normalised as in the network's training. None: the held-out data of the network's
+    run, else its training data; the digits are written if they are missing. Raises FileNotFoundError, or ValueError if
+    the network was trained on latents of another shape, class list, scale, shift or autoencoder."""
     dataset = saved.cfg.dataset
     place = Path(folder or dataset.heldout or dataset.path).expanduser()
     if folder is None and dataset.embedded == "digits":

@@ -51,24 +51,24 @@ class TextSettings:
 
     @property
     def decisive(self) -> dict[str, object]:
-        """The settings that change what trained weights compute, as {"text.<name>": value}: all but vocabulary."""
+        """The settings that affect a trained network's output, as {"text.<name>": value}: all fields but vocabulary."""
         return {f"text.{item.name}": getattr(self, item.name) for item in fields(self) if item.name != "vocabulary"}
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """The options that all architectures share, most of them arguments of Backbone. `routes` let some tokens skip
-    blocks; position_scale multiplies the tokens' rows and columns in fixed position embeddings. Subclasses override:
+    """The options that all architectures share, most of them arguments of Backbone. `name` is that of the file in
+    configs/model; position_scale multiplies tokens' rows and columns in fixed position embeddings. Subclasses override:
 
     network     the network's class.
     takes_text  True: the network takes texts instead of labels.
     has_path    True: the network has SPRINT's sparse part, which training can drop in some samples (train.path_drop).
     class_token channels of the feature that REG's class token embeds; None: there is no class token.
     masks       True: sampling must run all tokens, since mask tokens would replace skipped ones (MaskDiT).
-    along_grid  True: its blocks use neighbours in the token grid, so routes select whole rows.
+    along_grid  True: the blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
-    constants   names of attributes that change what trained weights compute, and are options in some architectures.
-    undecisive  names of options that do not change what trained weights compute.
+    constants   names of fixed attributes, options in other architectures, that affect a trained network's output.
+    undecisive  names of options that do not affect a trained network's output.
     marks       tensor names; a state dict that has one of them is of this architecture.
     """
 
@@ -117,7 +117,7 @@ class NetworkOptions:
 
     @property
     def usual_route(self) -> Route:
-        """The default route. Here tokens skip the 0-based blocks 2 to depth − 4. Raises ValueError if depth < 6."""
+        """The default route: tokens skip blocks 2 to depth − 4, 0-based. Raises ValueError if depth < 6."""
         return Route.for_depth(self.depth, select=self.selects[0])
 
     @property
@@ -127,19 +127,19 @@ class NetworkOptions:
 
     @property
     def anywhere(self) -> "NetworkOptions":
-        """These options with values that work on any machine, such as kernel="torch" for Mamba."""
+        """These options, changed where needed to run on any machine: Mamba's kernel becomes "torch"."""
         return self
 
     @classmethod
     def deciding(cls) -> list[str]:
-        """Return the names of the options that change what trained weights compute: all options and `constants`
+        """Return the names of the options that affect a trained network's output: all options and `constants`
         except name, routes, init and those in `undecisive`."""
         names = dict.fromkeys((*(item.name for item in fields(cls)), *cls.constants))
         return [name for name in names if name not in ("name", "routes", "init", *cls.undecisive)]
 
     @property
     def decisive(self) -> dict[str, object]:
-        """The options that change what trained weights compute, as {"model.<name>": value}."""
+        """The options that affect a trained network's output (see `deciding`), as {"model.<name>": value}."""
         return {f"model.{name}": getattr(self, name) for name in self.deciding()}
 
     def build(self, size: int, channels: int, num_classes: int, text: TextSettings) -> Backbone:
@@ -165,8 +165,8 @@ class NetworkOptions:
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """Return {option: value} for mlp_ratio and this architecture's own options, if they can be read from `shapes`,
-        the shapes of a state dict's tensors by name."""
+        """Return {option: value} for mlp_ratio and the options that not all architectures share, where `shapes`, the
+        shapes of a state dict's tensors by name, determines them."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": _ratio_of(width[0], hidden_size)} if width else {}
 

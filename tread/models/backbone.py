@@ -55,7 +55,7 @@ def count_parameters(network: nn.Module, trained: bool = False) -> int:
 
 
 def linear_products(block: nn.Module, tokens: int) -> int:
-    """Return the multiply-adds of a block's linear layers for one sample of `tokens` tokens; adaLN runs only once."""
+    """Return a block's multiply-adds in linear layers for one sample of `tokens` tokens; adaLN runs once per sample."""
     layers, modulation = (
         sum(layer.weight.numel() for layer in part.modules() if isinstance(layer, nn.Linear))
         for part in (block, block.adaLN_modulation)
@@ -75,12 +75,12 @@ def block_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 class Backbone(nn.Module):
-    """The network F(x; t, y): embedders, `depth` blocks and a last layer. Arguments are named as in public DiT.
+    """The network F(x; t, y) (see forward): embedders, blocks and last layer. Arguments are named as in public DiT.
 
-    make_block   function that creates a block: a module that takes tokens (B, N, D), self.along(B), conditioning
-                 (B, D) and, if self.needs_grid is set, grid=(rows, columns), and returns tokens. It has a linear layer
-                 adaLN_modulation[1] and a method multiply_adds like DiTBlock's (dit.py). It must draw no random
-                 numbers (no dropout): they would differ when activations are recomputed or a run is resumed.
+    make_block   function () → block, a module that maps tokens (B, N, D), the tensors of the network's along(B),
+                 conditioning (B, D) and, if the network's needs_grid is set, grid=(rows, columns) to tokens. It has
+                 a linear layer adaLN_modulation[1] and a method multiply_adds like DiTBlock's (dit.py). It draws no
+                 random numbers (no dropout): they would differ when activations are recomputed or a run is resumed.
     input_size   height and width S of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
     learn_sigma  True: twice the output channels, as in public DiT; the second half is unused here.

@@ -1,5 +1,5 @@
 """The class token of REG (Wu et al. 2025, arXiv 2507.01467): a token before the patches that embeds a noised feature
-vector of the whole picture. It has no position and never skips a block. The network also predicts its velocity.
+vector of the whole picture. It has no position and skips no block. The network also predicts the feature's velocity.
 
 Shapes: B samples, N patches, z channels of the feature, D hidden size.
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Text(NamedTuple):
-    """Encoded captions of B samples. Functions here take any tuple of these fields, as exported code has its own class.
+    """Encoded captions of B samples. Functions here take any such tuple, as exported folders hold a copy of the class.
 
     tokens  (B, T, C) output of a frozen encoder, or (B, T) int64 word ids, which the network embeds.
     mask    (B, T) bool, False for padding. No row is all False: even the empty caption has a begin token.
@@ -27,8 +27,8 @@ Condition = Tensor | Text
 
 
 def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
-    """Return function(*given) for labels. For texts return a Text: the function is called with their tokens, with their
-    masks, and with their pooled outputs (None stays None)."""
+    """Return function(*given) for labels. For texts call it once for each field, on the tokens, the masks and the
+    pooled outputs (None stays None) of all of them, and return the results as a Text."""
     if not isinstance(given[0], tuple):
         return function(*given)
     return Text(*(None if parts[0] is None else function(*parts) for parts in zip(*given)))

@@ -21,8 +21,8 @@ class Device(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Constants from which a training step's time is predicted: the fractions of a GPU's peak that matrix products,
-    attention and memory traffic reach, and the time that the CPU needs to launch a block's kernels."""
+    """Constants that predict a training step's time: fractions of a GPU's peak reached by matrix products (hidden
+    sizes, fractions), attention (by channels per head) and memory traffic; CPU seconds to launch a block's kernels."""
 
     reached: tuple[Sequence[int], Sequence[float]] = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # widths D, shares
     attention: Mapping[int, float] = MappingProxyType({64: 0.19, 72: 0.13})  # channels per head → share
@@ -66,7 +66,7 @@ SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # hidden sizes of DiTs
 
 
 def block_bytes(architecture: str, width: int, value_residual: bool = False) -> BlockBytes:
-    """Return the BlockBytes of a block of hidden size `width`; architectures that are not in the table count as DiT."""
+    """Return the BlockBytes of a block of hidden size `width`; architectures not in BLOCK_BYTES count as DiT."""
     known, fixed = BLOCK_BYTES.get(architecture, BLOCK_BYTES["dit"]), TOKEN_BYTES.get(architecture, (0, 0, 0, 0))
     mixing = VALUE_BYTES if value_residual else (0, 0, 0, 0)
     return BlockBytes(*(each + further + more / width for each, further, more in zip(known, mixing, fixed)))
@@ -81,7 +81,7 @@ def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Modu
 
 
 def measured_constants(result: Mapping, device: Device) -> Constants:
-    """Return PREDICTED, updated with the constants measured on `device` (`result`: JSON of benchmarks/gpu_check.py)."""
+    """Return the default Constants, updated by measurements on `device` (`result`: JSON of benchmarks/gpu_check.py)."""
     rows = {name: row for part in ("machine", "host") for name, row in result.get(part, {}).get("rows", {}).items()}
 
     def values(start: str, key: str) -> list[float]:

@@ -4,7 +4,7 @@ A block is DiT's with adaLN-Zero, but with a Mamba-2 mixer instead of attention 
 and DiS, the directions share input and output projections, and the state is not reset at the ends of rows: the grid is
 one sequence. If some rows of tokens skip a block, the block scans the others as if they were the whole grid. Costs are
 linear in the number of tokens. With attention_every some blocks are DiT's own. No public checkpoint has exactly these
-blocks: their widths, the default of two directions and the choice of shared weights were made for this code.
+blocks: their widths, the default of two directions and which weights are shared were chosen for this code.
 
 Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E = expand·D.
 """
@@ -51,7 +51,7 @@ class Mamba2Mixer(nn.Module):
     One projection gives the gate z and x (expand·D channels each), B and C (`state` channels each), all shared by the
     directions, and a Δ for each head of each direction. Each direction has its own causal convolution of x, B and C,
     and its own parameters A, D and bias of Δ. The directions' outputs are put back in raster order, summed, gated,
-    normalised and projected. Parameter names are Mamba-2's with one group; the directions' parameters are concatenated.
+    normalised and projected. Parameter names are Mamba-2's for ngroups=1; the directions' parameters are concatenated.
     """
 
     def __init__(

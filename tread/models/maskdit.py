@@ -23,7 +23,7 @@ from tread.routing.ids import count_kept
 class MaskDiT(DiT):
     """The MaskDiT network F(x; t, y). `sizes` are DiT's other arguments. The null class's embedding is zero and not
     trained. The decoder has decoder_depth blocks with decoder_hidden_size channels and decoder_heads attention heads;
-    published networks have the defaults. Both parts get one conditioning. Raises ValueError if sizes do not fit."""
+    defaults are as published. Encoder and decoder share one conditioning. Raises ValueError if sizes do not fit."""
 
     skipped_return = False
 

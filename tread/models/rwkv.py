@@ -36,7 +36,7 @@ def quad_shift(x: Tensor, grid: Grid) -> Tensor:
 
 
 class SpatialMix(nn.Module):
-    """Token mixing (B, N, D) → (B, N, D): projects σ(r) ⊙ WKV(k, v); r, k, v project tokens blended with neighbours."""
+    """Token mixing (B, N, D) → (B, N, D): projects σ(r) ⊙ WKV(k, v), with r, k, v linear in a token and neighbours."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

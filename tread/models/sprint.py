@@ -2,8 +2,8 @@
 
 f is the first two blocks, h the last two, and g the blocks between. Learned mask tokens take the places of the tokens
 that skipped g. Then the outputs of f and g are concatenated and projected back to D channels for h. Training can drop g
-in some samples (path_drop): mask tokens then replace all of its output. Blocks are lightning.py's, by default with
-DiT's parts. Tokens that run in g keep their positions in the full grid.
+in some samples (path_drop): mask tokens then replace all of g's output. Blocks are lightning.py's, by default with
+DiT's norm, MLP and positions. Tokens that run in g keep their positions in the full grid.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size.
 """
@@ -21,8 +21,8 @@ DENSE = 2  # number of blocks of f, and also of h
 
 
 class Sprint(LightningDiT):
-    """The SPRINT network F(x; t, y). Arguments are LightningDiT's, with DiT's choices by default. Raises ValueError for
-    sizes that do not fit together, and for a depth that leaves no block for the sparse part g."""
+    """The SPRINT network F(x; t, y). Arguments are LightningDiT's, but norm, mlp and positions are DiT's by default.
+    Raises ValueError for sizes that do not fit, and for a depth that leaves no block for the sparse part g."""
 
     skipped_return, drops_path = False, True
 

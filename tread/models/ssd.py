@@ -64,8 +64,8 @@ def product_dtype(device: str) -> torch.dtype:
 
 
 def _chunks(x: Tensor, most: int) -> Tensor:
-    """Split tokens into c chunks of equal length L, at most `most`: (S, T, …) → (S, c, L, …). Padding with zeros adds
-    tokens that neither shrink the state nor add to it."""
+    """Split tokens into c chunks of equal length L ≤ `most`: (S, T, …) → (S, c, L, …). Padding with zeros adds tokens
+    that neither shrink the state nor add to it."""
     chunks = -(-x.shape[1] // most)
     length = -(-x.shape[1] // chunks)
     if padding := chunks * length - x.shape[1]:

@@ -41,7 +41,7 @@ class CrossAttention(nn.Module):
 
 
 class TextBlock(DiTBlock):
-    """DiT's block with cross-attention to a text of `text_tokens` tokens between self-attention and MLP."""
+    """DiT's block with cross-attention to a text between self-attention and MLP. FLOPs are counted for text_tokens."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool, text_tokens: int
@@ -74,7 +74,7 @@ class TextEmbedder(nn.Module):
 
     width       channels C of the encoder's tokens; None: texts are word ids, embedded here with learned positions.
     pooled      channels P of the encoder's pooled text; None: the mean of the tokens is used instead.
-    vocabulary  number of word ids, for width and pooled None (else ValueError); None: tokens come from an encoder.
+    vocabulary  number of word ids if width and pooled are None; None if width is given. Other combinations: ValueError.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ BESIDE_TARS = (".json", ".parquet", ".txt", ".csv", ".md", ".idx")  # tables and
 
 
 class Folder:
-    """The files of a folder and its subfolders."""
+    """The files of a folder and its subfolders, read like an archive's (see the module)."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.names, self.folders = Path(path), [], []
@@ -129,7 +129,7 @@ Store = Folder | Zip | Tar | Tars
 
 def tar_paths(source: Path) -> list[Path]:
     """Return the tars that `source` stands for: those that match a pattern, {00..99}.tar (whether or not they exist) or
-    *.tar, or those in a folder of only tars, tables and texts. Returns [] for other sources, such as a single tar."""
+    *.tar, or those in a folder of only tars and .json, .txt, .csv, … files. Returns [] for others, such as one tar."""
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
         only = all(name.lower().endswith((".tar", *BESIDE_TARS)) for name in names)

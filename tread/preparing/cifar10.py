@@ -95,7 +95,7 @@ def read_files(source: Path) -> dict[str, bytes]:
 
 def check_files(files: dict[str, bytes], where: object, small: bool = False) -> None:
     """Raise ValueError unless `files`, {name: content}, are all six .bin files, made of whole records with labels in
-    0..9, and of the official length or, if `small`, of equal length."""
+    0..9, and of the official length or, if `small`, of equal length. `where`, their source, begins the message."""
     if absent := {*TRAIN, TEST} - {*files}:
         raise ValueError(f"{where} has no {listed(sorted(absent))}, as {Path(URL).name} has (not the -python one)")
     length = len(files[TEST]) // RECORD * RECORD if small else RECORDS * RECORD

@@ -59,7 +59,7 @@ class Composition(NamedTuple):
 
 
 def all_emoji() -> dict[str, dict]:
-    """Return {emoji: its entry in the package `emoji`} if fully qualified, sorted; ValueError without the package."""
+    """Return {fully qualified emoji: its entry in the package `emoji`}, sorted; ValueError without the package."""
     try:
         import emoji  # imported here because it is optional
     except ImportError as error:
@@ -92,7 +92,7 @@ def clean(name: str) -> str:
 
 
 def distinct(captions: Sequence[str]) -> list[str]:
-    """Return the captions without those that equal an earlier one up to upper and lower case."""
+    """Return the captions without repetitions (ignoring case): first spellings, in the order of last occurrences."""
     return list({caption.lower(): caption for caption in reversed(captions)}.values())[::-1]
 
 
@@ -105,8 +105,8 @@ def _bare(text: str) -> str:
 
 
 def composition(text: str, known: dict[str, dict]) -> Composition | None:
-    """Split an emoji of one person with a skin tone into activity, gender and tone; None for other emoji. The direction
-    that the person faces is ignored. `known` is the result of `all_emoji`."""
+    """Split the emoji `text`, if it is one person with a skin tone, into activity, gender and tone; else return None.
+    The direction that the person faces is ignored. `known` is the result of `all_emoji`."""
     tone, rest = tones(text), _bare(text).replace(JOIN + RIGHT, "")
     if len(tone) != 1:
         return None
@@ -121,15 +121,15 @@ def composition(text: str, known: dict[str, dict]) -> Composition | None:
 
 
 def held_compositions(known: dict[str, dict]) -> set[Composition]:
-    """Return the compositions to hold out, whether or not they exist as emoji: for each activity one woman and one man,
-    with different skin tones. `known` is the result of `all_emoji`."""
+    """Return the combinations of activity, gender and skin tone to hold out, whether or not they exist as emoji: for
+    each activity one woman and one man, with different skin tones. `known` is the result of `all_emoji`."""
     activities = sorted({parts.activity for text in known if (parts := composition(text, known))})
     genders = (("woman", 0), ("man", 2))
     return {Composition(what, who, TONES[(n + by) % 5]) for n, what in enumerate(activities) for who, by in genders}
 
 
 def part_of_rest(text: str) -> str:
-    """Return the part of an emoji that is not a composition: "rest" (held out) for 5%, by a hash, else "train"."""
+    """Return "rest" (held out) for 5% of emoji, by a hash, else "train". `text`: an emoji that is no Composition."""
     return "rest" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < REST * 2**64 else "train"
 
 
@@ -173,7 +173,7 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
 
 @functools.lru_cache(maxsize=1)  # a run's training and held-out parts use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """Return {part: samples} for "train" and the held-out parts, "compositions" and "rest". Takes ten seconds."""
+    """Return {part: samples}: "train"; held out: "compositions" (see Composition), "rest" (others). Takes 10 s."""
     known = all_emoji()
     captions, held, alike = captions_of_all(known), held_compositions(known), defaultdict(list)
     pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
@@ -201,7 +201,7 @@ def emoji_of(part: str) -> list[Emoji]:
 def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     """Write the part "train" or "heldout" as a dataset of pixels in −1..1 with captions, unless the folder exists.
 
-    encoder  name of the text encoder (see text_encoder), fitted to the captions of "train"; None: encode no captions.
+    encoder  name for text_encoder (encoders/language.py), given the captions of "train"; None: encode no captions.
 
     index.json of "heldout" records as "compositions" how many of its first samples are held-out combinations of
     activity, gender and skin tone. Several processes may call this at once; one encodes the captions, the others wait.

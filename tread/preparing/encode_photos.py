@@ -123,7 +123,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError if the shards left out damaged pictures whose files still exist; the message lists these."""
+    """Raise ValueError if pictures left out of the shards as damaged are still in the source; it lists these."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -406,7 +406,7 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Return {"count", "class_counts" (by name), "channel_mean", "channel_std"}; mean and std are of scaled latents."""
+    """Return a dict: "count", "class_counts" (by name), lists "channel_mean" and "channel_std" of network latents."""
     mean, std = map(np.array, data.statistics)
     if data.latents.channel_scale:  # by the autoencoder's own statistics
         mean, std = (mean - data.latents.channel_shift) * data.latents.channel_scale, std * data.latents.channel_scale

@@ -56,7 +56,7 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
 
 @contextlib.contextmanager
 def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
-    """Yield a picture, opened by Pillow; decode=False reads only size and mode. ValueError or OSError on failure."""
+    """Context manager: a picture opened by Pillow (decode=False: just its header). ValueError or OSError on failure."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about damaged EXIF data and palettes that lose transparency
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the refused number of pixels

@@ -1,8 +1,8 @@
 """Readers of latents that other projects wrote, one for each kind of source. S is the side of square latents:
 
     maskdit_lmdb  MaskDiT's LMDB. z-<i>: float32 (8, S, S), mean and log-variance of the Stable Diffusion autoencoder's
-                  posterior, unscaled; y-<i>: the label in decimal; length: the number of entries. With
-                  flipped=true these are 2N, and entry N + i is the flipped copy of entry i.
+                  posterior, unscaled; y-<i>: the label in decimal; length: the number of labels. With
+                  flipped=true, length is 2N for N pictures, and z-<N + i> is the flipped copy of z-<i>.
     tread_tar     webdataset tars for TREAD's training. latent.npy: (4, S, S), samples of the posterior; cls: the label.
                   The files do not show whether samples are scaled, so the option scale_applied states it.
     repa_npy      REPA's folders. .npy files: float32 (8, S, S), mean and standard deviation, unscaled; dataset.json:
@@ -340,7 +340,7 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
 
 
 def write_text(folder: Path, text: ForeignText, processes: Processes) -> None:
-    """Write captions, if their text is known, and their encodings into a dataset's folder; keep existing shards."""
+    """Write encoded captions, and their text if known, into a dataset's folder; continue unfinished work."""
     if text.captions is not None:
         add_captions(folder, text.captions)
 

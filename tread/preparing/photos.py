@@ -68,7 +68,7 @@ class Photos:
 
     def no_pictures(self, whole: bool = False) -> Faults:
         """Return (name, reason) of files that can't be read or are no pictures, judged by their first bytes or, if
-        `whole`, by decoding. Returns [] for over 100,000 files (`whole`: 10,000), or if self.heads is False."""
+        `whole`, by decoding. Returns [], unchecked, for over 100,000 files (`whole`: 10,000) or if not self.heads."""
 
         def look(first: int) -> Faults:
             found = []
@@ -175,7 +175,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
 
 
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
-    """Round shares to integers up to `most` that sum to `total`, by largest remainders; ValueError if impossible."""
+    """Round shares to integers, each at most its `most`, that sum to `total` (largest remainders); else ValueError."""
     if total > most.sum():
         most_out = f"{most.sum():,} can be held out: each class keeps one for training"
         raise ValueError(f"heldout takes {total:,} pictures, but {most_out}")

@@ -87,7 +87,7 @@ def _photos_in(source: Path, store: Store, root: str | None, labels: str | None,
         numbers, classes = _by_table(where, names, label_table(chosen, content))
     elif isinstance(store, Tars) and not texts:
         said = f"{where} holds tars without a text file beside any picture (a.txt, a.jpg), nor a labels file"
-        raise ValueError(f"{said}: one of both is needed, for a tar's name is no class")
+        raise ValueError(f"{said}: one of the two is needed, for a tar's name is no class")
     elif texts and (isinstance(store, Tars) or any(name.count("/") != 1 for name in captioned)):
         numbers, classes = dict.fromkeys(filter(is_picture, names), 0), ONE_CLASS
     else:
@@ -112,9 +112,9 @@ def _hidden(name: str) -> bool:
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
     """Return the folder of pictures inside the source, as a prefix of names ("" or "…/"): the outermost one ending in
-    `root` or, if `root` is None, the innermost with all files. If the latter directly holds files, but no labels file,
-    it is taken for a class, and its parent is returned, unless `labels` is None, there are no captions, and most
-    pictures lie in folders below it. Raises ValueError if no folder, or several at the same depth, match `root`."""
+    `root`; ValueError if none, or several at the same depth, do. If `root` is None: the innermost folder with all files
+    or, if this is a class folder, its parent. It counts as a class folder if it directly holds files, but no labels
+    file, unless `labels` is None, captions are absent and most pictures lie in folders below it: all three at once."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))

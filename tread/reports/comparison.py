@@ -28,8 +28,8 @@ TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 class Point(NamedTuple):
-    """A point of a metric's curve. `value`, `flops` and `seconds` are means over seeds (None if a seed lacks them);
-    `spread` is the standard deviation of `value` (None for one seed)."""
+    """A point of a metric's curve: its `value`, and `flops` and `seconds` since the start of training, as means over
+    seeds (None if a seed lacks them); `spread` is the standard deviation of `value` (None for one seed)."""
 
     step: int
     value: float
@@ -68,8 +68,8 @@ class SeedGroup:
 
 
 def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
-    """Open runs, named by folders or glob patterns, and group them. Raises FileNotFoundError if a pattern matches no
-    run, or if a run lacks readable settings or records."""
+    """Open runs, given as folders or glob patterns, and group those that differ only in the seed. Raises
+    FileNotFoundError if a pattern matches no run, or if a run's settings or metrics can't be read."""
     runs = [find_run(folder) for folder in folders_of(patterns)]
     for run in runs:
         if not run.config or not run.records:
@@ -116,7 +116,7 @@ def reached(group: SeedGroup, metric: str, value: float) -> Point | None:
 
 
 def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str]) -> None:
-    """Write a .csv: a row for each run and logged step that has one of the metrics. Raises OSError if that fails."""
+    """Write a .csv: a row (seed, step, …) per run and step that has one of `metrics`. Raises OSError if that fails."""
     columns = ["group", "run", "seed", "step", "seconds", "flops", *metrics]
     with explain_failure(path), path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
@@ -128,7 +128,7 @@ def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str])
 
 
 def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str]]]:
-    """Return a table's column titles, and a row of cells per group: last scores with sample counts, speed, costs."""
+    """Return (titles, rows), a row per group: seeds, steps, last metrics with sample counts, images/s, time, FLOPs."""
     metrics = column_metrics(groups)
     name, size = unit("seconds", max((s for group in groups for s in group.last("seconds")), default=0))
     rows = []
@@ -145,7 +145,7 @@ def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str
 
 
 def column_metrics(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return the names of metrics that tables compare and for which at least one group has a value."""
+    """Return the METRICS keys with a table column (Metric.compared) for which at least one group has a value."""
     return [name for name, metric in METRICS.items() if metric.compared and any(group.last(name) for group in groups)]
 
 

@@ -109,7 +109,7 @@ def add_troubles(page: Page, subject: Subject) -> None:
 
 
 def troubles_of(run: Found) -> list[str]:
-    """Return warnings about a run for readers of its numbers, the worst first."""
+    """Return warnings about a run, the worst first: it is unfinished, its files are damaged, its loss rises, …"""
     texts, starts, planned = [], run.starts, value_at(run.config, "train.steps")
     if run.status.get("state") != "finished" or (planned is not None and run.step < planned):
         texts.append(f"{run.state()}, at step {run.progress}")
@@ -200,7 +200,7 @@ def add_scores(page: Page, subject: Subject) -> None:
 
 
 def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[list[str]]]:
-    """Return (head, rows) of a table: a row for each of `scored`, the scores of `run`; no columns without values."""
+    """Return (column titles, rows), a row per score of `run` in `scored`; columns without a value are left out."""
 
     def known(names: Iterable[str]) -> list[str]:
         return [name for name in names if any(score.values.get(name) not in (None, "") for score in scored)]
@@ -279,7 +279,7 @@ def add_settings(page: Page, subject: Subject) -> None:
 
 
 def facts_of(run: Found) -> dict[str, str]:
-    """Return a run's state, network, data, device and costs as {title: text}."""
+    """Return {title: text}: a run's state, network, data, device, training time and FLOPs; "–" if unknown."""
     config, (first, last) = run.config, [run.starts[place] if run.starts else {} for place in (0, -1)]
     versions, batch = last.get("versions", {}), value_at(config, "train.batch_size")
     seconds, flops, words, count = run.last("seconds"), run.last("flops"), last.get("command"), last.get("processes")

@@ -90,7 +90,7 @@ def describe_alignment(run: Run) -> str:
 
 
 def disk(cfg: Settings, network: Backbone, aligner: Aligner | None) -> str:
-    """Return a text on the size of a checkpoint, and of the averages that are stored for ema.power."""
+    """Return a text on the size of a checkpoint and, if ema.power is set, of a snapshot of the power-function EMAs."""
     every, size = cfg.ema.snapshot_every or cfg.every.save, 2 * len(cfg.ema.power) * count_parameters(network)
     more = f"; {size_text(size)} of averages stored every {every:,} steps" * bool(size)
     return f"{size_text(checkpoint_bytes(cfg, network, aligner))} a checkpoint, every {cfg.every.save:,} steps{more}"

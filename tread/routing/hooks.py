@@ -16,15 +16,15 @@ Names and shapes do not say for certain which other inputs have a token axis. By
 raises ValueError; the caller can pass two functions instead:
 
     select(args, kwargs, ids_keep) → args, kwargs    a block's inputs, with everything along a token axis gathered
-    join(output, saved, ids_keep) → output           a block's output, put back among all tokens. `saved` is (args,
-                                                     kwargs) of the block before `select`; after the last block of a
-                                                     route with Route.rejoin=r, it is (args, kwargs) of block r
+    join(output, saved, ids_keep) → output           a block's output, put back among all tokens. `saved` is the
+                                                     block's (args, kwargs) as they were before `select`; after the
+                                                     last block of a route with Route.rejoin=r, those of block r
 
 With attach_routes(tokens=…), both functions get the tokens as args[0], however the model called the block. With
 attach_routes(output=…), join gets and returns only the tokens, not the block's whole output tuple.
 
-One or two blocks of each class on a route are checked at their first call: two more forward passes show whether the
-order of the tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
+One or two blocks of each class on a route run twice more at their first call, and raise ValueError if the order of
+their tokens matters (positions.py). This file needs only torch, routing_module.py, ids.py and positions.py.
 
 Shapes: B samples, N tokens, K kept tokens, D channels.
 """
@@ -266,7 +266,7 @@ class Routing:
         """Return a context in which each route's blocks run on the tokens at its ids_keep (B, K) int64, one tensor per
         route. `tokens` is N, or each route's N; if given, blocks called with another number of tokens raise ValueError.
         So do ids_keep of wrong number, shape or dtype and, on a CPU only, repeated or too large indices. Raises
-        RuntimeError if a route of these blocks is active already or was removed. Warns if no routed block ran."""
+        RuntimeError if a Routing of these blocks is active already, or after `remove`. Warns if no routed block ran."""
         self._waiting = False
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
@@ -307,7 +307,7 @@ class Routing:
         """Return a context in which routes keep tokens chosen by uniform noise (B, N): one tensor per route, or one for
         all. `ratio` replaces each route's selection_ratio. `grid` is (H, W) of the N tokens, for rules that need it.
         `force_keep` (B, N) bool marks tokens to keep. `prefix` further tokens before these N are always kept. Raises
-        ValueError if arguments do not fit, RuntimeError if a route of these blocks is active already or was removed."""
+        ValueError if arguments do not fit, RuntimeError if a Routing of these blocks is active, or after `remove`."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if not all(isinstance(u, Tensor) for u in each):
             raise ValueError("noise must be tensors, one after the other: on(n1, n2), not on((n1, n2))")
@@ -345,13 +345,13 @@ def attach_routes(
                   select=select_first allows further inputs with an axis of length N.
     tokens        name of the blocks' first input, the tokens, if the model passes them by keyword.
     output        index of the tokens in the tuple that the blocks return; None: blocks return the tokens alone.
-    verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of routed blocks,
-                  two are checked: the last one, and the one whose settings differ most from it. A check runs the block
-                  twice more, at its first call on a route outside compiled graphs. False: no check, for blocks that use
-                  the order on purpose, such as scans.
+    verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of routed blocks the
+                  last is checked and, if any differ from it, the one that differs most (see blocks_to_check). A check
+                  runs the block twice more, at its first call on a route outside compiled graphs. False: no check,
+                  for blocks that use the order on purpose, such as scans.
 
-    Raises ValueError for routes that do not fit the blocks or need run_blocks, for `tokens` that is not the blocks'
-    first input, for a block listed twice, and, with the default `select`, for a module with batch_first=False.
+    Raises ValueError for routes that do not fit the blocks or need run_blocks (select="norm", rejoin="stale"), for
+    `tokens` not the first input, a block listed twice and, with the default `select`, modules with batch_first=False.
     """
     routes = [routes] if isinstance(routes, Route) else routes
     for route in routes:

@@ -5,8 +5,8 @@ numbers: the caller draws `torch.rand(B, N, generator=…)` for the global batch
 and passes each process its rows, so that ids don't depend on the number of processes.
 
 RULES maps names to rules; Route.select and the setting `model.routes.<n>.select` are such names. For a new rule,
-subclass Token and override what differs. A rule with a function `scores` of the tokens' values chooses during the
-forward pass, in run_blocks (routing_module.py).
+subclass Token and override what differs. A rule with a method `scores`, which rates tokens by their values, chooses
+during the forward pass, in run_blocks (routing_module.py).
 
 This file needs only torch and routing_module.py.
 
@@ -128,9 +128,9 @@ class Row(Token):
 
 class Shared(Token):
     """Rule "shared": all samples of a batch keep the same tokens, chosen by the first sample's draws, including all
-    tokens that `keep` marks in any sample. For models whose positions or masks have no batch axis. If a batch is split
-    over processes or accumulation steps, give each part the same first row of draws and the same forced tokens, or the
-    parts choose differently."""
+    that force_keep (see choose_ids) marks in any sample. For models whose positions or masks have no batch axis. If a
+    batch is split over processes or accumulation steps, give each part the same first row of draws and the same
+    forced tokens, or the parts choose differently."""
 
     description = ", the same ones in a batch"
 
@@ -146,8 +146,8 @@ class Shared(Token):
 
 
 class Group(Token):
-    """Rule "group": each sample keeps the token with the smallest draw in each 2×2 group of the grid, as SPRINT does,
-    so selection_ratio is 0.75. `keep` may mark at most one token of a group (else ValueError)."""
+    """Rule "group": in each 2×2 group of the grid a sample keeps the token with the smallest random number, as SPRINT
+    does. selection_ratio, the fraction not kept, must be 0.75; force_keep may mark at most one token of each group."""
 
     description, ratio = ", one of each 2×2", 0.75
 

@@ -49,8 +49,8 @@ def check_positions(
 
 def blocks_to_check(blocks: dict[int, Callable]) -> list[int]:
     """Choose one or two blocks of each class in {index: block} and return their indices. One is the last of its class,
-    since possibly only deep blocks compute positions themselves. The other is the block whose settings differ most from
-    the last's, if any differ. An integer that differs in every block is ignored: it is likely the block's index."""
+    since possibly only deep blocks compute positions themselves. The other differs most from it in attributes,
+    submodules and tensor shapes, if any differ. An integer that differs in every block is ignored as a likely index."""
     alike: dict[type, dict[int, dict]] = {}
     for index, block in sorted(blocks.items(), reverse=True):
         alike.setdefault(type(block), {})[index] = _settings(block) if isinstance(block, nn.Module) else {}

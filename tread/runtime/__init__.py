@@ -1,1 +1,1 @@
-"""Files, devices, processes, signals, random numbers and typed settings, for all other packages; nothing on models."""
+"""Shared by all other packages: files, devices, processes, signals, random numbers, typed settings. No model code."""

@@ -165,8 +165,8 @@ def read_choice(configs: Path, group: str, name: str) -> dict:
 
 
 def answer_help(doc: str, config: Path | None = None) -> None:
-    """If sys.argv holds --help or -h, print the script's docstring `doc` and the main keys of its config file, and
-    exit. "--help all" prints all keys, including those of the files that the config's defaults list names."""
+    """If sys.argv holds --help or -h, print `doc`, the script's docstring, and the config file `config`, and exit. Only
+    "--help all" prints keys below a line "# Below are …", and files that the defaults list names without a group."""
     if not {"--help", "-h"} & {*sys.argv[1:]}:
         return
     parts, files = [doc.strip()], [config] if config else []

@@ -17,11 +17,8 @@ GRAPHS = 64  # per block, more than any run needs; torch's default limit, 8, is 
 
 def why_not(device: torch.device) -> str | None:
     """Compile a small layer to see whether torch.compile works on a device. Return None, or the error in one line."""
-
-    def compile_layer() -> None:
-        torch.compile(nn.LayerNorm(8, device=device), dynamic=False)(torch.ones(2, 8, device=device)).sum().backward()
-
-    return why_failing(compile_layer)
+    layer, x = nn.LayerNorm(8, device=device), torch.ones(2, 8, device=device)
+    return why_failing(lambda: torch.compile(layer, dynamic=False)(x).sum().backward())
 
 
 def first_line(error: Exception) -> str:
@@ -51,7 +48,7 @@ def settle_compile(value: Compile, device: torch.device) -> tuple[bool, str | No
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor", saving: bool = False) -> None:
     """Compile each block in place with torch.compile. Weights and parameter names stay; deep copies are not compiled.
-    saving=True: all blocks compiled in this process keep fewer activations, and recompute cheap ones in backward."""
+    saving=True: graphs compiled from now on save fewer activations; backward recomputes those that are cheap."""
     import torch._dynamo  # imported here because it takes seconds
 
     torch._dynamo.config.cache_size_limit = max(GRAPHS, torch._dynamo.config.cache_size_limit)

@@ -19,7 +19,7 @@ LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # a launc
 
 def use_precision(name: Precision, device: torch.device) -> str:
     """Return "fp32" or "bf16"; "auto" becomes "bf16" on a GPU with bf16 hardware, else "fp32". On a GPU this turns TF32
-    on for "bf16", to speed up blocks kept in fp32 for stability, and else off. Raises ValueError for other names."""
+    on for "bf16", to speed up blocks kept in fp32 for stability, off for "fp32". Raises ValueError for other names."""
     check("precision", name, Precision)
     if name == "auto":
         name = "bf16" if has_bf16(device) else "fp32"
@@ -56,8 +56,8 @@ def set_tf32(flags: list[str]) -> None:
 
 
 def attention_fault(release: str, cudnn: int | None, masked_keys: int | None) -> str | None:
-    """Return a text about a known bug of cuDNN's attention, or None. `release` is torch's version; `cudnn` is cuDNN's
-    (91002 is 9.10.2). masked_keys is the number of keys if attention has both a mask and gradients, else None."""
+    """Return a phrase on what cuDNN's attention does wrong in these versions, or None if no bug is known. `release` is
+    torch's version; `cudnn` is cuDNN's (91002 is 9.10.2), None without cuDNN; masked_keys as for avoid_faults."""
     version = tuple(int(part) for part in release.split(".")[:2])
     if cudnn and version == (2, 9) and cudnn < 91501:
         return "reads out of bounds (pytorch #169849)"
@@ -119,14 +119,14 @@ def wait_for(device: torch.device) -> None:
 
 
 def memory_of(device: torch.device) -> int:
-    """Return the bytes of memory of a GPU, or of this machine for a CPU."""
+    """Return the total memory of a GPU or, for a CPU, of this machine, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Alive(TorchDispatchMode):
-    """Context that counts bytes of tensor storages created in it: `now` those alive, `peak` the most at one time."""
+    """Context that tracks bytes of live storages that operators in it returned: `now`, and `peak`, the highest yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def beside(stream: "torch.cuda.Stream | None") -> Iterator[None]:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return a GPU's peak bf16 FLOP/s, for model FLOPs utilisation; None for fp32 and for unlisted devices."""
+    """Return a GPU's peak dense bf16 FLOP/s, or None if `precision` is not "bf16" or PEAKS does not list the GPU."""
     name = device_name(device) if precision == "bf16" else ""
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 

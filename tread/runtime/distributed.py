@@ -75,7 +75,7 @@ class Processes:
     device             the device that this process computes on.
     cores              the number of CPU threads that this process uses.
 
-    Raises ValueError if accelerate runs a different number of processes than were launched.
+    Raises ValueError if accelerate's number of processes is not WORLD_SIZE, the number that the launcher started.
     """
 
     def __init__(self, launched: Accelerator | PartialState, device: torch.device) -> None:
@@ -86,8 +86,8 @@ class Processes:
             raise ValueError(f"{started} processes were launched, but accelerate runs {self.count}")
 
     def distribute(self, network: nn.Module) -> nn.Module:
-        """Return the network, wrapped in DDP if there are several processes; DDP does not broadcast its buffers. Drops
-        accelerate's references to earlier wrappers: their memory is freed once the caller drops its own references."""
+        """Return the network, wrapped in DDP if there are several processes; its buffers are not broadcast. Wrappers of
+        earlier calls are dropped from accelerate's lists: their memory is freed once the caller drops them, too."""
         if self.count > 1:
             self._launched.free_memory()
         buffers = [name for name, _ in network.named_buffers()]
@@ -95,7 +95,7 @@ class Processes:
         return self._launched.prepare(network)
 
     def no_sync(self, network: nn.Module) -> contextlib.AbstractContextManager:
-        """Return a context in which a distributed network accumulates gradients without reducing them."""
+        """Return a context in which `network`, returned by distribute, accumulates gradients without an all-reduce."""
         return self._launched.no_sync(network)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ class Processes:
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:
-    """Return the rows of the global batch that process `rank` of `ranks` trains on: a list with one slice per
-    micro-batch (micro_batch_size=None: a single slice). Raises ValueError if the batch does not divide evenly."""
+    """Return the rows of the global batch that process `rank` of `ranks` trains on: one slice for each micro-batch of
+    micro_batch_size rows (None: a single slice). Raises ValueError if the batch does not divide evenly."""
     share, rest = divmod(batch_size, ranks)
     if rest:
         raise ValueError(f"train.batch_size {batch_size} does not divide evenly over {ranks} processes")

@@ -123,7 +123,7 @@ def check_place(folder: Path, needed: int) -> None:
 
 
 def check_file(name: str) -> Path:
-    """Return the output file `name` as a path and make its parent. Raises OSError for a folder or unwritable parent."""
+    """Return Path(name) and make its parent. Raises OSError if `name` is a folder or its parent is not writable."""
     if name.endswith("/") or Path(name).is_dir():
         raise Unwritable(f"{name} could not be written: it names a folder, but must name a file")
     check_place(Path(name).parent, 0)

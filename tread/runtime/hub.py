@@ -74,7 +74,7 @@ def revision_in(path: object) -> str | None:
 
 
 def check_repository(name: str) -> None:
-    """Raise ValueError unless `name` is "user/name" and the user is logged in, OSError if the hub does not answer."""
+    """Raise ValueError if `name` is not "user/name" or no hub login is stored, OSError if the hub does not answer."""
     from huggingface_hub import get_token
 
     if not HUB_ID.fullmatch(name) or "/" not in name:
@@ -85,8 +85,8 @@ def check_repository(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a folder's files to the hub's repository `name`, which is created if there is none, and return the URL of
-    the upload. Raises OSError if the hub refuses; the folder stays as it is."""
+    """Upload a folder's files to the hub's repository `name`, which is created if there is none, and return a URL that
+    shows the upload. Raises OSError if the hub refuses; the folder stays as it is."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

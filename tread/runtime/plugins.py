@@ -43,7 +43,7 @@ def import_plugins(names: Sequence[str]) -> None:
 
 
 def plugin_hashes(names: Sequence[str]) -> dict[str, str]:
-    """Return {file name or module: sha256 of its content} for plugins that were imported, to record with a run."""
+    """Return {file name or module: sha256 of its source} for the plugins `names`, which must have been imported."""
     return {Path(name).name: _imported[Path(name).name][1] for name in names}
 
 
@@ -55,9 +55,9 @@ def plugin_changes(info: Mapping) -> list[str]:
 
 
 def check_plugin(name: str, folder: Path) -> str:
-    """Return `name`, a plugin that the checkpoint in `folder` needs. Raises ValueError for a .py file that was not
-    imported yet and is missing or lies in `folder` or its run's folder: code that comes with a checkpoint, like any
-    other copy, is imported only if the setting `plugins` names it."""
+    """Return `name`, a plugin that the checkpoint in `folder` needs. Raises ValueError for a .py file that is
+    missing, or that lies in `folder` or, if `folder` is in a run's folder, in that, unless a file of the same name was
+    imported before: code that comes with a checkpoint is imported only if the user's setting `plugins` names it."""
     file, above = Path(name).name, folder.resolve().parent
     run = above if folder.name.startswith("step_") and (above / "run.json").exists() else folder
     elsewhere = Path(name).is_file() and run.resolve() not in Path(name).resolve().parents

@@ -102,7 +102,7 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """Return the error for an unknown key; it suggests our name of another codebase's key, or the most similar key."""
+    """Return the error for an unknown key, with a hint: our key for another codebase's name or the most similar key."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
@@ -174,7 +174,7 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return a copy of the config `tree` with ints, such as 1000 for 1e3, where `built`, read from it, has ints."""
+    """Return a copy of `tree` with an int (1000 for 1e3) where `built`, made by read(tree, …), has one; lists stay."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree

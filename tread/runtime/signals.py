@@ -30,9 +30,9 @@ def leave_at_once(code: int, last_words: str = "") -> None:
 class Stop:
     """Listens for SIGTERM, SIGUSR1 and Ctrl-C until `close` is called. Must be constructed in the main thread.
 
-    The first signal sets the attribute `reason` to its name. A second one, more than SAME seconds later, calls the
-    attribute `ending`, if set, and ends the process at once, even while the main thread waits for a device. The end of
-    the launcher (accelerate or torchrun) counts as a first signal, as not all launchers forward signals.
+    The first signal sets the attribute `reason` to its name. A second one, more than 0.5 s (SAME) later, calls the
+    attribute `ending`, if set, and ends the process at once, even while the main thread waits for a device. `poll` sets
+    `reason`, too, once the launcher (accelerate or torchrun) has ended, as not all launchers forward signals.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Stop:
         os.close(descriptor)
 
     def connect(self, processes: int) -> None:
-        """If `processes` > 1, create the gloo process group by which they agree to stop without waiting for a GPU."""
+        """If `processes` > 1, create a gloo group, in which all processes agree to stop without waiting for a GPU."""
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if processes > 1 else None
 
     def poll(self) -> bool:

@@ -1,4 +1,4 @@
-"""Takes a step of any optimizer, and undoes it on the device if the gradients were bad."""
+"""Takes a step of any optimizer, and undoes it on the device if a flag there is set, e.g. for non-finite gradients."""
 
 import torch
 from torch import Tensor

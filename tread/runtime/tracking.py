@@ -15,7 +15,7 @@ def check_tracker(name: str) -> None:
 
 
 class Wandb:
-    """Logs to Weights & Biases; a resumed run reuses the id in `folder`. Raises ValueError if wandb can't start."""
+    """Logs to wandb, under the run id in <folder>/wandb_id.txt or a new one. Raises ValueError if wandb can't start."""
 
     def __init__(self, project: str, name: str, config: dict, folder: Path) -> None:
         import wandb  # takes seconds, and is off by default
@@ -37,7 +37,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Writes events to <folder>/tensorboard, hiding old events of steps after `step`, which a resumed run repeats."""
+    """Writes to <folder>/tensorboard. Old events of steps after `step` are hidden: a resumed run repeats the steps."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes seconds
@@ -58,7 +58,7 @@ Tracker = Wandb | TensorBoard
 
 def open_tracker(tracker: str, project: str, config: dict, folder: Path, step: int) -> Tracker | None:
     """Open the tracker "wandb" or "tensorboard" for the run in `folder`, after `step` steps; return None for "none".
-    `config` are the run's settings, `project` is its project at wandb. Raises ValueError if wandb fails to start."""
+    `config` holds the run's settings, `project` names a wandb project. Raises ValueError if wandb fails to start."""
     if tracker == "wandb":
         return Wandb(project, config["name"], config, folder)
     return TensorBoard(folder, step) if tracker == "tensorboard" else None

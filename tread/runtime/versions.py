@@ -11,7 +11,7 @@ PACKAGES = ("torch", "accelerate", "hydra-core", "diffusers", "numpy", "pillow",
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and PACKAGES, and this code's git revision, keyed by name."""
+    """Return {name: version} for "python" and the main packages (or "not installed"); under "git", git_revision()."""
     numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

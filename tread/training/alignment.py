@@ -86,13 +86,13 @@ class Alignment:
 
 def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
     """Return the loss of kind "repa" for each sample, the mean −cosine: (B,) fp32. `projected` (B, K, z) is the
-    projector's output at positions ids_keep (B, K) (None: at all N), `targets` (B, N, z) are the encoder's features."""
+    projector's output for the tokens ids_keep (B, K) of N (None: all), `targets` (B, N, z) the encoder's features."""
     return -F.cosine_similarity(projected.float(), _kept(targets, ids_keep), dim=2).mean(dim=1)
 
 
 def self_distance(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
     """Return the loss of kind "self" for each sample, the mean smooth L1: (B,) fp32. `projected` (B, K, z) is the
-    projector's output at positions ids_keep (B, K) (None: at all N), `targets` (B, N, z) are the teacher's outputs."""
+    projector's output for the tokens ids_keep (B, K) of N (None: all), `targets` (B, N, z) are EMA-network outputs."""
     distance = F.smooth_l1_loss(projected.float(), _kept(targets, ids_keep), beta=BETA, reduction="none")
     return distance.mean(dim=(1, 2))
 
@@ -141,7 +141,7 @@ class Aligned(nn.Module):
 
 @dataclass(frozen=True)
 class Aligner:
-    """Computes the targets, the loss and the FLOPs of a run's alignment."""
+    """Computes the targets, loss and FLOPs of a run's alignment. Comments in the source explain each field."""
 
     settings: Alignment
     module: Aligned  # the network with its projector
@@ -155,9 +155,9 @@ class Aligner:
         self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor, back: Tensor,
         token_noise: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the targets (B, N, z): the features of the batch's pictures ("repa") or the teacher's output ("self").
+        """Return targets (B, N tokens, z channels): encoder features ("repa") or a teacher block's output ("self").
 
-        x, y, noise  clean latents, conditions and noise of the network's input, which the teacher gets as well.
+        x, y, noise  clean latents, conditions and noise of the network; the teacher, its EMA copy, gets the same ones.
         normal       (B,) standard normal numbers, which process.noise_level maps to the network's noise levels.
         back         (B,) in [0, 1): process.cleaner lowers the teacher's noise levels by alignment.gap · back.
         token_noise  (B, channels) noise of the class tokens; None: there are none.

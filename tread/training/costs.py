@@ -59,8 +59,8 @@ def count_kinds(cfg: Settings, steps: range) -> Counter[Kind]:
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
-    """Return the distinct pairs (token routes, whether alignment is in the loss) of the training steps `steps`. Of the
-    ratios that train.ratio_schedule goes through, only a few are included, such as the first and the last."""
+    """Return the distinct pairs (token routes, whether alignment is in the loss) of the training steps `steps`. While
+    train.ratio_schedule changes the ratio, only the ratios at its two ends and at the ends of `steps` are included."""
     schedule = cfg.train.ratio_schedule
     more = (schedule.first, schedule.last, steps.stop - 1) if schedule else ()
     places = [*changes(cfg, steps), *(step for step in more if step in steps)]
@@ -196,8 +196,8 @@ def plan_memory(
     compiled: bool, aligner: Aligner | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """Choose how steps on micro-batches of `images` samples save memory, as train.memory says. "auto" takes the first
-    of "plain", "budget" (if `compiled`) and "checkpointing" with which steps of all `kinds` (see Kind) fit into the
-    share USABLE of `room` bytes; if none fits, it takes the last. A plan that does not fit has a warning."""
+    of "plain", "budget" (if `compiled`) and "checkpointing" with which steps of all `kinds` (see Kind) fit into 94%
+    (USABLE) of the device's `room` bytes; if none fits, it takes the last. A plan that does not fit has a warning."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [((), False)], {}, images
 
@@ -242,9 +242,11 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
         cost = dinov2_cost(alignment.encoder, picture_side(cfg))
         return 4 * 12 * LAYERS[alignment.encoder] * cost.width**2 + images * 40 * (cost.tokens + 1) * cost.width
     parts = [part for part in (encoder.run, *getattr(encoder.run, "args", ())) if isinstance(part, nn.Module)]
+    weights = [weight for part in parts for weight in part.parameters()]
     with Alive() as alive:
+        alive.known |= {weight.untyped_storage()._cdata for weight in weights}  # views of weights take no memory
         encoder.encode(torch.zeros(1, 3, *[picture_side(cfg)] * 2, dtype=torch.uint8))
-    return sum(weight.nbytes for part in parts for weight in part.parameters()) + images * alive.peak
+    return sum(weight.nbytes for weight in weights) + images * alive.peak
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
@@ -269,8 +271,8 @@ def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
 
 
 def largest_micro_batch(few: StepMemory, more: StepMemory, images: int, room: float) -> int:
-    """Return the largest divisor of `images` with which a step fits into the share USABLE of `room` bytes; 0 if even
-    one sample does not. `few` and `more` are a step's memory with one sample and with two."""
+    """Return the largest divisor of `images` that, as micro-batch size, makes a step fit into 94% (USABLE) of the
+    device's `room` bytes; 0 if 1 does not. `few` and `more` are a step's memory with one sample and with two."""
     each = more.saved - few.saved
     fits = (n for n in range(images, 0, -1) if images % n == 0 and few.peak + (n - 1) * each <= USABLE * room)
     return next(fits, 0)

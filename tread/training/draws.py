@@ -18,7 +18,7 @@ from tread.training.settings import Settings
 
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers of one training step, for the B samples of a batch."""
+    """The random numbers of one training step for a batch of B samples. Comments in the source explain each field."""
 
     level: Tensor  # (B,) standard normal, to become noise levels
     noise: Tensor  # (B, C, S, S) standard normal, to be added to the latents

@@ -25,7 +25,7 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of an iteration: σ → a·σ + b·σ
 
 
 def block_matrices(network: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of linear layers in the network's blocks, except adaLN modulations and single rows/columns."""
+    """Return the weights of the blocks' linear layers, except adaLN modulations and weights with one row or column."""
     weights = [layer.weight for name, layer in block_layers(network) if "adaLN_modulation" not in name]
     return [weight for weight in weights if min(weight.shape) > 1]
 

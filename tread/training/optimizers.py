@@ -18,9 +18,9 @@ from tread.training.muon import Muon, Scale, block_matrices, groups_of
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer for optim.name. Checkpoints save its `state` and `param_groups`, and a skipped step changes neither.
-    `make`, a class or a function that returns an optimizer, gets the parameters and, by keyword, lr, the settings of
-    section optim that `shared` names, and those in optim.options."""
+    """An optimizer for optim.name; checkpoints save its `state` and `param_groups`, which skipped steps don't change.
+    `make` gets the parameters (if it `splits`, as muon.groups_of's two groups) and, by keyword, lr, optim's settings in
+    `shared`, and optim.options. `copies` maps optim.options to the count of state numbers per parameter value."""
 
     make: Callable[..., torch.optim.Optimizer]
     copies: Callable[[dict], float]  # function of optim.options: how many numbers of state a parameter value has

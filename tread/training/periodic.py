@@ -53,7 +53,7 @@ class Clock:
         self.first, self.flops = self.run.step, self.run.flops
 
     def tick(self, due: bool) -> None:
-        """Call after each step; `due` says if its log comes next. Prints the start's time and, later, a forecast."""
+        """Call after each step; `due`: whether `log` is next. Prints how long the start took and, later, a forecast."""
         if self.run.step in (self.start_step + 1, self.settled):
             wait_for(self.run.device)
             self.advance()
@@ -298,7 +298,7 @@ def evaluated(run: Run) -> Iterator[Batch]:
 
 
 def log_fid(run: Run) -> bool:
-    """Record the FID of eval.fid_samples EMA samples with fixed seeds. Returns False if the run was asked to stop."""
+    """Record the FID of eval.fid_samples samples of the EMA weights, at fixed seeds. Returns False if asked to stop."""
     began, processes = time.perf_counter(), run.processes
     seeds = range(run.cfg.eval.fid_samples)[processes.rank :: processes.count]
     drawn_by, stopped = sampler(run, len(seeds)), lambda: run.stop.reason is not None
@@ -322,8 +322,8 @@ def grid_path(run: Run) -> Path:
 
 
 def draw_grid(run: Run) -> None:
-    """Save the loss curve, and a grid of EMA samples: a row per class or caption, with the same noise each time. The
-    processes share the samples equally; all must call this."""
+    """Save the loss curve, and a grid of samples drawn with the EMA weights: a row per class or caption, with the same
+    noise each time. The processes share the samples equally; all must call this."""
     sampling, processes = run.cfg.sampling, run.processes
     classes = spread_classes(run.model.num_labels, sampling.classes)
     labels = torch.tensor(classes).repeat_interleave(sampling.per_class)
@@ -341,14 +341,14 @@ def draw_grid(run: Run) -> None:
 
 
 def draw_samples(run: Run, seeds: Sequence[int], labels: Tensor, prompts: Text | None = None) -> Tensor:
-    """Draw EMA samples (n, 1 or 3, H, W) uint8, one per seed. `labels` (n,) are classes or, for a network that takes
-    text, indices into the encoded captions `prompts` (None: those of the run's sample grids)."""
+    """Draw samples (n, 1 or 3, H, W) uint8 with the EMA weights, one per seed. `labels` (n,) are classes or, for a
+    network that takes text, indices into the encoded captions `prompts` (None: those of the run's sample grids)."""
     model = run.model if prompts is None else replace(run.model, prompts=prompts)
     return torch.cat(list(draw_pictures(model, run.decoder, seeds, labels, sampler(run, len(labels)))))
 
 
 def sampler(run: Run, samples: int) -> Sampler:
-    """Return the run's sampler for batches of `samples` samples, at most 64."""
+    """Return the run's sampler, with batches of min(`samples`, 64) samples."""
     sampling = run.cfg.sampling
     return Sampler.of(run.model.process, sampling.steps, sampling.solver, min(64, samples), run.precision)
 
@@ -416,7 +416,7 @@ def finish_saving(run: Run, wait: bool = True) -> None:
 
 
 def judge_demo(run: Run) -> None:
-    """Draw run.demo_samples EMA samples of digits or emoji, and record their scores, unless they are recorded already.
+    """Draw run.demo_samples digits or emoji with the EMA weights, and record their scores, unless recorded already.
     Raises ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
     if run.main and count and "demo_samples" not in done_before(run):
@@ -426,7 +426,7 @@ def judge_demo(run: Run) -> None:
 
 
 def judged_samples(run: Run, count: int) -> dict[str, float]:
-    """Draw `count` EMA samples of digits, or of emoji by captions, and return their judge's metrics {name: value}."""
+    """Draw `count` digits, or emoji for captions, with the EMA weights, and return their scores {metric: value}."""
     if run.cfg.dataset.embedded == "digits":
         labels = torch.arange(count) % run.cfg.dataset.num_classes
         return judge_digits(draw_samples(run, range(count), labels).numpy(), labels.numpy())

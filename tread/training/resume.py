@@ -169,6 +169,6 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Return whether `value` is null or "auto" for a setting of dataset, text, rf or MaskDiT's decoder. Its value then
-    follows later, from the dataset's folder, the encoder's size, the latents' shape or the user."""
+    """Return whether `value` is null or "auto" for a setting of dataset, text, rf or MaskDiT's decoder. Its value is
+    then filled in later: from the dataset's folder, the encoder's size or the latents' shape, or by the user."""
     return key.startswith(("dataset.", "model.decoder_", "rf.", "text.")) and value in (None, "auto")

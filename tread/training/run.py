@@ -70,7 +70,7 @@ class StepStatistics:
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
     def restart(self) -> None:
-        """Begin the sums of losses and gradient norms anew, but keep counting the bad steps in a row."""
+        """Zero the sums, but not the current count of consecutive bad steps (loss or gradient not finite)."""
         self.sums[:4] = self.sums[6:] = 0.0
         self.sums[5] = self.sums[4]
 
@@ -81,7 +81,7 @@ class Failure(Exception):
 
 @dataclass
 class Run:
-    """The state that a run carries from step to step."""
+    """The state that a run carries from step to step. Comments in the source explain fields and further attributes."""
 
     cfg: Settings
     config: dict

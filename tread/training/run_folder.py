@@ -31,7 +31,7 @@ def decisive(keys: Iterable[str], config: dict) -> list[str]:
 
 @dataclass(frozen=True)
 class Claim:
-    """How a run starts in a folder: at step 0, or from a checkpoint."""
+    """How a run starts in a folder: from `checkpoint` or, if None, step 0. Comments in the source explain the rest."""
 
     checkpoint: Checkpoint | None = None  # where it goes on; None: at step 0
     changed: dict[str, tuple[object, object]] = field(default_factory=dict)  # settings by dotted key: (before, now)

@@ -56,7 +56,7 @@ def loss(
 
 
 class Inputs(NamedTuple):
-    """All values that differ between training steps with equal token routes and shapes, on the device."""
+    """What differs between steps of equal routes and shapes, on the device. Comments in the source explain it."""
 
     draws: Draws  # for the global batch
     batches: list[Batch]  # this process's micro-batches
