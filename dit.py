@@ -22,7 +22,7 @@ MlpKind = Literal["gelu", "swiglu"]
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention. qk_norm: RMSNorm on q and k. Raises ValueError unless num_heads divides dim."""
+    """Multi-head self-attention. qk_norm: RMSNorm of q, k per head. Raises ValueError unless num_heads divides dim."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool = False) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def write(path: str | None, result: dict) -> None:
 
 
 def begin(main: Callable[[], None]) -> None:
-    """Run a benchmark's `main`, or print its docstring for --help. ValueError and OSError end it with one line."""
+    """Run `main`, or print its file's docstring for --help. ValueError and OSError end a benchmark with one line."""
     answer_help(sys.modules["__main__"].__doc__)
     with explained():
         main()
@@ -174,7 +174,7 @@ def circumstances() -> dict[str, str]:
 
 
 def command() -> str:
-    """Return this process's command line. Absolute paths become relative to this checkout; of others the base name."""
+    """Return this process's command line, absolute paths made relative to this checkout or, outside it, base names."""
     words = []
     for word in sys.argv[1:]:
         key, equals, value = word.rpartition("=")

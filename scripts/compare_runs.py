@@ -5,8 +5,8 @@ against steps, FLOPs and time) and comparison.csv (their numbers) beside the fir
 path.png and path.csv instead. Existing files are replaced. Runs that differ only in their seed are averaged: mean ±
 standard deviation. Without several seeds, differences of a few percent may be chance.
 
-On held-out data, EDM's loss, rectified flow's velocity error, and the loss that older versions of this code wrote for
-rectified flow are three different quantities, with a column and a curve each. The training loss is left out, as it
+On held-out data, EDM's evaluation loss, rectified flow's velocity error, and the evaluation loss that older versions of
+this code wrote for rectified flow are three different quantities. The training loss is left out, as it usually
 is higher if tokens skip blocks. images/s is the median over the run; to measure speeds, use benchmarks/step_time.py.
 """
 

@@ -116,7 +116,7 @@ def grid(columns: Columns, names: Iterable[str]) -> list[str]:
 
 
 def seconds_alone(results: Results) -> dict[str, str]:
-    """Return {arm: mean over runs of training seconds, less slow first steps}, if each run had a device to itself."""
+    """Return {arm: mean training seconds, less slow first steps} of arms whose runs each had a device to themselves."""
     cells = {}
     for arm, runs in results.items():
         alone = runs and all(run["timed_on"] is not None and run["timed_on"][1:] == (1,) for run in runs)
@@ -156,7 +156,8 @@ def outcome(study: Study, results: Results) -> list[str]:
     best = METRICS[rule["metrics"][0]].best(ran, key=ends.get, default=rule["rivals"][0])
     said, signs = [], []
     for metric in rule["metrics"]:
-        less = estimate(differences(results[rule["arm"]], results[best], last_difference, metric))
+        pair = results.get(rule["arm"], ()), results.get(best, ())
+        less = estimate(differences(*pair, last_difference, metric))
         said.append(f"{METRICS[metric].title} {less.signed() if less else 'not paired'}")
         better = -1 if METRICS[metric].better == "lower" else 1
         signs.append(better * less.sign if less and less.sign is not None else None)
@@ -296,7 +297,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_precision(study: Study, results: Results, path: Path) -> None:
-    """Draw to image `path` arms' differences at the end and, if some are guided, FID and recall against precision."""
+    """Draw to image `path` arms' differences at the end (end_panels) and, if some are guided, balance_panels."""
     networks = networks_of(study, results)
     guided = any(results[arm] for arm in results if arm not in networks)
     panels = end_panels(study, networks) + (balance_panels(study, results) if guided else [])

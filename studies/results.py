@@ -14,7 +14,7 @@ from tread.evaluation.metric_table import METRICS
 
 
 class Made(TypedDict):
-    """The results so far of one run: an arm (kind of run) with one seed. Comments in the source explain each field."""
+    """The results so far of one run: an arm (kind of run) with one seed. Comments in the source explain fields."""
 
     seed: int
     points: list[dict]  # over training, each with images, FLOPs and metrics

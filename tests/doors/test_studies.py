@@ -375,6 +375,8 @@ def test_an_arm_behind_one_rival_is_behind_the_best_of_them():
         losses = {"TREAD": tread, "dense 8": 1.0, "dense 12": 1.2}
         made = {one.training.key: result_of(one, {1: losses[one.arm] + one.training.seed / 100}) for one in runs}
         assert said in figures.outcome(read, results.gather(runs, made))[0]
+    begun = results.gather(study.plan(read, made={}), {})  # no trial has run, so the arms that choose are not planned
+    assert "not decided: TREAD, dense 12" in figures.table(read, begun)
 
 
 def test_mechanisms_arms_are_cifar10s_and_one_that_removes_nothing():

@@ -272,10 +272,11 @@ def test_two_do_not_train_in_one_folder(tmp_path):
         RunLog(tmp_path).start(0, {})
 
 
-def test_init_from_a_run_that_still_trains_is_the_checkpoint_of_now(tmp_path):
+def test_init_from_a_run_that_still_trains_is_the_checkpoint_of_now(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     for step in (1, 2):
         checkpoint.save(tmp_path, step, {"ema": {}}, {"config": {}})
-    for source in (tmp_path, tmp_path / "latest"):
+    for source in (tmp_path, tmp_path / "latest", "~", "~/latest"):
         assert checkpoint.pinned(str(source)) == str(tmp_path / "step_0000002")
     for other in ("hf:ann/digits", "a.pt", str(tmp_path / "step_0000001")):
         assert checkpoint.pinned(other) == other

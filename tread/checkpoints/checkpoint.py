@@ -282,7 +282,8 @@ def newest(run: Path) -> Path | None:
 
 def pinned(source: str) -> str:
     """Return `source` or, for a run's folder or link `latest`, the checkpoint's folder to which the link points now."""
-    path = newest(Path(source)) or Path(source)
+    path = Path(source).expanduser()
+    path = newest(path) or path
     return str(path.with_name(path.resolve().name)) if path.name == "latest" and path.is_dir() else source
 
 

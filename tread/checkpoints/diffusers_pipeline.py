@@ -103,7 +103,7 @@ class TreadPipeline(DiffusionPipeline):
         interval              (lowest, highest) noise level, σ (EDM) or t (rectified flow), at which guidance is on.
         same_ids              True, for "sparse…": D_strong and D_weak pick tokens by the same random numbers.
         solver                "heun" or "euler"; None: Heun for EDM, Euler for rectified flow.
-        shift                 rectified flow's s in t' = s·t/(1+(s−1)·t); s<1: more steps near noise; None: as trained.
+        shift                 rectified flow's s: u=1−t → s·u/(1+(s−1)·u); s<1: more steps near noise; None: as trained.
         churn                 S_churn of EDM's stochastic Heun sampler; 0: no noise is added.
         batch_size            most pictures drawn at once.
         text_encoder          hub id or folder of the text encoder; None: the one used in training.

@@ -242,5 +242,5 @@ class LatentDataset:
 
     @functools.cached_property
     def captions(self) -> list[list[str]]:
-        """The captions of each sample as text. ValueError if it has none, FileNotFoundError if their file is gone."""
+        """The captions of each sample as text. ValueError if there are none, FileNotFoundError if the file is gone."""
         return read_captions(self.folder, read_index(self.folder))

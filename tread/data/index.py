@@ -13,7 +13,7 @@ VERSION = 1
 
 
 def read_index(folder: Path) -> dict:
-    """Return a dataset's parsed index.json. Raises FileNotFoundError if it is missing, ValueError if it is damaged."""
+    """Return a dataset's parsed index.json. FileNotFoundError if missing, ValueError for damage or another version."""
     path = Path(folder) / "index.json"
     if not path.is_file():
         how = "prepare or import one there"

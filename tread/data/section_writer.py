@@ -156,7 +156,7 @@ class TextWriter(SectionWriter):
     """Writes a dataset's captions, encoded by one encoder. The last shard has one row, the empty caption.
 
     counts      (samples,) number of captions of each sample, at least 1, else ValueError.
-    shard_size  captions in a shard; an interrupted shard is made anew. None: as many as fit into 256 MB.
+    shard_size  captions in a shard; an interrupted shard is made anew. None: as many as fit into 256 MiB.
     """
 
     def __init__(self, folder: Path, spec: TextSpec, counts: Sequence[int], shard_size: int | None = None) -> None:

@@ -200,6 +200,6 @@ class ShardStore:
 
 
 def differences(there: Mapping, here: Mapping) -> str:
-    """Return a line per key whose value (None if missing) differs in `there`, the plan on disk, and `here`, ours."""
+    """Return a line per key whose value (None if missing) differs between `there`, a plan on disk, and `here`, ours."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return "\n".join(f"  {key}: {str(there.get(key))[:80]} there, {str(here.get(key))[:80]} here" for key in keys)

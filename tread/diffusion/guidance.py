@@ -38,7 +38,7 @@ Shape = Literal["cosine", "linear"]
 @dataclass(frozen=True)
 class Kind:
     """A row of the table in guidance.py's docstring: which branches get the class (weak_class=None: no weak branch), if
-    tokens skip blocks, and if the weak one has its own network ("never", "may", "must") or no sparse part (SPRINT)."""
+    tokens skip blocks, and if the weak branch has its own network ("never", "may", "must") or no SPRINT sparse part."""
 
     strong_class: bool  # whether the strong branch gets the class
     weak_class: bool | None  # whether the weak branch gets it; None: there is no weak branch
@@ -194,7 +194,7 @@ class Branch:
 
     denoise  function (x, level, y, routes) → D, the predicted data.
     y        conditions: (B,) int64 labels, which may be the null class, or texts.
-    routes   function from a denoiser call's index to pairs (Route, kept indices or draws), or to () if all tokens run.
+    routes   maps a denoiser call's index to pairs (Route, kept indices or random numbers to choose them); () for none.
     """
 
     denoise: Callable[[Tensor, Tensor, Condition, Routes], Tensor]

@@ -54,8 +54,8 @@ def load(
     autoencoder       hub id, folder or file of the autoencoder that decodes latents; None: the one that the run used.
     decode_precision  precision of the autoencoder: "fp32", "tf32" or "bf16".
     text_encoder      hub id or folder of the encoder for prompts; None: the one that the run used.
-    plugins           modules, or paths of .py files, to import first. The run's own plugins, whose names or paths the
-                      checkpoint records, are imported anyway.
+    plugins           modules, or paths of .py files, to import first. Those that the checkpoint records are imported
+                      anyway, except files in the checkpoint's or its run's folder: ValueError unless named here.
 
     Raises ValueError or FileNotFoundError if the checkpoint is missing or damaged, or does not suit the options.
     """
@@ -154,7 +154,7 @@ class TrainedModel:
         output    "pil": a list of pictures; "pt" (n, 3, H, W) and "np" (n, H, W, 3): float32 in 0..1, with 1 channel if
                   pictures are grey; "latent": (n, C, S, S) fp32, in the units of the autoencoder's decoder.
         on_step   called at each step, batch by batch, with its number, the noise level, the current latents (b, C, S,
-                  S) and the predicted clean ones, both scaled as the network sees them.
+                  S) and the predicted clean ones, both as network latents (see tread/data/latents.py).
 
         Raises ValueError before sampling for options that do not fit, and during it if samples are not finite.
         """

@@ -31,7 +31,7 @@ from tread.runtime.device import exact
 from tread.runtime.files import content_hash
 from tread.runtime.tensor_files import listed
 
-LONGEST = 128  # most tokens of a caption, unless the encoder or the user sets a lower limit
+LONGEST = 128  # most tokens of a caption (fewer if the encoder takes fewer), unless the user sets their number
 AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")  # models that number positions from pad_token_id + 1
 AT_ONCE = 256  # most captions in a batch
 BEGIN, UNKNOWN = "<begin>", "<unknown>"  # word numbers 0 and 1; padding is also 0, but masked
@@ -104,7 +104,7 @@ class ModelEncoder:
         self._clip = model.config.model_type == "clip_text_model"
         positions = getattr(model.config, "max_position_embeddings", 0)
         positions -= model.config.pad_token_id + 1 if model.config.model_type in AFTER_PADDING else 0
-        limits = self._tokenizer.model_max_length, positions  # None or above 1e6: no limit
+        limits = self._tokenizer.model_max_length, positions  # None, 0 or above 1e6: no limit
         limit = min((limit for limit in limits if limit and limit < 1e6), default=None)
         if tokens is not None and limit is not None and tokens > limit:
             raise ValueError(f"tokens is {tokens}, but {name} takes {limit} at most")

@@ -66,9 +66,9 @@ def open_pictures(path: Path, crop: Crop | None, processes: Processes, skip: boo
 
     crop  how photos of a folder or tar are prepared, as for training: converted to RGB and cropped as ADM does. None:
           pictures must be 8-bit RGB of one size, and are taken as they are.
-    skip  damaged files of a folder or tar, found when all are read: True leaves them out, False names them in an error.
+    skip  whether damaged files of a folder or tar are left out; if not, ValueError names them (some only in decoding).
 
-    Raises FileNotFoundError if nothing is at `path`, ValueError for another kind of file or fewer than 2 pictures.
+    Raises FileNotFoundError if nothing is at `path`, ValueError for unfit or damaged files or fewer than 2 pictures.
     """
     inside = ""
     if not path.exists():

@@ -113,7 +113,7 @@ def symmetric(triangle: np.ndarray) -> np.ndarray:
 
 
 def statistics(what: str, features: ShardStore, kind: str, processes: Processes) -> Statistics:
-    """Return mean (D,) and covariance (D, D) of the "pool" or "spatial" features; `what` is a progress bar's title."""
+    """Return mean (D,) and covariance (D, D) of "pool" or "spatial" features; `what` names them in a progress bar."""
     with processes.bar(f"mean and covariance of {what}, {kind}", sum(map(len, features.ranges))) as progress:
 
         def parts() -> Iterator[np.ndarray]:

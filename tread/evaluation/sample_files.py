@@ -85,7 +85,7 @@ class SampleFiles:
     A file of latents holds `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,); metadata say how they were made.
 
     out        the path. None: samples.png (latents: samples.safetensors), or samples-1.png, … if that exists.
-    overwrite  whether existing files are replaced; if not, `check` raises ValueError.
+    overwrite  whether existing files are replaced; if not, `check` raises ValueError for them.
     seeds      the seeds; the grid has a column for each.
     labels     the labels; the grid has a row for each.
     classes    the dataset's class names, or the prompts. A label ≥ len(classes) means no class.

@@ -412,7 +412,7 @@ def check_target(path: Path, reference: Reference) -> None:
     if reference.pictures is None:
         raise ValueError(f"{reference.where} holds no pictures to make statistics of")
     if reference.stated:
-        raise ValueError(f"{reference.where} holds mu and sigma: it is such a file, and may hold other pictures")
+        raise ValueError(f"{reference.where} holds mu and sigma already, maybe not those of the pictures in it")
     if path.exists():
         raise FileExistsError(f"save_reference={path} is there already; remove it, or choose another name")
     check_place(path.parent, 0)

@@ -57,7 +57,7 @@ class TextSettings:
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """The options that all architectures share, most of them arguments of Backbone. `name` is that of the file in
+    """The options that all architectures share, most of them arguments of the network. `name` is that of the file in
     configs/model; position_scale multiplies tokens' rows and columns in fixed position embeddings. Subclasses override:
 
     network     the network's class.

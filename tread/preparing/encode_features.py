@@ -111,8 +111,8 @@ def find_again(
 ) -> tuple[Photos, Crop, np.ndarray]:
     """Find the photos from which a dataset (training or held-out) was made, as recorded in its report.json. `source`,
     `root` and `labels` must be the options that scripts/prepare_latents.py was given. Returns all photos of the source,
-    how they are cropped, and for each sample the index of its photo, (n,). Raises ValueError or OSError if report.json
-    is missing, or if names, labels or classes have changed."""
+    how they are cropped, and for each sample the index of its photo, (n,). Raises ValueError or OSError if there is no
+    such record, or if names, labels or classes have changed."""
     report = data.folder / "report.json"
     made = json.loads(report.read_text()) if report.is_file() else {}
     plan = made.get("plan", {})

@@ -1,4 +1,4 @@
-"""Finds the scores (fid.json, fid.csv) below a run's folder; unreadable files are skipped and named in messages."""
+"""Finds scores (fid.json, fid.csv) in a run's folder and below; unreadable files are skipped and named in messages."""
 
 import csv
 import json

@@ -26,8 +26,8 @@ SPENT = {  # keys of metrics.jsonl, in seconds → the work besides training ste
     "judge_seconds": "judging samples at the end",
     "save_seconds": "saving checkpoints",
 }
-RISEN = 1.005  # two losses in a row above RISEN × the lowest are no chance: held-out points are always the same
-PICTURES = 48  # most pictures in a page, of all runs together
+RISEN = 1.005  # two losses in a row above RISEN × the lowest are not chance: held-out points are always the same
+PICTURES = 48  # most pictures in a page, of all runs together; but each run may have two
 ABOUT = {  # columns of a score besides its metrics
     "count": "samples",
     "guidance": "guidance",
@@ -95,7 +95,7 @@ def add_results(page: Page, subject: Subject) -> None:
     page.table(*results_table(subject.groups))
     page.points(said := verdicts(subject.comparable))
     if said and all(len(group.runs) == 1 for group in subject.comparable):
-        page.text("Without several seeds of each, differences of a few percent are chance.")
+        page.text("Without several seeds of each, differences of a few percent may be chance.")
 
 
 def add_troubles(page: Page, subject: Subject) -> None:

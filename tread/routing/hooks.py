@@ -166,7 +166,7 @@ class Routing:
         """Raise RuntimeError if inputs were saved for a route, but its last block, which needs them, did not run."""
         for route in [self.routes[number] for number, (_, _, forward) in self._rejoins.items() if forward]:
             said = f"block {route.end}, the last of a route with rejoin, was not called after block {route.rejoin}"
-            raise RuntimeError(f"{said}: leave rejoin out if blocks may be skipped; re-enter after errors")
+            raise RuntimeError(f"{said}: leave rejoin out if blocks may be skipped; after errors, re-enter the context")
 
     def _save(self, number: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._ids is not None:
@@ -350,8 +350,8 @@ def attach_routes(
                   runs the block twice more, at its first call on a route outside compiled graphs. False: no check,
                   for blocks that use the order on purpose, such as scans.
 
-    Raises ValueError for routes that do not fit the blocks or need run_blocks (select="norm", rejoin="stale"), for
-    `tokens` not the first input, a block listed twice and, with the default `select`, modules with batch_first=False.
+    Raises ValueError for routes that do not fit or need run_blocks (select="norm", rejoin="stale"), for a name `tokens`
+    other than the first input's, a block listed twice and, with the default `select`, modules with batch_first=False.
     """
     routes = [routes] if isinstance(routes, Route) else routes
     for route in routes:

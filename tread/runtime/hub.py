@@ -1,5 +1,5 @@
-"""Downloads from and uploads to the Hugging Face hub, which first check that the server answers within seconds. Without
-this check, the libraries would retry a silent server for minutes."""
+"""Downloads from and uploads to the Hugging Face hub, and checks that its server answers within seconds. Without such
+a check first, the libraries would retry a silent server for minutes."""
 
 import re
 import sys
@@ -74,7 +74,7 @@ def revision_in(path: object) -> str | None:
 
 
 def check_repository(name: str) -> None:
-    """Raise ValueError if `name` is not "user/name" or no hub login is stored, OSError if the hub does not answer."""
+    """Raise ValueError if `name` is not "user/name" or no hub login is found, OSError if the hub does not answer."""
     from huggingface_hub import get_token
 
     if not HUB_ID.fullmatch(name) or "/" not in name:

@@ -18,7 +18,7 @@ _imported: dict[str, tuple[str, str]] = {}  # file or module name → its absolu
 def import_plugins(names: Sequence[str]) -> None:
     """Import modules by dotted names or paths of .py files, each once per process. A file is skipped if a file of the
     same name was imported before and this one is missing or has the same content. Raises ValueError if a module can't
-    be imported, or if a file of the same name but other content was imported before."""
+    be imported, or if a different file of the same name, with other content, was imported before."""
     for name in names:
         place, module = absolute(name), Path(name).name
         if module in _imported and (place in sys.modules or not Path(place).is_file()):

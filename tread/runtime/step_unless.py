@@ -11,7 +11,7 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
 
     The choice between the values before and after the step is made on the device. The host must wait for the device in
     two cases: if the step creates state, as the first one does, or if it changes Python numbers or tensors on another
-    device. One such tensor is state["step"] of torch's optimizers on a GPU, unless capturable=True.
+    device. For parameters on a GPU, torch's optimizers have such a tensor, state["step"], unless capturable or fused.
     """
     for gradient in gradients:
         gradient.masked_fill_(bad, 0.0)  # a step may raise an error for NaN

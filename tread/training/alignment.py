@@ -141,7 +141,7 @@ class Aligned(nn.Module):
 
 @dataclass(frozen=True)
 class Aligner:
-    """Computes the targets, loss and FLOPs of a run's alignment. Comments in the source explain each field."""
+    """Computes the targets, loss and FLOPs of a run's alignment. Comments in the source explain fields."""
 
     settings: Alignment
     module: Aligned  # the network with its projector

@@ -59,8 +59,8 @@ def count_kinds(cfg: Settings, steps: range) -> Counter[Kind]:
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
-    """Return the distinct pairs (token routes, whether alignment is in the loss) of the training steps `steps`. While
-    train.ratio_schedule changes the ratio, only the ratios at its two ends and at the ends of `steps` are included."""
+    """Return the distinct pairs (token routes, whether alignment is in the loss) of the training steps `steps`. Of the
+    ratios of train.ratio_schedule, only those at its two ends, at the ends of `steps` and at alignment's end count."""
     schedule = cfg.train.ratio_schedule
     more = (schedule.first, schedule.last, steps.stop - 1) if schedule else ()
     places = [*changes(cfg, steps), *(step for step in more if step in steps)]

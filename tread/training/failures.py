@@ -18,8 +18,8 @@ from tread.training.step import loss, training_step
 
 
 class Launch:
-    """Context manager around train.py's work: listens for stop signals, turns expected errors into a message without
-    traceback and exit code 1, and ends the process with the exit code INTERRUPTED if a signal stopped the run."""
+    """Context manager around train.py's work: listens for stop signals, turns expected errors into exit code 1 and a
+    message without traceback, and ends the process with the exit code INTERRUPTED if a signal stopped the run."""
 
     def __init__(self) -> None:
         self.stop = Stop()

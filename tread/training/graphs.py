@@ -88,9 +88,9 @@ class Graphs:
         """Record a graph of a step, and return a function that replays it on the inputs in `kind.buffers`, which is set
         here. `leaves` and `layout` are a step's inputs, flattened by tree_flatten. The run's weights do not change.
 
-        If recording fails in any process, or if losses or gradient norms with the graph differ from those without it
-        (AssertionError), all processes raise an error. An error in a trial step, before recording or in a replay, is
-        raised only in the process where it happens, as Failure if the run has several processes.
+        All processes raise an error if, in any of them, recording fails, or losses or gradient norms with the graph
+        differ from those without it (AssertionError in that process). An error in a trial step, before recording or in
+        a replay, is raised only in the process where it happens, as Failure if the run has several processes.
         """
         clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
         current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))

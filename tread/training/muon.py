@@ -39,7 +39,7 @@ def groups_of(parameters: Iterable[nn.Parameter], network: nn.Module) -> list[di
 
 
 def orthogonalized(matrices: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
-    """Return matrices (n, rows, columns) with nonzero singular values near 1, by Newton–Schulz steps in `dtype`."""
+    """Return `matrices` (n, rows, columns) with nonzero singular values brought near 1, by Newton–Schulz in `dtype`."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
