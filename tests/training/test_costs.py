@@ -168,6 +168,9 @@ def test_an_open_encoder_is_traced_on_a_picture(composed):
     encoder = Encoder("own", partial(run_wide, wide), torch.device("cpu"), None, "")
     each = costs.live_bytes(cfg, 2, encoder) - costs.live_bytes(cfg, 1, encoder)
     assert 4 * 4096 <= each <= 4 * (4096 + 3 + 2 * 256 * 3)
+    half = replace(encoder, precision="bf16")
+    each = costs.live_bytes(cfg, 2, half) - costs.live_bytes(cfg, 1, half)
+    assert 6 * 4096 <= each <= 6 * 4096 + 4 * (3 + 2 * 256 * 3)  # its output in bf16, and in fp32
 
 
 def run_layer(layer, pictures):

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Literal
 
@@ -126,12 +126,12 @@ def memory_of(device: torch.device) -> int:
 
 
 class Alive(TorchDispatchMode):
-    """Context that tracks bytes of live storages that operators in it returned: `now`, and `peak`, the highest yet."""
+    """Context that counts bytes of live storages that operators in it return, save `earlier` ones: `now` and `peak`."""
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.known: set[int] = set()
+        self.known = {tensor.untyped_storage()._cdata for tensor in earlier}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:
         result = func(*args, **(kwargs or {}))

@@ -234,7 +234,7 @@ def picture_side(cfg: Settings) -> int:
 
 def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> int:
     """Return the bytes of REPA's encoder and its activations for `images` pictures; 0 unless alignment.source=live.
-    They are measured with a blank picture; encoder=None: they are estimated for the DINOv2 in alignment.encoder."""
+    They are measured with blank pictures; encoder=None: they are estimated for the DINOv2 in alignment.encoder."""
     alignment = cfg.alignment
     if alignment.kind != "repa" or alignment.source != "live":
         return 0
@@ -242,11 +242,12 @@ def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> in
         cost = dinov2_cost(alignment.encoder, picture_side(cfg))
         return 4 * 12 * LAYERS[alignment.encoder] * cost.width**2 + images * 40 * (cost.tokens + 1) * cost.width
     parts = [part for part in (encoder.run, *getattr(encoder.run, "args", ())) if isinstance(part, nn.Module)]
-    weights = [weight for part in parts for weight in part.parameters()]
-    with Alive() as alive:
-        alive.known |= {weight.untyped_storage()._cdata for weight in weights}  # views of weights take no memory
-        encoder.encode(torch.zeros(1, 3, *[picture_side(cfg)] * 2, dtype=torch.uint8))
-    return sum(weight.nbytes for weight in weights) + images * alive.peak
+    weights, peaks = [weight for part in parts for weight in part.parameters()], []
+    with Alive(weights) as alive:
+        for count in (1, 2):  # the difference leaves out copies of weights in bf16
+            encoder.encode(torch.zeros(count, 3, *[picture_side(cfg)] * 2, dtype=torch.uint8))
+            peaks.append(alive.peak)
+    return sum(weight.nbytes for weight in weights) + peaks[0] + (images - 1) * (peaks[1] - peaks[0])
 
 
 def blank_aligner(cfg: Settings, network: Backbone) -> Aligner | None:
@@ -274,8 +275,7 @@ def largest_micro_batch(few: StepMemory, more: StepMemory, images: int, room: fl
     """Return the largest divisor of `images` that, as micro-batch size, makes a step fit into 94% (USABLE) of the
     device's `room` bytes; 0 if 1 does not. `few` and `more` are a step's memory with one sample and with two."""
     each = more.saved - few.saved
-    fits = (n for n in range(images, 0, -1) if images % n == 0 and few.peak + (n - 1) * each <= USABLE * room)
-    return next(fits, 0)
+    return next((n for n in range(images, 0, -1) if images % n == 0 and few.peak + (n - 1) * each <= USABLE * room), 0)
 
 
 def measured_seconds(
