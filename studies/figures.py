@@ -163,8 +163,8 @@ def outcome(study: Study, results: Results) -> list[str]:
         signs.append(better * less.sign if less and less.sign is not None else None)
     if absent and signs[0] != -1:
         return [f"The rule is not decided: {', '.join(absent)} not run.", ""]
-    verdict = f"{rule['arm']} {'beats' if signs == [1] * len(signs) else 'does not beat'} it"
-    verdict = "too few seeds for a verdict" if None in signs and {0, -1}.isdisjoint(signs) else verdict
+    words = "beats it" if {*signs} == {1} else "does not beat it" if {0, -1} & {*signs} else None  # None: too few seeds
+    verdict = f"{rule['arm']} {words}" if words else "too few seeds for a verdict"
     rival = f"the best rival of those that have run (not {', '.join(absent)})" if absent else "the best rival"
     return [f"By the rule, against {rival}, {best}: {'; '.join(said)}: {verdict}.", ""]
 
