@@ -80,6 +80,7 @@ def test_pictures_are_decoded_in_batches_of_one_shape(tiny):
     assert torch.equal(backward.flip(0), forward)
 
 
+@pytest.mark.slow
 def test_pictures_hardly_depend_on_the_shape_of_the_batch(tiny):
     """Within one grey level on at least 99.9% of the pixels, decoded as latents in −1..1."""
 
@@ -347,7 +348,9 @@ def uncached(device, precision):
     return torch.autocast(device.type, torch.bfloat16, precision == "bf16", cache_enabled=False)
 
 
-@pytest.mark.parametrize("guidance", [SPARSE, SCHEDULED], ids=lambda item: item.kind)
+@pytest.mark.parametrize(
+    "guidance", [SPARSE, pytest.param(SCHEDULED, marks=pytest.mark.slow)], ids=lambda item: item.kind
+)
 def test_a_batch_casts_each_weight_once_and_pictures_stay_the_same_bits(tmp_path, composed, guidance, monkeypatch):
     """Both for a network that trains and a frozen one, as averages are; against autocast without its cache; one block
     of the route runs in fp32."""

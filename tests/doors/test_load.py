@@ -80,6 +80,7 @@ def test_on_step_sees_each_step_once(model, solver):
     torch.testing.assert_close(ends, seen[-1][3])  # the last step, to noise level 0, ends at the prediction
 
 
+@pytest.mark.slow
 def test_the_page_s_loop_draws_the_sampler_s_pictures(monkeypatch):
     monkeypatch.chdir(ROOT)
     page = {"noise": seeded_normal([0, 1], (1, 8, 8)).double()}
@@ -148,12 +149,14 @@ assert len(model.sample("3", steps=2)) == 8
 """
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own_it_imports_little_and_prints_nothing():
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", ALONE, DIGITS], env=variables, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_from_the_hub_and_without_it_from_its_cache(tmp_path, monkeypatch):
     shutil.copytree(DIGITS, tmp_path / "hub/ann/digits/main")
     (tmp_path / "hub/ann/pickles/main").mkdir(parents=True)

@@ -4,6 +4,7 @@ References: FLOPs that training itself counts, arithmetic by hand, and a run tha
 """
 
 import contextlib
+import functools
 import json
 import shutil
 import signal
@@ -31,6 +32,13 @@ from tread.encoders.inception import extract, load_inception
 from tread.evaluation.scoring import ScoringOptions
 from tread.models.text_dit import TextDiT
 from tread.runtime import schema
+
+READ = functools.cache(study.read_study)
+
+
+@pytest.fixture(autouse=True)
+def studies_read_once(monkeypatch):
+    monkeypatch.setattr(study, "read_study", READ)
 
 
 def planned(name: str, scale: str = "small") -> dict[tuple[str, int], Planned]:

@@ -46,6 +46,7 @@ def rae(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_rae_from_photos_to_samples(tmp_path, photos, rae, prepare_photos):
     """Its statistics and scale are applied by diffusers alone, once; its pixels lie in 0..1."""
     made = [f"source={photos[0]}", f"out={tmp_path / 'data'}", "resolution=16", f"autoencoder={rae}"]

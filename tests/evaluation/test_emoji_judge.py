@@ -134,6 +134,7 @@ def test_a_run_ends_with_what_fid_says_of_its_checkpoint(folder):
     assert record["counts"] == dict.fromkeys(values, 5) and "held_top1_shifted    " in printed
 
 
+@pytest.mark.slow
 def test_fid_judges_its_pictures(folder, inception_file):
     """By the function, of what is asked in that order; in parts, from another seed, and with Inception's features."""
     words = ("num_samples=9", "batch_size=2", "first_seed=4", "guidance=cfg", "save_samples=true", "out=guided")

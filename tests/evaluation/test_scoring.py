@@ -96,6 +96,7 @@ def test_a_checkpoint_is_scored_by_its_samples(tmp_path, run, inception_file, pi
     assert len(read_csv(tmp_path / "results/a/fid.csv")) == 2
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(tmp_path, run):
     launch(tmp_path, *SCORED, "save_samples=true", "out=one")
     options = (*SCORED, "save_samples=true", "out=two", f"cache={tmp_path}/other_cache")

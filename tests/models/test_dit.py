@@ -148,7 +148,8 @@ def test_patches_are_put_back_where_they_were_taken():
     assert torch.equal(network.unpatchify(tokens), x)
 
 
-@pytest.mark.parametrize("patch_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("patch_size", [1, 2])
 def test_compiled_ends_are_those_that_are_not(patch_size):
     """The convolution itself, and the last layer; outputs and gradients to rounding, in fp32 and in bf16."""
     network = random_network(0, patch_size=patch_size, hidden_size=64, depth=0, num_heads=4)

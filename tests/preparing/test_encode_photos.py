@@ -306,6 +306,7 @@ def test_killed_beside_its_reading_processes_it_can_go_on_at_once(tree, tmp_path
     assert len(LatentDataset(tmp_path / "data", verify="full")) == 21
 
 
+@pytest.mark.slow
 def test_a_reading_process_ends_with_the_one_it_reads_for():
     """Whoever its parent is: here a fork server, as under Python 3.14. Another's end does not matter."""
     whole, other = (started(600, target=time.sleep) for _ in range(2))
@@ -591,6 +592,7 @@ def test_weight_files_of_every_kind_give_the_same_autoencoder(tmp_path, monkeypa
         assert autoencoder.fingerprint(loaded) == autoencoder.fingerprint(model)
 
 
+@pytest.mark.slow
 def test_the_real_taesd_gives_photos_back(asset):
     name, tar = str(asset("weights/taesd.fp8.safetensors")), asset("data/imagenet1000_adm256.tar")
     photos, model = Tar(tar), autoencoder.load_autoencoder(name)
@@ -605,6 +607,7 @@ def test_the_real_taesd_gives_photos_back(asset):
     assert 18 < (10 * torch.log10(255**2 / errors)).mean() < 28  # 22.5 dB in the mean over all thousand
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_taken_from_the_cache_and_without_it_the_hub_is_asked_once(place, monkeypatch, tmp_path, caplog):
     """The cache as huggingface_hub lays it out; a hub that keeps silent, as where a network lets nothing out."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -677,6 +680,7 @@ def test_held_out_pictures_are_a_dataset_of_their_own(place, prepare, tmp_path):
     assert prepare(*PIXELS, "heldout=0.2") == "".join(finished)
 
 
+@pytest.mark.slow
 def test_pixels_are_trained_on_sampled_and_scored_with_the_held_out_pictures(
     place, prepare, tmp_path, composed, monkeypatch, inception_file
 ):

@@ -147,6 +147,7 @@ MASKED += ["model.decoder_hidden_size=8", "model.decoder_depth=1", "model.decode
 FEW = [*MASKED, "model=maskdit", "every.evaluate=9", "every.sample=9"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_two_processes_equal_one_across_the_end_of_masking(tmp_path):
     """Two masked steps and two of all tokens: resumed behind the first, bit for bit; by two processes, which wait for
     each parameter's gradient, the mask token's too, also where they begin behind the masked steps."""

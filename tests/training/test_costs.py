@@ -138,7 +138,7 @@ def test_a_plan_counts_a_live_encoder(tmp_path):
     assert float(rows["hours"][0]) > float(other["hours"][0])
 
 
-@pytest.mark.parametrize("name", ["dinov2-s", "dinov2-g"])
+@pytest.mark.parametrize("name", ["dinov2-s", pytest.param("dinov2-g", marks=pytest.mark.slow)])
 def test_the_cost_of_dinov2_is_that_of_transformers_model(name, monkeypatch):
     """Its first layer, by torch's counter."""
     transformers = pytest.importorskip("transformers")

@@ -160,6 +160,7 @@ def test_what_an_edited_plugin_changes_is_scored_and_compared_anew(folder, monke
         launch(folder, "name=c")
 
 
+@pytest.mark.slow
 def test_a_plugin_that_came_with_a_checkpoint_is_imported_only_if_named(folder, monkeypatch):
     """On a machine without the file's old place; without any, the error names what is missing and where it was not."""
     fresh(monkeypatch)

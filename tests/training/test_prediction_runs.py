@@ -67,6 +67,7 @@ def test_posterior_noise_goes_round_with_the_samples(read_config):
         assert torch.equal(getattr(part, name), getattr(draws, name)[[4, 5, 6, 7, 0]])
 
 
+@pytest.mark.slow
 def test_a_run_in_parts_is_the_whole_one(trained):
     """Interrupted after 3 steps, in micro-batches within rounding of it, and its record holds numbers."""
     launch(trained, "name=parts", *KINDS, "train.steps=3")

@@ -426,6 +426,7 @@ launch(".", *sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_in_one_process_costs_no_step(tmp_path):
     (tmp_path / "failing.py").write_text(FAILING_RANK)
     done = run_python("failing.py", ROOT, "every.save=6", cwd=tmp_path, processes=2)
