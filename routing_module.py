@@ -86,17 +86,17 @@ class Route:
             RULES[self.select].check_route(self)
 
     @classmethod
-    def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> "Route":
-        """Return the TREAD paper's route r(2→depth−4), e.g. 2→24 for 28 blocks. Raises ValueError if depth < 6."""
+    def for_depth(cls, depth: int, **further: Any) -> "Route":
+        """Return the TREAD paper's route r(2→depth−4), e.g. 2→24 for 28 blocks; `further` are values of other fields.
+        Raises ValueError if depth < 6."""
         if depth - 4 < 2:
             raise ValueError(f"the rule gives r(2→{depth - 4}) at depth {depth}, but needs at least 6: state both ends")
-        return cls(2, depth - 4, selection_ratio, fp32, select)
+        return cls(2, depth - 4, **further)
 
     def resolve(self, depth: int) -> "Route":
         """Return this route for a network of `depth` blocks, with negative indices, fp32="auto" and rejoin=None made
         explicit. Raises ValueError for indices out of range or order, and for fp32="next" if no block follows."""
-        rejoin = self.rejoin if isinstance(self.rejoin, int) else self.start
-        given = {"start": self.start, "end": self.end, "rejoin": rejoin}
+        given = {"start": self.start, "end": self.end, "rejoin": self.saved_before}
         for name, index in given.items():
             if not -depth <= index < depth:
                 raise ValueError(f"route {name} {index} is out of range for {depth} blocks, -{depth} to {depth - 1}")
@@ -125,7 +125,7 @@ class Route:
 
     @property
     def saved_before(self) -> int:
-        """Index of the block before which skipped tokens are saved. Valid only for a route that `resolve` returned."""
+        """Index of the block before which skipped tokens are saved; not negative if `resolve` returned the route."""
         return self.rejoin if isinstance(self.rejoin, int) else self.start
 
     def __str__(self) -> str:
@@ -279,8 +279,9 @@ def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
     whole = ids_keep.shape[1] % width == 0
     if whole and readable(ids_keep):
         rows = ids_keep.view(len(ids_keep), -1, width)
-        whole = bool((rows == rows[..., :1] + torch.arange(width)).all() and (rows[..., 0] % width == 0).all())
-        whole = whole and bool((rows[..., 0].diff(dim=1) > 0).all())
+        first = rows[:, :, :1]
+        in_rows = (first % width == 0).all() and (rows == first + torch.arange(width)).all()
+        whole = in_rows and (first.diff(dim=1) > 0).all()
     if not whole:
         rows = f"whole rows of the {grid[0]}×{width} grid in raster order"
         raise ValueError(f"ids_keep of the route {route.start}→{route.end} are not {rows}; row_ids draws such")
@@ -411,7 +412,14 @@ def run_blocks(
         if index in record.blocks:
             record.outputs[index] = tokens[:, leading:], ids_here
         if route := ending.get(index):
-            tokens = _rejoin(route, *saved.pop(index), tokens, ids_keep)
+            before, written = saved.pop(index)
+            if times_written(before) != written:
+                wrote = "a block before the start of a route wrote into its inputs"
+                raise RuntimeError(f"{wrote}, which the skipped tokens need")
+            tokens = route.rejoins.join(before, tokens, ids_keep)
+            if tokens.shape != before.shape:
+                said = f"rejoin={route.rejoin} returned {tuple(tokens.shape)}"
+                raise ValueError(f"{said}, but must return {tuple(before.shape)}")
             seen, shape, ids_here = along, grid, None
     return tokens
 
@@ -420,15 +428,3 @@ def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
     """Shift the indices by `prefix` and put 0..prefix−1 before them: (B, K) → (B, prefix + K)."""
     first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
     return torch.cat([first, ids_keep + prefix], dim=1)
-
-
-def _rejoin(route: Route, before: Tensor, written: int, tokens: Tensor, ids_keep: Tensor) -> Tensor:
-    """Return the tokens (B, N, D) after a route: its last block's output `tokens`, joined with the saved `before`.
-    Raises RuntimeError if times_written(before) is no longer `written`, its value when the tokens were saved, and
-    ValueError if the join returns another shape."""
-    if times_written(before) != written:
-        raise RuntimeError("a block before the start of a route wrote into its inputs, which the skipped tokens need")
-    joined = route.rejoins.join(before, tokens, ids_keep)
-    if joined.shape != before.shape:
-        raise ValueError(f"rejoin={route.rejoin} returned {tuple(joined.shape)}, but must return {tuple(before.shape)}")
-    return joined
