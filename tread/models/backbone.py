@@ -9,7 +9,7 @@ Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -141,9 +141,10 @@ class Backbone(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
-        if self.x_embedder.proj.bias is not None:
-            nn.init.zeros_(self.x_embedder.proj.bias)
+        patches = self.x_embedder.proj
+        nn.init.xavier_uniform_(patches.weight.view(patches.out_channels, -1))
+        if patches.bias is not None:
+            nn.init.zeros_(patches.bias)
         self.y_embedder.initialize()
         if init == "adaln_zero":
             nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
@@ -218,12 +219,16 @@ class Backbone(nn.Module):
         class_token  (B, z) noised feature; required if the network has a class token.
         """
         x, c, *shared = self.embed(x, t, y, class_token)
-        grid, along = self.grid if self.needs_grid else None, self.along(len(x))
-        how = {"along": along, "grid": grid, "record": record, "leading": self.leading, "layout": self.grid}
-        x = run_blocks(self.called(self.blocks), x, c, *shared, routes=routes, **how)
+        x = self.run(self.called(self.blocks), x, c, *shared, routes=routes, record=record)
         if self.z_embedder is not None and record is not None:
             record.class_token = self.z_embedder.out(self.final_layer.modulated(x[:, :1], c)[:, 0])
         return self.unpatchify(self.final_layer(x[:, self.leading :], c))
+
+    def run(self, blocks: Sequence[Callable[..., Tensor]], x: Tensor, *shared: Tensor, **how: Any) -> Tensor:
+        """Run blocks on tokens x, a class token included, with inputs that all tokens share, and return the tokens.
+        `how` are arguments of run_blocks: routes and record, if any."""
+        along, grid = self.along(len(x)), self.grid if self.needs_grid else None
+        return run_blocks(blocks, x, *shared, along=along, grid=grid, leading=self.leading, layout=self.grid, **how)
 
     def called(self, blocks: Iterable[nn.Module]) -> list[Callable[..., Tensor]]:
         """Return the blocks, each wrapped in activation checkpointing if self.activation_checkpointing is set."""
@@ -234,9 +239,7 @@ class Backbone(nn.Module):
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor, class_token: Tensor | None = None) -> Tensor:
         """Return the output (B, N, D) of the block with index `block` on all tokens; later blocks do not run."""
-        x, *shared = self.embed(x, t, y, class_token)
-        grid = self.grid if self.needs_grid else None
-        return run_blocks(self.blocks[: block + 1], x, *shared, along=self.along(len(x)), grid=grid)[:, self.leading :]
+        return self.run(self.blocks[: block + 1], *self.embed(x, t, y, class_token))[:, self.leading :]
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor, class_token: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return (tokens, conditioning (B, D), *further). Tokens are (B, N, D), or (B, 1 + N, D) with a class token;

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routing_module import Record, Route, Routes, check_routes, run_blocks
+from routing_module import Record, Route, Routes, check_routes
 from tread.models.lightning import DIT_PARTS, LightningDiT
 
 DENSE = 2  # number of blocks of f, and also of h
@@ -56,7 +56,7 @@ class Sprint(LightningDiT):
         blocks = self.fusing(self.called(self.blocks), self.from_g(x, path_drop), record)
         if path_drop is True:
             blocks, routes, record = blocks[:DENSE] + blocks[-DENSE:], (), None
-        x = run_blocks(blocks, x, c, routes=routes, along=self.along(len(x)), record=record, layout=self.grid)
+        x = self.run(blocks, x, c, routes=routes, record=record)
         return self.unpatchify(self.final_layer(x, c))
 
     def from_g(self, x: Tensor, path_drop: Tensor | bool | None = None) -> Tensor:
@@ -95,7 +95,7 @@ class Sprint(LightningDiT):
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         x, c = self.embed(x, t, y)
         blocks = self.fusing(self.blocks, self.from_g(x), Record())[: block + 1]
-        return run_blocks(blocks, x, c, along=self.along(len(x)))
+        return self.run(blocks, x, c)
 
     def forward_flops(
         self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None, path_drop: bool = False
