@@ -50,7 +50,6 @@ DEVICES = {
 }
 BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py compares them with torch's compiled graphs
     "dit": BlockBytes(36.2, 179, 24.2, 137),
-    "maskdit": BlockBytes(36.2, 179, 24.2, 137),
     "lightning": BlockBytes(40.2, 217, 32.9, 184),
     "sprint": BlockBytes(40.2, 217, 32.9, 184),
     "dit_text": BlockBytes(48.1, 239, 32.2, 173),
@@ -66,7 +65,7 @@ SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # hidden sizes of DiTs
 
 
 def block_bytes(architecture: str, width: int, value_residual: bool = False) -> BlockBytes:
-    """Return the BlockBytes of a block of hidden size `width`; architectures not in BLOCK_BYTES count as DiT."""
+    """Return the BlockBytes of a block of hidden size `width`; other architectures, such as MaskDiT, count as DiT."""
     known, fixed = BLOCK_BYTES.get(architecture, BLOCK_BYTES["dit"]), TOKEN_BYTES.get(architecture, (0, 0, 0, 0))
     mixing = VALUE_BYTES if value_residual else (0, 0, 0, 0)
     return BlockBytes(*(each + further + more / width for each, further, more in zip(known, mixing, fixed)))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dit import DiTBlock, Mlp
+from dit import DiTBlock, Mlp, make_norm
 from routing_module import Grid
 from tread.models.backbone import Backbone, linear_products, modulate
 from tread.models.ssd import causal_conv, fused_ssd, products, ssd
@@ -100,10 +100,10 @@ class MambaBlock(nn.Module):
 
     def __init__(self, dim: int, mlp_ratio: float, mixer: Mamba2Mixer) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.norm1 = make_norm("layer", dim)
         self.mixer = mixer
         if mlp_ratio:
-            self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+            self.norm2 = make_norm("layer", dim)
             self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, (6 if mlp_ratio else 3) * dim))
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dit import make_norm
 from routing_module import Grid
 from tread.models.backbone import Backbone, linear_products, modulate
 from tread.models.wkv import products, wkv
@@ -75,9 +76,9 @@ class RWKVBlock(nn.Module):
 
     def __init__(self, dim: int, mlp_ratio: float) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.norm1 = make_norm("layer", dim)
         self.spatial_mix = SpatialMix(dim)
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.norm2 = make_norm("layer", dim)
         self.channel_mix = ChannelMix(dim, int(dim * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dit import DiTBlock, MlpKind, Norm, attend, make_norm
 from routing_module import readable
 from tread.models.backbone import modulate
-from tread.models.conditions import Text
+from tread.models.conditions import Text, each
 from tread.models.lightning import DIT_PARTS, LightningDiT
 
 
@@ -165,8 +165,8 @@ class TextDiT(LightningDiT):
 
     def null(self, count: int) -> Text:
         """Return the encoded empty caption for `count` samples."""
-        held = (self.null_tokens, self.null_mask, self.null_pooled)
-        return Text(*(None if part is None else part.expand(count, *part.shape[1:]) for part in held))
+        held = Text(self.null_tokens, self.null_mask, self.null_pooled)
+        return each(lambda part: part.expand(count, *part.shape[1:]), held)
 
     def forward_flops(self, *given: object, **more: object) -> int:
         """Return the FLOPs of one sample's forward pass, including the text's projections; arguments as in Backbone."""

@@ -49,7 +49,7 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
 
         e = k.exp()
         weighted = torch.stack([e * v, e], dim=1)  # for numerator and denominator, (D, 2, B, C, L)
-        before, behind = _sums(weighted, decay, half=half)
+        before, behind = _sums(weighted, weighted, decay, half)
         bonus = k + u.float().clamp(min=-BONUS_LIMIT).view(-1, 1, 1, 1)
         top = bonus.detach().clamp(min=0)  # bonuses may be large: each token's sums are scaled
         bonus = (bonus - top).exp()
@@ -58,13 +58,10 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
         return (total[:, 0] / total[:, 1]).permute(1, 2, 0)
 
 
-def _sums(
-    x: Tensor, decay: Tensor, y: Tensor | None = None, half: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y (None:
-    y = x) and both sums are (D, 2, B, C, L): channels, numerator and denominator of the mean, samples, chunks, tokens
-    in a chunk. decay is (D, 1, 1, 1). The products within chunks are in the precision `half`."""
-    y = x if y is None else y
+def _sums(x: Tensor, y: Tensor, decay: Tensor, half: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y and
+    both sums are (D, 2, B, C, L): channels, numerator and denominator of the mean, samples, chunks, tokens in a chunk.
+    decay is (D, 1, 1, 1). The products within chunks are in the precision `half`."""
     D, _, _, C, L = x.shape
     place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)
     gap = place - place.view(L, 1)  # (L, L), column minus row
@@ -79,7 +76,7 @@ def _sums(
     right, left = (x * fall.flip(4)).sum(dim=4), (y * fall).sum(dim=4)  # (D, 2, B, C), at a chunk's ends
     length = min(C, CHUNK)
     right, left = (F.pad(part, (0, -C % length)).unflatten(3, (-1, length)) for part in (right, left))
-    first, last = (part.flatten(3)[..., :C].unsqueeze(4) for part in _sums(right, decay * L, left))
+    first, last = (part.flatten(3)[..., :C].unsqueeze(4) for part in _sums(right, left, decay * L))
     return before + first * fall, behind + last * fall.flip(4)
 
 
