@@ -10,12 +10,12 @@ Shapes: B samples, N tokens, D hidden size, H heads of d = D/H channels.
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tread.models.backbone import Backbone, linear_products, modulate
 from tread.models.rotary import rotate
-from tread.models.value_residual import add_value_residual, mixed
 
 Norm = Literal["layer", "rms"]
 MlpKind = Literal["gelu", "swiglu"]
@@ -32,14 +32,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.q_norm, self.k_norm = (nn.RMSNorm(dim // num_heads, eps=1e-6) if qk_norm else None for _ in range(2))
         self.proj = nn.Linear(dim, dim)
-        self.v1_lambda = None  # see value_residual.py
+        self.v1_lambda = None  # weight of the first block's values in those of this block; see DiT
 
     def forward(self, x: Tensor, *along: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output (B, N, D) for x (B, N, D), and the value vectors (B, N, H, d) that it used. `along` holds
         the rotary table (B, N, d), if positions are rotary, then the first block's values, if they are mixed in."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, H, d)
-        v, table = mixed(self, v, along)
-        return attend(self, q, k, v, *table), v
+        if self.v1_lambda is not None:
+            *along, first = along
+            v = self.v1_lambda * first + (1 - self.v1_lambda) * v
+        return attend(self, q, k, v, *along), v
 
 
 def attend(
@@ -91,7 +93,7 @@ class DiTBlock(nn.Module):
     """DiT's transformer block with adaLN-Zero; the MLP is dim·mlp_ratio wide, with mlp="swiglu" 2/3 of that.
     `conditioning` is the conditioning vector's width; None: dim. For norm, mlp and qk_norm see LightningDiT."""
 
-    returns_values = False  # see value_residual.py
+    returns_values = False  # whether forward also returns the attention's values; see DiT
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm = "layer", mlp: MlpKind = "gelu",
@@ -124,8 +126,9 @@ class DiTBlock(nn.Module):
 
 class DiT(Backbone):
     """The DiT network F(x; t, y): latents x, times t, labels y. value_residual=True mixes the first block's attention
-    values into those of later blocks; block(hidden_size, num_heads, mlp_ratio) creates a block. Backbone
-    (tread/models/backbone.py) takes the other arguments, `sizes`, and raises ValueError if they do not fit."""
+    values into those of each later block (Zhou et al. 2024, arXiv 2410.17897), with a learned weight v1_lambda that is
+    0.5 at first. block(hidden_size, num_heads, mlp_ratio) creates a block. Backbone (tread/models/backbone.py) takes
+    the other arguments, `sizes`, and raises ValueError if they do not fit."""
 
     def __init__(
         self, *, hidden_size: int = 1152, num_heads: int = 16, mlp_ratio: float = 4.0, value_residual: bool = False,
@@ -133,4 +136,6 @@ class DiT(Backbone):
     ) -> None:  # fmt: skip
         super().__init__(lambda: block(hidden_size, num_heads, mlp_ratio), hidden_size=hidden_size, **sizes)
         if value_residual:
-            add_value_residual(self.blocks)
+            self.blocks[0].returns_values = True
+            for later in self.blocks[1:]:
+                later.attn.v1_lambda = nn.Parameter(torch.tensor(0.5))

@@ -28,10 +28,9 @@ TESTS = {  # core file → the nearest tests, those that fail soonest first; fol
     "routing_module.py": "routing/test_routing_module.py models/test_dit.py routing/test_ids.py "
     "training/test_plugins.py",
     "tread/routing/ids.py": "routing/test_ids.py diffusion/test_sampling.py",
-    "dit.py": "models/test_dit.py",
+    "dit.py": "models/test_dit.py models/test_value_residual.py",
     "tread/models/backbone.py": "models/test_dit.py models/test_lightning.py models/test_mamba.py models/test_text.py",
     "tread/models/embedders.py": "models/test_dit.py models/test_bottleneck.py models/test_text.py",
-    "tread/models/value_residual.py": "models/test_value_residual.py",
     "rf.py": "diffusion/test_rf.py diffusion/test_rf_recipe.py diffusion/test_process.py",
     "tread/diffusion/edm.py": "diffusion/test_edm.py diffusion/test_process.py",
     "tread/diffusion/process.py": "diffusion/test_process.py diffusion/test_edm.py diffusion/test_rf.py",
