@@ -15,13 +15,6 @@ Labels = Literal["random", "balanced"]
 Label = str | int | None  # a class's name or number; None: no class
 
 
-def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Raise ValueError unless labels (n,) lie in 0..num_classes; num_classes itself means no class (or no prompt)."""
-    if not 0 <= int(labels.min()) <= int(labels.max()) <= num_classes:
-        lie = f"classes lie in {int(labels.min())}..{int(labels.max())}"
-        raise ValueError(f"{lie}, but must lie in 0..{num_classes - 1}, or be {num_classes} for no class")
-
-
 def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tensor:
     """Return classes (n,) int64, one from each seed. mode "random": drawn uniformly from the classes; "balanced": the
     seed modulo num_classes, so that consecutive seeds have each class equally often."""

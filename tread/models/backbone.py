@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from routing_module import Record, Route, Routes, check_routes, run_blocks
 from tread.models.class_token import ClassToken
 from tread.models.embedders import WAVES, LabelEmbedder, PatchEmbed, Residual, TimestepEmbedder, sincos_positions
-from tread.routing.ids import count_run
+from tread.routing.ids import count_kept
 from tread.runtime.schema import check
 
 Init = Literal["adaln_zero", "xavier"]
@@ -182,8 +182,9 @@ class Backbone(nn.Module):
         """Return, for each block, the number of tokens on which it runs under `routes`, not counting a class token."""
         tokens = [self.num_tokens] * len(self.blocks)
         for route in check_routes(routes, len(tokens)):
-            running = count_run(route, self.num_tokens, self.grid)
-            tokens[route.start : route.end + 1] = [running] * (route.end + 1 - route.start)
+            if route.rejoins.removes:  # others, such as "stale", only reset the skipped tokens after the route
+                kept = count_kept(route, self.num_tokens, self.grid)
+                tokens[route.start : route.end + 1] = [kept] * (route.end + 1 - route.start)
         return tokens
 
     def forward_flops(self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None) -> int:

@@ -53,13 +53,6 @@ def row_ids(noise: Tensor, selection_ratio: float, grid: Grid, force_keep: Tenso
     return (rows[:, :, None] * width + torch.arange(width, device=rows.device)).flatten(1)
 
 
-def check_groups(grid: Grid) -> None:
-    """Raise ValueError unless both sides of the grid (H, W) are even."""
-    if grid[0] % 2 or grid[1] % 2:
-        grown = f"a grid of {grid[0]}×{grid[1]} tokens is odd: select=token takes any"
-        raise ValueError(f"select=group keeps one token of each 2×2 group, but {grown}")
-
-
 def _by_groups(values: Tensor, grid: Grid) -> Tensor:
     """Split the grid into 2×2 groups: (B, H·W) → (B, H/2, W/2, 4)."""
     height, width = grid
@@ -153,7 +146,7 @@ class Group(Token):
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         height, width = _check_grid(draws, grid)
-        check_groups(grid)
+        self.check_grid(grid)
         if keep is not None:
             _check_mask(draws, keep)
             most = int(_by_groups(keep, grid).sum(dim=3).max()) if len(draws) else 0
@@ -166,7 +159,9 @@ class Group(Token):
         return (row * width + column).flatten(1).sort(dim=1).values
 
     def check_grid(self, grid: Grid) -> tuple[str, int]:
-        check_groups(grid)
+        if grid[0] % 2 or grid[1] % 2:
+            grown = f"a grid of {grid[0]}×{grid[1]} tokens is odd: select=token takes any"
+            raise ValueError(f"select=group keeps one token of each 2×2 group, but {grown}")
         return super().check_grid(grid)
 
     def with_ratio(self, route: Route, ratio: float) -> Route:
@@ -231,12 +226,6 @@ def with_ratio(route: Route, ratio: float) -> Route:
 def count_kept(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
     """Return how many of `num_tokens` tokens a route keeps. Only rules for whole rows need the tokens' `grid`."""
     return RULES[route.select].count(route, num_tokens, grid)
-
-
-def count_run(route: Route, num_tokens: int, grid: Grid | None = None) -> int:
-    """Return how many of N tokens the route's blocks run on: the K kept ones, or all N with a rejoin such as "stale",
-    which removes no tokens and only resets the skipped ones after the route."""
-    return count_kept(route, num_tokens, grid) if route.rejoins.removes else num_tokens
 
 
 def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
