@@ -10,7 +10,6 @@ if __name__ == "__main__":
     guard_imports(globals())
 
 from tread.evaluation import scoring
-from tread.evaluation.scoring import ScoringOptions, read_options
 from tread.runtime import schema
 from tread.runtime.cli import door, open_door
 from tread.runtime.distributed import share_work
@@ -18,9 +17,9 @@ from tread.runtime.distributed import share_work
 
 @door(stopped="stopped; start it again to go on with the parts that are missing")
 def main(tree: dict) -> None:
-    options = read_options(tree)
+    options = scoring.read_options(tree)
     scoring.run(options, share_work(None, options.cpu_threads))
 
 
 if __name__ == "__main__":
-    open_door(main, schema.known_keys(ScoringOptions))
+    open_door(main, schema.known_keys(scoring.ScoringOptions))

@@ -8,18 +8,16 @@ if __name__ == "__main__":
 
     guard_imports(globals())
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import open_network, open_weak
-from tread.data.latents import LatentSpec, from_network
+from tread.data.latents import from_network
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Sampler, check_ratios, draw_pictures, relative_cost
 from tread.diffusion.solvers import Churn, Solver
@@ -96,22 +94,18 @@ def main(options: Options) -> None:
     facts |= {"latents": asdict(replace(strong.latents, classes=()))} if files.latents else {}
     model = replace(strong.load(device, options.guidance), prompts=text)
     guide = weak and weak.load(device, options.guidance)
-    decoder = open_decoder(options, strong.latents, device)
+    if options.save_latents:
+        decoder = partial(from_network, latents=strong.latents)
+    elif options.decode:
+        decoder = autoencoder.load_decoder(strong.latents, device, options.autoencoder, options.decode_precision)
+    else:
+        decoder = autoencoder.preview
     labels, columns = zip(*files.pairs)
     drawn = draw_pictures(model, decoder, columns, torch.tensor(labels), sampler, guide, check=True)
     bar = tqdm(drawn, desc="sampling", total=-(-len(labels) // sampler.batch_size), unit="batch")
     path, grey = files.write((part.numpy() for part in bar), facts)
     made = describe_drawing(strong, sampler, relative_cost(sampler, *outlines))
     print(f"{files.describe(path, grey, options.seeds)}; {made} on {device.type}")
-
-
-def open_decoder(options: Options, latents: LatentSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return the function that turns the network's latents (B, C, S, S) into what is saved: latents in the
-    autoencoder's units (save_latents), a preview of three latent channels (decode=false), or decoded pictures."""
-    if options.save_latents:
-        return partial(from_network, latents=latents)
-    how = (options.autoencoder, options.decode_precision)
-    return autoencoder.load_decoder(latents, device, *how) if options.decode else autoencoder.preview
 
 
 if __name__ == "__main__":

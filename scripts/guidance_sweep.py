@@ -95,9 +95,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
         raise ValueError("a list is empty, or strong is above sweep.weak everywhere (guidance.force=true allows it)")
     source, precision = checkpoint.find(paths[0]), use_precision(options.precision, processes.device)
     metric = choose_metric(sweep, options, [plan_scoring(scored, source, precision) for scored in chosen.values()])
-    with processes.main_first():
-        if processes.main:
-            check_place(folder, 0)
+    processes.from_main(lambda: check_place(folder, 0))
     left_out = f"; {len(grid) - len(chosen)} with strong above weak are left out" if routed else ""
     processes.say(f"{len(chosen)} settings{left_out}" + "; and none" * sweep.baseline)
     if sweep.baseline:
@@ -178,17 +176,17 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
 def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
     """Return a panel per metric against ω: a line for each noise interval and pair of fractions of skipped tokens (in
     the strong and the weak branch), and a flat line for `baseline`, the scores without guidance."""
-    settings: dict[str, list[Point]] = {}
+    settings: dict[tuple[str, str], list[Point]] = {}
     for point in sorted(records, key=lambda point: point.scale):
-        ratios = f"ratios {point.strong:g} and {point.weak:g}, " if point.strong or point.weak else ""
-        settings.setdefault(ratios + within(point.interval, "within "), []).append(point)
+        ratios = f"ratios {point.strong:g} and {point.weak:g}" if point.strong or point.weak else ""
+        settings.setdefault((ratios, within(point.interval, "within ")), []).append(point)
     panels = []
     for name, metric in METRICS.items():
         lines = []
         for setting, points in settings.items():
             scored = [point for point in points if records[point].get(name) is not None]
             cost = f"{max(records[point]['flops_relative'] for point in points):.2f} times the FLOPs"
-            called = ", ".join(filter(None, (setting.removesuffix(", "), cost)))
+            called = ", ".join(filter(None, (*setting, cost)))
             line = Line(called, [point.scale for point in scored], [records[point][name] for point in scored])
             lines += [line] if scored else []
         if lines:

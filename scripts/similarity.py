@@ -10,7 +10,6 @@ from pathlib import Path
 if __name__ == "__main__":
     import checkout  # noqa: F401
 
-import json
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -26,7 +25,7 @@ from tread.evaluation.similarity import adjacent, noised_states, open_latents, s
 from tread.routing.ids import describe_route
 from tread.runtime.cli import door, open_door
 from tread.runtime.device import device_name, use_cores, use_precision
-from tread.runtime.files import check_place, explain_failure, write_whole
+from tread.runtime.files import check_place, explain_failure, write_json
 from tread.runtime.schema import Count, CountOrZero
 from tread.runtime.tensor_files import Weights
 from tread.runtime.versions import versions
@@ -99,7 +98,7 @@ def main(options: Options) -> None:
     titles = dict(zip(("all tokens", words.replace(", ", "\n")), (matrix.numpy() for matrix in matrices.values())))
     files = [folder / "similarity.json", folder / "similarity.png"]
     with explain_failure(folder):
-        write_whole(files[0], json.dumps(record, indent=1) + "\n")
+        write_json(files[0], record)
         names, label = ["in", *range(len(model.network.blocks))], "behind block (in: the embedding)"
         save_heat_maps(files[1], titles, {}, names, names, (label, label))
     print(f"  written     {', '.join(map(str, files))}")

@@ -167,8 +167,7 @@ def hash_of(path: Path, processes: Processes) -> str:
 
 def _open_files(path: Path, inside: str, crop: Crop | None, processes: Processes, skip: bool) -> Pictures:
     store = Folder(path) if path.is_dir() else Tar(path)
-    shown = [name for name in store.names if "/." not in f"/{name}"]  # not hidden
-    shown = [name for name in shown if name.startswith(inside)]
+    shown = [name for name in store.names if name.startswith(inside) and "/." not in f"/{name}"]  # not hidden
     names = [name for name in shown if is_picture(name) or name.lower().endswith(OTHERS)]  # OTHERS can't be decoded
     names = processes.from_main(lambda: names)  # files may arrive before another process looks
     if not names:

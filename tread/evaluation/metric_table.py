@@ -69,10 +69,6 @@ class Metric:
         return max if self.better == "higher" else min
 
 
-def _frechet(kind: str) -> Callable[[FeatureSets], float]:
-    return lambda sets: frechet_distance(*sets.gaussians(kind))
-
-
 def _manifold(number: int) -> Callable[[FeatureSets], float]:
     return lambda sets: sets.compare(precision_recall, "precision and recall", (2, 2), more_than=NEIGHBOURS)[number]
 
@@ -85,8 +81,9 @@ METRICS = Table(Metric, {
     "eval_loss": Metric("evaluation loss", "lower", of="heldout", alike=("edm", "rf")),
     "eval_velocity": Metric("velocity error", "lower", of="heldout"),  # independent of time density and weights
     "fid": Metric("FID", "lower", alike=DRAWN, count="fid_samples",
-                  compute=_frechet("pool"), needs="statistics"),
-    "sfid": Metric("sFID", "lower", compared=False, compute=_frechet("spatial"), needs="statistics"),
+                  compute=lambda sets: frechet_distance(*sets.gaussians("pool")), needs="statistics"),
+    "sfid": Metric("sFID", "lower", compared=False,
+                   compute=lambda sets: frechet_distance(*sets.gaussians("spatial")), needs="statistics"),
     "inception_score": Metric("Inception Score", "higher", compared=False,
                               compute=lambda sets: inception_score(sets.probabilities())),
     "precision": Metric("precision", "higher", compared=False, compute=_manifold(0), needs="pictures"),

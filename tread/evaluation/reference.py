@@ -80,9 +80,8 @@ def open_reference(
         shipped = open_reference(SHIPPED[str(path)], None, processes, sizes)
         return replace(shipped, where=str(path), lacking=f"features of its pictures were not made: {MAKE_FEATURES}")
     npz = Npz(path) if path.suffix.lower() == ".npz" and path.is_file() else None
-    names = {name.removesuffix(TRIANGLE) for name in npz.names} if npz else ()
-    there = [kind for kind, keys in KEYS.items() if names and {*keys} <= names]
-    stated = {kind: _statistics(npz, *KEYS[kind], sizes[kind]) for kind in there}
+    names = {name.removesuffix(TRIANGLE) for name in npz.names} if npz else set()
+    stated = {kind: _statistics(npz, *keys, sizes[kind]) for kind, keys in KEYS.items() if {*keys} <= names}
     if npz is None or "arr_0" in npz.names:
         pictures = open_pictures(path, crop, processes, skip)
         return Reference(str(path), pictures.sha256, stated, pictures, pictures.resolution, pictures.count)
@@ -112,6 +111,7 @@ def symmetric(triangle: np.ndarray) -> np.ndarray:
     return matrix + np.triu(matrix, 1).T
 
 
+@functools.lru_cache(maxsize=4)  # the reference's are the same for all scored checkpoints
 def statistics(what: str, features: ShardStore, kind: str, processes: Processes) -> Statistics:
     """Return mean (D,) and covariance (D, D) of "pool" or "spatial" features; `what` names them in a progress bar."""
     with processes.bar(f"mean and covariance of {what}, {kind}", sum(map(len, features.ranges))) as progress:
@@ -122,11 +122,6 @@ def statistics(what: str, features: ShardStore, kind: str, processes: Processes)
                 progress.update(len(part))
 
         return Moments.of_parts(parts()).gaussian
-
-
-@functools.lru_cache(maxsize=4)  # the same for all scored checkpoints
-def reference_statistics(features: ShardStore, kind: str, processes: Processes) -> Statistics:
-    return statistics("the reference", features, kind, processes)
 
 
 class Unavailable(ValueError):
@@ -150,7 +145,7 @@ class FeatureSets:
         expected = self.reference.stated.get(kind)
         if expected is None and self.features is None:
             raise Unavailable("the reference has neither pictures (arr_0) nor mu_s, sigma_s")
-        expected = expected or reference_statistics(self.features, kind, self.processes)
+        expected = expected or statistics("the reference", self.features, kind, self.processes)
         ours = statistics("the samples", self.samples, kind, self.processes)
         self.processes.say(f"distance of both means and covariances, {kind}")
         return *ours, *expected
@@ -206,12 +201,13 @@ def save_statistics(
     statistics are float32, and only the upper triangles of sigma and sigma_s are stored."""
     if processes.main:
         arrays = {}
-        for kind, keys in KEYS.items():
-            arrays |= zip(keys, reference_statistics(features, kind, processes))
-        for mean, covariance in KEYS.values() if packed else ():
-            triangle = arrays.pop(covariance)[np.triu_indices(len(arrays[mean]))]
-            arrays[covariance + TRIANGLE] = triangle.astype(np.float32)
-            arrays[mean] = arrays[mean].astype(np.float32)
+        for kind, (mean_key, covariance_key) in KEYS.items():
+            mean, covariance = statistics("the reference", features, kind, processes)
+            if packed:
+                covariance_key += TRIANGLE
+                covariance = covariance[np.triu_indices(len(mean))].astype(np.float32)
+                mean = mean.astype(np.float32)
+            arrays |= {mean_key: mean, covariance_key: covariance}
         with explain_failure(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as partial, partial.open("wb") as file:

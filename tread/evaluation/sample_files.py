@@ -98,8 +98,8 @@ class SampleFiles:
     seeds: Sequence[int]
     labels: Sequence[int]
     classes: Sequence[str]
-    latents: bool = False
-    prompts: bool = False
+    latents: bool
+    prompts: bool
 
     @property
     def form(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tread.evaluation.metric_table import METRICS, Metric, scored_names
-from tread.runtime.files import write_whole
+from tread.runtime.files import write_json
 
 NAMES = ("samples.npz", "fid.png", "fid.json")
 
@@ -61,7 +61,7 @@ class ScoreFiles:
     def write(self, record: dict) -> Path:
         """Write `record` as fid.json, and return its path. Replaces an older fid.json, unless make_room renamed it."""
         path = self.path("fid.json")
-        write_whole(path, json.dumps(record, indent=1) + "\n")
+        write_json(path, record)
         return path
 
 

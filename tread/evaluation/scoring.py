@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
+from routing_module import Route
 from tread.checkpoints import checkpoint
 from tread.checkpoints.for_sampling import SavedNetwork, open_network, open_weak
 from tread.data.latents import Alpha, Orientation
@@ -242,10 +243,7 @@ class ScoringPlan:
         arguments are the sha256 of the reference, of Inception's weights and of CLIP's weights; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
-        routes = [asdict(route) for network in routed for route in network.routes(sampler.guidance)]
-        for route in routes:
-            if route["rejoin"] is None:
-                del route["rejoin"]  # as in scores recorded before this key was added
+        routes = [_decisive(route) for network in routed for route in network.routes(sampler.guidance)]
         decisive = {
             "step": saved.found.step,
             "checkpoint": saved.sha256,
@@ -258,7 +256,7 @@ class ScoringPlan:
             "nfe": sampler.nfe(saved.process),
             "guidance": sampler.guidance.describe(),
             "weak_network": weak and weak.sha256,
-            "weak_process": weak and _constants(weak.process),
+            "weak_process": weak and _decisive(weak.process),
             "routes": routes,
             "dtype": sampler.precision,
             "batch_size": sampler.batch_size,
@@ -266,7 +264,7 @@ class ScoringPlan:
             "decoder": self.decoder,
             "decode_precision": self.decode_precision,
             "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
-            saved.cfg.objective: _constants(saved.process),
+            saved.cfg.objective: _decisive(saved.process),
             "reference": reference,
             "inception": inception,
             "prompts": self.prompts and self.prompts.sha256,
@@ -276,12 +274,11 @@ class ScoringPlan:
         return {key: value for key, value in decisive.items() if value or key not in OPTIONAL}
 
 
-def _constants(process: Process) -> dict:
-    """Return a diffusion process's fields, {name: value}. Fields that older scores did not record are left out if they
-    have their default value, so that older scores are still found."""
-    added = ("direction", "shift", "train_shift", "predicts", "loss_of", "clamp", "contrastive")
-    given = asdict(process).items()
-    return {key: value for key, value in given if key not in added or value != getattr(type(process), key)}
+def _decisive(part: Process | Route) -> dict:
+    """Return the fields of a diffusion process or a route, {name: value}. Fields that older scores did not record are
+    left out if they have their default value, so that older scores are still found."""
+    added = ("direction", "shift", "train_shift", "predicts", "loss_of", "clamp", "contrastive", "rejoin")
+    return {key: value for key, value in asdict(part).items() if key not in added or value != getattr(type(part), key)}
 
 
 def plan_scoring(
@@ -389,14 +386,15 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
     applied, and transparent pixels are laid on white. Raises ValueError if checkpoints differ in such a value."""
     if options.crop is None:
         return None
-    chosen = {"orientation": options.orientation, "alpha": options.alpha}
+    chosen = []
     for key, usual in (("orientation", "exif"), ("alpha", "white")):
+        asked = getattr(options, key)
         recorded = sorted({getattr(plan.saved.latents, key) for plan in plans}) or [usual]
-        if len(recorded) > 1 and chosen[key] is None:
+        if len(recorded) > 1 and asked is None:
             trained = f"the checkpoints were trained on photos read with {key}={' and '.join(recorded)}"
             raise ValueError(f"{trained}: set {key}=…, or score them one by one")
-        chosen[key] = chosen[key] or recorded[0]
-    return Crop(options.crop, **chosen)
+        chosen.append(asked or recorded[0])
+    return Crop(options.crop, *chosen)
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
@@ -444,10 +442,10 @@ class CheckpointScoring:
         save_samples it must have a samples.npz, with reference_features the same reference pictures."""
         options = self.plan.options
         of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
-        before = self.files.find(self.settings, with_samples=options.save_samples, **of)
-        if before is not None:
-            tqdm.write(f"{self.plan.folder} is scored already with these settings: {before[0]}\n{table(before[1])}")
-        return before and before[1]
+        path, record = self.files.find(self.settings, with_samples=options.save_samples, **of) or (None, None)
+        if record is not None:
+            tqdm.write(f"{self.plan.folder} is scored already with these settings: {path}\n{table(record)}")
+        return record
 
     def check(self, decoder: autoencoder.Decoder) -> None:
         """Raise ValueError if samples can't be compared with the reference, OSError if the disk has no room for the
