@@ -153,7 +153,8 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
 def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
     """Write the table and the figures, with heat maps if tokens skip blocks in guidance (`routed`); print the setting
     with the best `metric`. `records` are the scores by setting; None stands for no guidance."""
-    baseline, records = records.get(None), {point: record for point, record in records.items() if point is not None}
+    records = dict(records)
+    baseline = records.pop(None, {})
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
     columns = [*Point._fields, "flops_relative", "step", "count", *scored_names(rows[0])]
@@ -162,7 +163,7 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
-        panels = curves(records, baseline or {})
+        panels = curves(records, baseline)
         save_panels(files[1], panels, columns=min(3, len(panels)))
         if routed:
             draw_maps(files[2], sweep, records, metric)

@@ -44,15 +44,15 @@ def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompt
     they are the prompts' indices. Raises ValueError for unknown classes, for prompts given to a class-conditional
     network, and for classes or no prompts given to a text-conditional one."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
-    if saved.text is None and prompts:
+    if saved.text is not None:
+        if classes is not None or not prompts:
+            raise ValueError(f"{where} was trained with captions, and takes no classes: prompt='…', or prompts=<file>")
+        return list(range(len(prompts)))
+    if prompts:
         raise ValueError(f"{where} was trained with classes, and takes no prompt: classes=[0,1] names them")
-    if saved.text is None and classes is not None and not len(classes):
+    if classes is not None and not len(classes):
         raise ValueError("classes is empty: name some, or leave it out for ten")
-    if saved.text is None:
-        return class_labels(spread_classes(count, 10) if classes is None else classes, count, saved.label_drop)
-    if classes is not None or not prompts:
-        raise ValueError(f"{where} was trained with captions, and takes no classes: prompt='…', or prompts=<file>")
-    return list(range(len(prompts)))
+    return class_labels(spread_classes(count, 10) if classes is None else classes, count, saved.label_drop)
 
 
 def encode_prompts(

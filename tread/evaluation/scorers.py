@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,8 +33,9 @@ REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # numb
 Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]  # see Scorer.score
 
 
-class Scorer(Protocol):
-    """Interface of what computes metrics: `prepare` gets pictures batch by batch, then `score` gets all samples.
+class Scorer:
+    """Computes metrics: `prepare` gets pictures batch by batch, then `score` gets all samples. This class computes
+    none, for samples that are only generated and saved; those that compute some inherit from it.
 
     metrics    names of the metrics that it may compute, the most important one first.
     reference  the reference that samples are compared with, opened from a path; None: the scorer has none.
@@ -58,41 +58,26 @@ class Scorer(Protocol):
     def score(self, samples: ShardStore) -> Scores:
         """Score a store of samples: pictures, labels and the arrays of `prepare`. Returns {metric: value}, {metric: why
         it has no value}, and {metric: number of pictures} where that is not the number of samples."""
+        return {}, {"fid": "there is no reference"}, {}
 
     def warnings(self, samples: int) -> list[str]:
         """Return warnings to record with a score of `samples` samples."""
         return []
 
 
-class Unscored(Scorer):
-    """Scores nothing: for samples that are only generated and saved."""
-
-    def score(self, samples: ShardStore) -> Scores:
-        return {}, {"fid": "there is no reference"}, {}
-
-
-@dataclass
-class ReferenceScorer:
+class ReferenceScorer(Scorer):
     """Compares samples with a reference by Inception features.
 
     features  the features of the reference's pictures; None before `extract_reference`, or if there are no pictures.
     seconds   seconds that extracting these features took.
     """
 
-    reference: Reference
-    network: Inception
-    processes: Processes
-    features: ShardStore | None = None
-    seconds: float = 0.0
-    prompts = None
-
-    @property
-    def metrics(self) -> list[str]:
-        return feature_metrics()
-
-    @property
-    def hashes(self) -> dict[str, str]:
-        return {"reference": self.reference.sha256, "inception": self.network.sha256}
+    def __init__(
+        self, reference: Reference, network: Inception, processes: Processes, features: ShardStore | None = None
+    ) -> None:
+        self.reference, self.network, self.processes, self.features = reference, network, processes, features
+        self.metrics = feature_metrics()
+        self.hashes = {"reference": reference.sha256, "inception": network.sha256}
 
     def extract_reference(self, cache: Path) -> None:
         """Extract features of the reference's pictures, if any, or read them from `cache`. All processes call this."""
@@ -109,7 +94,7 @@ class ReferenceScorer:
     def score(self, samples: ShardStore) -> Scores:
         sets = FeatureSets(samples, self.features, self.reference, self.network, self.processes)
         values, unavailable = {}, {}
-        for name in feature_metrics():
+        for name in self.metrics:
             try:
                 values[name] = float(METRICS[name].compute(sets))
             except Unavailable as error:
@@ -228,9 +213,7 @@ class OnlineFID:
     scorer: ReferenceScorer
     decoder: Decoder
 
-    def moments(
-        self, model: Model, seeds: Sequence[int], sampler: Sampler, stopped: Callable[[], bool] = lambda: False
-    ) -> Moments:
+    def moments(self, model: Model, seeds: Sequence[int], sampler: Sampler, stopped: Callable[[], bool]) -> Moments:
         """Draw a sample for each seed, of a class drawn from the seed, and return the moments of the samples' "pool"
         features. `stopped` is called after each batch; if it returns True, no more samples are drawn."""
         labels = seeded_labels(seeds, model.network.num_classes, "random")
@@ -243,7 +226,7 @@ class OnlineFID:
 
         return Moments.of_parts(features())
 
-    def fid(self, samples: Moments, cpu_threads: int | None = None) -> float:
+    def fid(self, samples: Moments, cpu_threads: int | None) -> float:
         """Return the FID, given the moments of the features of all processes' samples. Call it in one process while the
         others wait. It may use `cpu_threads` threads; None: OMP_NUM_THREADS, else all cores."""
         threads = torch.get_num_threads()
