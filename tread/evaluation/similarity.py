@@ -59,16 +59,16 @@ def block_states(
     states = [(whole, all_held)]
     for block in record.blocks:
         output, ids = record.outputs[block]
+        held = all_held
         if block in ending:
             route, chosen = ending[block]
-            whole = route.rejoins.join(states[route.saved_before][0], output.float(), chosen)
+            tokens = route.rejoins.join(states[route.saved_before][0], output.float(), chosen)
         elif ids is None:
-            whole = output.float()
+            tokens = output.float()
         else:
-            kept = scatter_tokens(torch.zeros_like(whole), output, ids)
-            states.append((kept, torch.zeros_like(all_held).scatter(1, ids, True)))
-            continue
-        states.append((whole, all_held))
+            tokens = scatter_tokens(torch.zeros_like(whole), output, ids)
+            held = torch.zeros_like(all_held).scatter(1, ids, True)
+        states.append((tokens, held))
     return result, States(*map(torch.stack, zip(*states)))
 
 
