@@ -82,8 +82,7 @@ def main(options: Options) -> None:
     files = SampleFiles(out, options.overwrite, seeds, rows, names, options.save_latents, bool(prompts))
     churn = Churn(options.churn) if isinstance(options.churn, float) else options.churn
     batch_size = min(options.batch_size, len(files.pairs))
-    how = (options.steps, options.solver, batch_size, precision, options.guidance, churn)
-    sampler = Sampler.of(strong.process, *how)
+    sampler = Sampler.of(strong.process, options.steps, options.solver, batch_size, precision, options.guidance, churn)
     outlines = [network and network.without_weights(options.guidance) for network in (strong, weak)]
     check_ratios(sampler, *outlines)
     files.check()
@@ -91,10 +90,10 @@ def main(options: Options) -> None:
     for note in (*plugin_changes(strong.found.info), *notes, *filter(None, [avoid_faults(device)])):
         print(f"note: {note}")
     facts = facts_of(asdict(options), sampler, strong, weak) | {"device": device_name(device)}
-    facts |= {"latents": asdict(replace(strong.latents, classes=()))} if files.latents else {}
     model = replace(strong.load(device, options.guidance), prompts=text)
     guide = weak and weak.load(device, options.guidance)
     if options.save_latents:
+        facts["latents"] = asdict(replace(strong.latents, classes=()))
         decoder = partial(from_network, latents=strong.latents)
     elif options.decode:
         decoder = autoencoder.load_decoder(strong.latents, device, options.autoencoder, options.decode_precision)

@@ -47,10 +47,6 @@ class Point(NamedTuple):
     scale: float
     interval: tuple[float, ...] | None
 
-    def describe(self, routed: bool) -> str:
-        ratios = f"strong {self.strong} weak {self.weak} " if routed else ""
-        return f"{ratios}scale {self.scale}{within(self.interval, ' within ')}"
-
 
 @dataclass(frozen=True)
 class Sweep:
@@ -169,8 +165,10 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
             draw_maps(files[2], sweep, records, metric)
     best = METRICS[metric].best(records, key=lambda point: records[point][metric])
     score = f"{metric} {records[best][metric]:.5g} of {records[best]['count']:,} samples"
+    ratios = f"strong {best.strong} weak {best.weak} " if routed else ""
+    where = f"{ratios}scale {best.scale}{within(best.interval, ' within ')}"
     without = f"; without guidance {baseline[metric]:.5g}" if baseline else ""
-    print(f"  best      {score} at {best.describe(routed)}{without}")
+    print(f"  best      {score} at {where}{without}")
     print(f"  written   {', '.join(map(str, files))}")
 
 
@@ -188,8 +186,9 @@ def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
             scored = [point for point in points if records[point].get(name) is not None]
             cost = f"{max(records[point]['flops_relative'] for point in points):.2f} times the FLOPs"
             called = ", ".join(filter(None, (*setting, cost)))
-            line = Line(called, [point.scale for point in scored], [records[point][name] for point in scored])
-            lines += [line] if scored else []
+            if scored:
+                scales = [point.scale for point in scored]
+                lines.append(Line(called, scales, [records[point][name] for point in scored]))
         if lines:
             levels = {"no guidance": baseline[name]} if baseline.get(name) is not None else {}
             count = next(iter(records.values()))["count"]

@@ -5,6 +5,7 @@ import csv
 import itertools
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tread.evaluation.metric_table import METRICS, Metric, scored_names
@@ -13,12 +14,13 @@ from tread.runtime.files import write_json
 NAMES = ("samples.npz", "fid.png", "fid.json")
 
 
+@dataclass(frozen=True)
 class ScoreFiles:
     """The files fid.json, fid.png and samples.npz of the scores in `folder`. Their names begin with `stem`: "" for a
     checkpoint; "photos." for the pictures of photos.npz or photos/, as one folder may hold scores of several sets."""
 
-    def __init__(self, folder: Path, stem: str = "") -> None:
-        self.folder, self.stem = folder, stem
+    folder: Path
+    stem: str = ""
 
     def path(self, name: str, number: int | None = None) -> Path:
         """Return the path of the newest score's file `name`, e.g. fid.json; number=1 is for the older fid-1.json."""

@@ -233,15 +233,11 @@ class ScoringPlan:
     def seeds(self) -> range:
         return range(self.options.first_seed, self.options.first_seed + self.count)
 
-    @property
-    def decode_precision(self) -> str | None:
-        """The precision that decodes latents, as recorded with a score: "tf32", "bf16", or None for fp32."""
-        return None if self.options.decode_precision == "fp32" else self.options.decode_precision
-
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
         """Return everything that decides a score, as a dict for JSON: scores with equal dicts are the same. The
         arguments are the sha256 of the reference, of Inception's weights and of CLIP's weights; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
+        decoded_in = self.options.decode_precision
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
         routes = [_decisive(route) for network in routed for route in network.routes(sampler.guidance)]
         decisive = {
@@ -262,7 +258,7 @@ class ScoringPlan:
             "batch_size": sampler.batch_size,
             "compiled": self.compiled,
             "decoder": self.decoder,
-            "decode_precision": self.decode_precision,
+            "decode_precision": None if decoded_in == "fp32" else decoded_in,
             "latents": {key: getattr(latents, key) for key in ("scale", "shift", "channel_shift", "channel_scale")},
             saved.cfg.objective: _decisive(saved.process),
             "reference": reference,
@@ -521,8 +517,8 @@ class CheckpointScoring:
         if self.clip is not None:
             record[CLIP] = float(parts.whole(CLIP).mean(dtype="float64"))
             record["counts"][CLIP] = plan.count
-        if plan.decode_precision:
-            note = f"pictures were decoded in {plan.decode_precision}; published numbers are of fp32"
+        if (decoded_in := plan.options.decode_precision) != "fp32":
+            note = f"pictures were decoded in {decoded_in}; published numbers are of fp32"
             record["warnings"] = [*record["warnings"], note]
         if plan.prompts is not None:
             record["prompts"] = str(plan.prompts.data.folder)
