@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from studies.paired import ENOUGH, EQUAL, Estimate, along, curve, differences, estimate, last_difference, paired, series
+from studies.paired import ENOUGH, EQUAL, along, curve, differences, estimate, last_difference, paired, series
 from studies.results import Made, Results, finished, gather, missing
 from studies.study import HERE, Planned, Study, plan, read_study, training_memory
 from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
@@ -66,29 +66,29 @@ def table(study: Study, results: Results) -> str:
         "training FLOPs": {arm: f"{p['flops']:.3g}" for arm, each in ends.items() for p in each[::-1] if "flops" in p},
         "seconds alone": seconds_alone(results),
     }
-    cells = {}
+    cells: Columns = {}
     for metric in metrics:
-        marked = taught if metric in feature_metrics() else ()
-        last = last_values(results, metric).items()
-        said = {arm: f"{estimate(e)}" + f" ({len(e)})" * (len(e) < len(results[arm])) for arm, e in last}
-        cells[metric] = {METRICS[metric].title: {arm: cell + " †" * (arm in marked) for arm, cell in said.items()}}
+        column = cells[METRICS[metric].title] = {}
+        for arm, values in last_values(results, metric).items():
+            seeds = f" ({len(values)})" * (len(values) < len(results[arm]))
+            mark = " †" * (arm in taught and metric in feature_metrics())
+            column[arm] = f"{estimate(values)}{seeds}{mark}"
     last = {arm: run["scores"][-1] for arm, runs in results.items() for run in runs if run["scores"]}
     counted = {"samples": {arm: f"{score['count']:,}" for arm, score in last.items() if "count" in score}}
     lines = []
     for metric in metrics if study.figure == "balance" else ():
-        pairs = paired_columns(study, results, [metric], tuple(EQUAL))
         arms, more = (networks_of(study, results), {}) if METRICS[metric].of == "heldout" else (results, counted)
-        having = [arm for arm in arms if arm in cells[metric][METRICS[metric].title]]
-        lines += grid(columns | more | cells[metric] | pairs, having)
+        column = cells[METRICS[metric].title]
+        whole = columns | more | {METRICS[metric].title: column} | paired_columns(study, results, metric)
+        lines += grid(whole, [arm for arm in arms if arm in column])
     differing = lines[:]
     if not lines:
-        columns |= {title: column for each in cells.values() for title, column in each.items()}
-        lines = grid(columns | FIGURES[study.figure].columns(study, results), results)
-        differing = grid(*pair_columns(study, results, [name for name in metrics if name in compared]))
+        lines = grid(columns | cells | FIGURES[study.figure].columns(study, results), results)
+        differing = pair_table(study, results, [name for name in metrics if name in compared])
         lines += differing
     lines += outcome(study, results)
 
-    scores = [score for runs in results.values() for run in runs for score in run["scores"]]
+    scores = chain(*(run["scores"] for runs in results.values() for run in runs))
     counts = {score["count"] for score in scores if "count" in score}
     notes = ["± is the standard deviation over the seeds; – is not measured."]
     fewer = re.search(r" \(\d+\)[ †]*\|", "".join(lines)) is not None
@@ -126,21 +126,22 @@ def seconds_alone(results: Results) -> dict[str, str]:
     return cells
 
 
-def pair_columns(study: Study, results: Results, metrics: Sequence[str]) -> tuple[Columns, list[str]]:
-    """Return the columns and row names of a table of differences between compared arms, paired by seed. Columns are
-    each metric at equal training images, FLOPs and seconds; rows are the pairs with runs to compare."""
-    cells: dict[tuple[str, str], dict[str, Estimate]] = {}
-    for (metric, name), (arm, other) in product(product(metrics, EQUAL), study.pairs):
-        if less := paired(results.get(arm, ()), results.get(other, ()), metric, name):
-            cells.setdefault((metric, name), {})[pair_name(arm, other)] = less
-    names = [pair_name(*pair) for pair in study.pairs]
-    names = [name for name in names if any(name in each for each in cells.values())]
-    most = {name: max(each[name].seeds for each in cells.values() if name in each) for name in names}
-    columns = {"pair": {name: name for name in names}, "seeds": {name: f"{most[name]}" for name in names}}
-    for (metric, equal), each in cells.items():
-        title = f"{METRICS[metric].title}, equal {equal}"
-        columns[title] = {name: less.signed() for name, less in each.items()}
-    return columns, names
+def pair_table(study: Study, results: Results, metrics: Sequence[str]) -> list[str]:
+    """Return the lines of a table of differences between compared arms, paired by seed. Columns are each metric at
+    equal training images, FLOPs and seconds; rows are the pairs with runs to compare."""
+    columns: Columns = {}
+    seeds: dict[str, int] = {}  # the most of a row's cells
+    for metric, equal in product(metrics, EQUAL):
+        column = {}
+        for arm, other in study.pairs:
+            if less := paired(results.get(arm, ()), results.get(other, ()), metric, equal):
+                name = pair_name(arm, other)
+                column[name], seeds[name] = less.signed(), max(less.seeds, seeds.get(name, 0))
+        if column:
+            columns[f"{METRICS[metric].title}, equal {equal}"] = column
+    names = [name for name in (pair_name(*pair) for pair in study.pairs) if name in seeds]
+    first = {"pair": {name: name for name in names}, "seeds": {name: f"{seeds[name]}" for name in names}}
+    return grid(first | columns, names)
 
 
 def outcome(study: Study, results: Results) -> list[str]:
@@ -169,15 +170,15 @@ def outcome(study: Study, results: Results) -> list[str]:
     return [f"By the rule, against {rival}, {best}: {'; '.join(said)}: {verdict}.", ""]
 
 
-def paired_columns(study: Study, results: Results, metrics: Sequence[str], equal: Sequence[str]) -> Columns:
-    """Return a column for each metric at each quantity in `equal`: "images", "FLOPs" or "seconds" of training. A cell
-    is an arm's metric minus that of the arm it is compared with, at an equal quantity, as Estimate.signed writes it."""
-    columns = {}
-    for metric, name in product(metrics, equal):
-        pairs = {arm: (runs, results.get(study.against.get(arm), ())) for arm, runs in results.items()}
-        less = {arm: paired(*pair, metric, name) for arm, pair in pairs.items()}
-        cells = {arm: each.signed() if each else "–" for arm, each in less.items()}
-        columns[f"{METRICS[metric].title} against its pair, at equal {name}"] = cells
+def paired_columns(study: Study, results: Results, metric: str) -> Columns:
+    """Return a column for the metric at an equal number of training images, FLOPs and seconds each. A cell is an arm's
+    metric minus that of the arm it is compared with, as Estimate.signed writes it."""
+    columns: Columns = {}
+    for equal in EQUAL:
+        column = columns[f"{METRICS[metric].title} against its pair, at equal {equal}"] = {}
+        for arm, other in study.against.items():
+            if less := paired(results.get(arm, ()), results.get(other, ()), metric, equal):
+                column[arm] = less.signed()
     return columns
 
 
@@ -215,7 +216,7 @@ def pair_name(arm: str, other: str) -> str:
     return f"{first}: {rest} − {others}" if first == second and rest and others else f"{arm} − {other}"
 
 
-def mean_line(name: str, points: Dots, colour: str | None = None, dashed: bool = False, interval: bool = False) -> Line:
+def mean_line(name: str, points: Dots, colour: str, dashed: bool = False, interval: bool = False) -> Line:
     """Return a line through the means of `points` (x, one value per seed), with a band of ± one standard deviation if
     every point has 2 seeds or more; with `interval`, a band of the 95% interval if every point has 3 or more."""
     each = [estimate(values) for _, values in points]
@@ -231,23 +232,21 @@ def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, k
         save_panels(path, panels, columns, "\n".join(filter(None, [study.headline, key])), width)
 
 
-def over_training(
-    results: Results, metric: str, axes: Sequence[str], colour: Mapping[str, str] | None = None
-) -> list[Panel]:
+def over_training(study: Study, results: Results, metric: str, axes: Sequence[str]) -> list[Panel]:
     """Return a panel per axis ("images", "flops" or "steady_seconds" of training, as in jobs.py) with each arm's mean
-    of the metric over seeds, ± one standard deviation. `colour` maps arms to colours; the chart chooses the others."""
+    of the metric over seeds, ± one standard deviation."""
     most = max(point.get("flops", 1) for runs in results.values() for run in runs for point in run["points"])
-    power, panels = 3 * int(math.log10(most) // 3), []
+    power, panels, colour = 3 * int(math.log10(most) // 3), [], colours(study)
     units = {
         "images": ("images, thousands", 1e3),
         "flops": (f"training FLOPs, 10^{power}", 10**power),
         "steady_seconds": ("seconds of training, the first step left out", 1),
     }
-    for label, unit, axis in ((*units[axis], axis) for axis in axes):
-        lines = []
+    for axis in axes:
+        (label, unit), lines = units[axis], []
         for arm, runs in results.items():
             points = [(point[axis] / unit, values) for point, values in series(runs, metric) if axis in point]
-            lines += [mean_line(arm, points, (colour or {}).get(arm))] if points else []
+            lines += [mean_line(arm, points, colour[arm])] if points else []
         panels.append(Panel("", label, METRICS[metric].label, lines))
     return panels
 
@@ -261,10 +260,11 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
             besides = place >= len(study.against)
             less = along(results.get(arm, ()), results.get(other, ()), metric, axis)
             points = [(point["images"] / 1e3, values) for point, values in less]
-            seeds = min((len(values) for _, values in points), default=0)
-            told = f" ({seeds} seed{'s' * (seeds > 1)})" * (seeds < ENOUGH)
-            of = colour[other if besides else arm]
-            lines += [mean_line(pair_name(arm, other) + told, points, of, besides, interval=True)] if points else []
+            if points:
+                seeds = len(points[0][1])  # the same at each point
+                told = f" ({seeds} seed{'s' * (seeds > 1)})" * (seeds < ENOUGH)
+                of = colour[other if besides else arm]
+                lines.append(mean_line(pair_name(arm, other) + told, points, of, besides, interval=True))
         label, x_label = f"{METRICS[metric].title}, difference", "images of the first-named, thousands"
         if lines:
             panels.append(Panel(f"at equal {name}", x_label, label, lines, levels={"even": 0.0}))
@@ -275,7 +275,7 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
     """Draw to image `path` each metric over training and arms' differences in it at equal training images and FLOPs."""
     panels = []
     for metric in measured(study.metrics, results):
-        panels += over_training(results, metric, ("images",), colours(study)) + less_panels(study, results, metric)
+        panels += over_training(study, results, metric, ("images",)) + less_panels(study, results, metric)
     _save(study, path, panels, 3, "shaded: a standard deviation by seed; of differences, the 95% interval")
 
 
@@ -292,7 +292,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
     panels = []
     for metric in measured(study.metrics[:1], networks):
-        panels += over_training(networks, metric, ("images", "flops", *timed), colours(study))
+        panels += over_training(study, networks, metric, ("images", "flops", *timed))
     _save(study, path, panels + balance_panels(study, results), key=MARKS)
 
 
@@ -335,10 +335,10 @@ def precision_columns(study: Study, results: Results) -> Columns:
     which is interpolated between the first arm's scores at several cfg scales. Outside their range a cell is empty."""
     first, columns = next(iter(study.arms)), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
+    ends = [{run["seed"]: run["points"][-1] for run in results[arm]} for arm in scaled]
     for metric in ("fid", "kid", "recall"):
-        ends = [{run["seed"]: end for run in results[arm] if (end := run["points"][-1])} for arm in scaled]
         cells = {}
-        for arm in (arm for arm in results if arm not in scaled and arm.rpartition(", ")[2] not in study.ways):
+        for arm in networks_of(study, results).keys() - {first}:
             less = []
             for run in results[arm]:
                 here, known = run["points"][-1], [each[run["seed"]] for each in ends if run["seed"] in each]
@@ -398,7 +398,8 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
         title = f"{METRICS[metric].title}, at equal {name}"
         if rows:
             band = chance(study, results, metric, name)
-            names = names if not panels or len(panels) % 2 == 0 else ("",) * len(names)
+            if len(panels) % 2:  # the panel to the left has the names
+                names = ("",) * len(names)
             label = f"{METRICS[metric].title}, difference"
             panels.append(Panel(title, label, "", lines, names=names, noise=band, levels={"": 0.0}))
     return panels
