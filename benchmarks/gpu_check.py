@@ -37,7 +37,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from step_time import BLOCK, Kinds, forward_flops, kinds_of, measure, open_run, stages, take_steps
+from step_time import BLOCK, calls_of, forward_flops, kinds_of, measure, open_run, stages, take_steps
 from timing import CPU, DEVICE, ROOT, Turns, begin, circumstances, options_of, take_turns, why_failed
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -49,7 +49,7 @@ from tread.models.backbone import count_parameters
 from tread.models.cost_constants import SIZES
 from tread.runtime.compiling import compile_blocks
 from tread.runtime.device import autocast, device_name, set_tf32, wait_for
-from tread.runtime.files import check_file
+from tread.runtime.files import check_file, write_json
 from tread.runtime.schema import Count
 from tread.training.costs import memory
 from tread.training.draws import active_routes
@@ -96,14 +96,16 @@ class Options:
 class Check:
     """Takes and records the measurements of one `part` of this script; none begins after its `minutes` are over.
 
-    path    the JSON file, rewritten after each measurement; None: measurements are only printed.
-    result  the content of that file: {part: {"rows": {name: measurement}, and facts such as the commit}}.
+    path     the JSON file, rewritten after each measurement; None: measurements are only printed.
+    result   the content of that file: {part: {"rows": {name: measurement}, and facts such as the commit}}.
+    options  those of the command line.
     """
 
     part: str
     minutes: float
     path: Path | None
     result: dict
+    options: Options
     began: float = field(default_factory=time.perf_counter)
 
     def add(self, name: str, measured: float, unit: str, predicted: float | None = None, **more: object) -> None:
@@ -128,11 +130,11 @@ class Check:
         gc.collect()  # a run and its CUDA graphs refer to each other
         torch.cuda.empty_cache()
 
-    def turns(self, calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Turns]:
-        """Time the functions in `calls` {name: function}, each once a round, for `rounds` rounds (see take_turns).
+    def turns(self, calls: dict[str, Callable[[], object]]) -> dict[str, Turns]:
+        """Time the functions in `calls` {name: function}, each once a round, for options.pairs rounds (see take_turns).
         Returns {name: times and memory} of those that worked, and records why others failed."""
         failed: dict[str, str] = {}
-        turns = take_turns(calls, rounds, failed)
+        turns = take_turns(calls, self.options.pairs, failed)
         for name, reason in failed.items():
             self.fail(name, reason)
         return turns
@@ -144,7 +146,7 @@ class Check:
     def _write(self, name: str, row: dict) -> None:
         self.rows[name] = row
         if self.path:
-            self.path.write_text(json.dumps(self.result, indent=1) + "\n")
+            write_json(self.path, self.result)
 
 
 def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
@@ -157,12 +159,11 @@ def repeated(function: Callable[[], object], times: int) -> Callable[[], None]:
     return call
 
 
-def random(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    dtype = dtype or (torch.float32 if CPU else torch.bfloat16)
-    return torch.randn(shape, device=DEVICE, dtype=dtype)
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.float32 if CPU else torch.bfloat16)
 
 
-def machine(check: Check, options: Options) -> None:
+def machine(check: Check) -> None:
     """Measure the device's limits: the speed of copies, of each DiT size's matrix products, and of attention backends.
     The speeds show which backend suits which shape, and what a step could gain by fusing memory-bound operations."""
     times, batch = (1, 2) if CPU else (20, 256)
@@ -170,7 +171,7 @@ def machine(check: Check, options: Options) -> None:
     def copies() -> None:
         source = torch.zeros(2**24 if CPU else 2**30, dtype=torch.uint8, device=DEVICE)
         target = torch.empty_like(source)
-        for name, turn in check.turns({"copy": repeated(lambda: target.copy_(source), times)}, options.pairs).items():
+        for name, turn in check.turns({"copy": repeated(lambda: target.copy_(source), times)}).items():
             check.add(f"{name}, read and written", 2 * times * source.nbytes / turn.median / 1e9, "GB/s")
 
     def products(size: str) -> None:
@@ -181,7 +182,7 @@ def machine(check: Check, options: Options) -> None:
             f"products of {size}, inputs' gradients": lambda: gradient @ weight,
             f"products of {size}, weights' gradients": lambda: gradient.T @ x,
         }
-        turns = check.turns({name: repeated(call, times) for name, call in calls.items()}, options.pairs)
+        turns = check.turns({name: repeated(call, times) for name, call in calls.items()})
         for name, turn in turns.items():
             check.add(name, times * 2 * rows * width * 4 * width / turn.median / 1e12, "TFLOP/s")
 
@@ -190,15 +191,14 @@ def machine(check: Check, options: Options) -> None:
         check.attempt(f"products of {size}", partial(products, size))
     for width, tokens, words in [*((w, n, 0) for n in (256, 128) for w in (64, 72)), (64, 256, 64), (64, 256, 77)]:
         name = f"attention, heads of {width}, {tokens} tokens" + f" to {words} words, masked" * bool(words)
-        check.attempt(name, partial(attention, check, name, (batch, tokens, words, width), times, options.pairs))
+        check.attempt(name, partial(attention, check, name, (batch, tokens, words, width), times))
 
 
-def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: int, rounds: int) -> None:
+def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: int) -> None:
     """Time attention's forward and backward pass with each backend, and compare gradients with plain fp32 attention's.
 
-    shape   (samples, tokens, words, head width). Tokens attend to `words` text tokens or, if that is 0, to each other.
-    times   the number of calls in one measurement.
-    rounds  the number of measurements of each backend; each round measures every backend once.
+    shape  (samples, tokens, words, head width). Tokens attend to `words` text tokens or, if that is 0, to each other.
+    times  the number of calls in one measurement.
     """
     batch, tokens, words, width = shape
     q, k, v = (random(batch, 16, count, width).requires_grad_() for count in (tokens, words or tokens, words or tokens))
@@ -216,7 +216,7 @@ def attention(check: Check, name: str, shape: tuple[int, int, int, int], times: 
     backends |= {"memory-efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
     backends = {f"{name}, {called}": backend for called, backend in backends.items()}
     calls = {called: repeated(partial(gradients, backend, q, k, v), times) for called, backend in backends.items()}
-    for called, turn in check.turns(calls, rounds).items():
+    for called, turn in check.turns(calls).items():
         found = gradients(backends[called], q, k, v)
         error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact))
         speed = 12 * batch * 16 * tokens * (words or tokens) * width * times / turn.median / 1e12
@@ -238,11 +238,7 @@ def opened(*words: str) -> Iterator[Run]:
         yield open_run(Path(folder), words)
 
 
-def calls_of(arms: Kinds) -> dict[str, Callable[[], None]]:
-    return {name: partial(take_steps, *arm, BLOCK) for name, arm in arms.items()}
-
-
-def host(check: Check, options: Options) -> None:
+def host(check: Check) -> None:
     """Time steps of networks as deep as DiT-S and DiT-XL, but so narrow that kernel launches and Python take most of
     the time. The times show how much a step can gain from a CUDA graph."""
     predicted = {("S", "compiled"): 13, ("S", "eager"): 28}  # ms
@@ -251,7 +247,7 @@ def host(check: Check, options: Options) -> None:
         small = ["model.hidden_size=24", "model.num_heads=2", f"train.compile={how != 'eager'}"]
         with opened(*words_of(size, *small, f"train.cuda_graphs={how == 'graphed'}", images=2)) as run:
             arms = kinds_of(run)
-            for name, turn in check.turns(calls_of(arms), options.pairs).items():
+            for name, turn in check.turns(calls_of(arms)).items():
                 milliseconds = 1e3 * turn.median / BLOCK
                 facts = {"stages": stages(*arms[name]), "ms_a_block": milliseconds / len(run.network.blocks)}
                 check.add(f"{size}'s depth, {name}, {how}", milliseconds, "ms", predicted.get((size, how)), **facts)
@@ -261,7 +257,7 @@ def host(check: Check, options: Options) -> None:
             check.attempt(f"{size}'s depth, {how}", partial(steps_of, size, how))
 
 
-def steps(check: Check, options: Options) -> None:
+def steps(check: Check) -> None:
     """Measure training steps of each DiT size, with and without token routes: speed, memory, time by kind of kernel."""
     predictions = PREDICTED_STEPS["H100" if "H100" in device_name(DEVICE) else "H200"]
 
@@ -269,7 +265,7 @@ def steps(check: Check, options: Options) -> None:
         dense, routed, ratio = predictions[size]
         with opened(*words_of(size, f"train.micro_batch_size={micro or 'null'}")) as run:
             arms = kinds_of(run)
-            result = measure(arms, options.pairs)
+            result = measure(arms, check.options.pairs)
             for name, reason in result["failed"].items():
                 check.fail(f"{size}, {name}", reason)
             for name, row in result["kinds"].items():
@@ -284,7 +280,7 @@ def steps(check: Check, options: Options) -> None:
                 for kind, seconds in time_by_kind(partial(take_steps, *arms[name], 2)).items():
                     check.add(f"{size}, {name}: {kind}", 1e3 * seconds / 2, "ms a step")
 
-    for size in options.sizes or ("XL", "S", "B", "L"):
+    for size in check.options.sizes or ("XL", "S", "B", "L"):
         for micro in (None, 128, 64):  # takes the largest micro-batch that fits into memory
             for name in [name for name in check.rows if name.split(",")[0] == size]:
                 del check.rows[name]
@@ -320,7 +316,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
     return spent | ({"idle": max(0.0, total - sum(spent.values()))} if cuda else {})
 
 
-def variants(check: Check, options: Options) -> None:
+def variants(check: Check) -> None:
     """Time token gathering and the EMA update. Then time steps with the default settings, with one setting of torch or
     train.py changed at a time, and with the defaults again."""
     from torch._functorch import config as functorch
@@ -342,20 +338,20 @@ def variants(check: Check, options: Options) -> None:
         words = words_of(size, *[name] * ("=" in name), images=64 if size == "XL" else 256)
         with settings[name](), opened(*words) as run:
             unit = f"ms for {run.cfg.train.batch_size} images"
-            for kind, turn in check.turns(calls_of(kinds_of(run)), options.pairs).items():
+            for kind, turn in check.turns(calls_of(kinds_of(run))).items():
                 check.add(f"{size}, {kind}, {name}", 1e3 * turn.median / BLOCK, unit, held_gb=turn.held / 1e9)
 
-    for size in options.sizes or ("XL", "S"):
-        check.attempt(f"{size}, gather and average", partial(gather_and_average, check, size, options.pairs))
+    for size in check.options.sizes or ("XL", "S"):
+        check.attempt(f"{size}, gather and average", partial(gather_and_average, check, size))
         for name in ("as it is",) if CPU else settings:  # steps are not compiled on a CPU
             check.attempt(f"{size}, {name}", partial(under, size, name))
 
 
-def gather_and_average(check: Check, size: str, rounds: int) -> None:
-    """Time, `rounds` times and for a DiT of `size` ("XL"): gathering tokens by elements, and by rows as gather_tokens
-    does; the EMA update of its weights, and the lower bound of that, one lerp over a flat tensor of as many numbers."""
+def gather_and_average(check: Check, size: str) -> None:
+    """Time, for a DiT of `size` ("XL"): gathering tokens by elements, and by rows as gather_tokens does; the EMA update
+    of its weights, and the lower bound of that, one lerp over a flat tensor of as many numbers."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
-    x = random(batch, tokens, SIZES[size], dtype=torch.float32).requires_grad_()
+    x = torch.randn(batch, tokens, SIZES[size], device=DEVICE, requires_grad=True)
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values
     with opened(*words_of(size, "train.compile=false")) as run:
         zero = torch.zeros((), device=DEVICE)
@@ -366,11 +362,11 @@ def gather_and_average(check: Check, size: str, rounds: int) -> None:
             "average as it is": lambda: run.ema.update(run.network, 1e-4, zero),
             "average in one pass": lambda: flat.lerp_(other, 0.5),
         }
-        for name, turn in check.turns({name: repeated(call, times) for name, call in calls.items()}, rounds).items():
+        for name, turn in check.turns({name: repeated(call, times) for name, call in calls.items()}).items():
             check.add(f"{size}, {name}", 1e3 * turn.median / times, "ms")
 
 
-def peers(check: Check, options: Options) -> None:
+def peers(check: Check) -> None:
     """Time train.py's dense steps against two plain training loops: over the same network, and over diffusers' DiT."""
 
     def plain_loop(network: Callable[..., Tensor], latents: Tensor, parameters: nn.Module) -> Callable[[], None]:
@@ -421,15 +417,15 @@ def peers(check: Check, options: Options) -> None:
                 f"{how}: a plain loop over our network": plain_loop(plain, latents, plain),
                 f"{how}: a plain loop over diffusers' DiT": plain_loop(of_diffusers, latents, theirs),
             }
-            for name, turn in check.turns(calls, options.pairs).items():
+            for name, turn in check.turns(calls).items():
                 check.add(name, BLOCK * batch / turn.median, f"images/s of {batch}", held_gb=turn.held / 1e9)
 
-    for size in options.sizes or ("B", "XL"):
+    for size in check.options.sizes or ("B", "XL"):
         for compiled in (False,) if CPU else (False, True):
             check.attempt(f"{size}, peers{', compiled' * compiled}", partial(peers_of, size, compiled))
 
 
-def kinds(check: Check, options: Options) -> None:
+def kinds(check: Check) -> None:
     """Time training steps of networks other than DiT (SPRINT, Mamba, …) at DiT-B's size, relative to DiT-B's steps."""
     small = ["model.hidden_size=96", "model.depth=6", "dataset.size=8", "train.batch_size=2"]
     shape = ["experiment=imagenet256_b2", *(small if CPU else ["train.batch_size=128"])]
@@ -437,7 +433,7 @@ def kinds(check: Check, options: Options) -> None:
     def beside(name: str, predicted: float) -> None:
         model, *more = name.split()
         with opened(*shape, "model=dit") as run, opened(*shape, f"model={model}", *more) as other:
-            turns = check.turns(calls_of({"dit": (run, run.cfg), name: (other, other.cfg)}), options.pairs)
+            turns = check.turns(calls_of({"dit": (run, run.cfg), name: (other, other.cfg)}))
         if len(turns) == 2:
             facts = {"ms": 1e3 * turns[name].median / BLOCK, "held_gb": turns[name].held / 1e9}
             times = turns[name].over(turns["dit"])
@@ -447,7 +443,7 @@ def kinds(check: Check, options: Options) -> None:
         check.attempt(name, partial(beside, name, predicted))
 
 
-def sampling(check: Check, options: Options) -> None:
+def sampling(check: Check) -> None:
     """Time DiT-XL, Stable Diffusion's decoder and DINOv2-B, with random weights, in fp32, TF32 and bf16, in pictures/s.
     Record the largest difference of an output from the fp32 one, relative to the largest fp32 output."""
     batch = 2 if CPU else 64
@@ -486,7 +482,7 @@ def sampling(check: Check, options: Options) -> None:
             outputs[precision] = getattr(output, "last_hidden_state", output).float()
 
         calls = {f"{name}, {precision}": partial(run, precision) for precision in ("fp32", "TF32", "bf16")}
-        for called, turn in check.turns(calls, options.pairs).items():
+        for called, turn in check.turns(calls).items():
             exact, found = outputs["fp32"], outputs[called.rpartition(", ")[2]]
             off = float((found - exact).abs().max() / exact.abs().max())
             check.add(called, batch / turn.median, "pictures/s", largest_difference=off)
@@ -520,11 +516,14 @@ def main() -> None:
             print(f"{part.__name__}: {part.__doc__.splitlines()[0]}", flush=True)
             earlier = result.get(part.__name__, {}) if options.sizes and part in (steps, variants, peers) else {}
             facts = {key: earlier[key] for key in ("commit", "torch", "time", "note") if key in earlier}
-            kept = [name for name in earlier.get("rows", {}) if re.split("[,:]", name)[0] not in options.sizes]
-            rows = {name: facts | earlier["rows"][name] for name in kept}
+            rows = {
+                name: facts | row
+                for name, row in earlier.get("rows", {}).items()
+                if re.split("[,:]", name)[0] not in options.sizes
+            }
             result[part.__name__] = {**circumstances(), "rows": rows}
-            check = Check(part.__name__, minutes, path, result)
-            part(check, options)
+            check = Check(part.__name__, minutes, path, result, options)
+            part(check)
             print(f"  {time.perf_counter() - began:.0f} s\n")
 
 

@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 import torch
 from scipy import stats
-from timing import DEVICE, begin, circumstances, composed, options_of, random_dataset, seconds, take_turns, write
+from timing import DEVICE, begin, circumstances, composed, options_of, random_dataset, seconds, take_turns
 
 from tread.checkpoints.ema import EMA
 from tread.data.columns import TextSpec
@@ -41,6 +41,7 @@ from tread.models.architectures import ARCHITECTURES, NetworkOptions
 from tread.models.backbone import count_parameters
 from tread.models.conditions import Text
 from tread.runtime.device import peak_flops
+from tread.runtime.files import check_file, write_json
 from tread.runtime.signals import Stop
 from tread.training import settings, step
 from tread.training.run import Run
@@ -74,7 +75,8 @@ def main() -> None:
             kinds[name] = run, run.cfg
         result = measure(kinds, options.pairs)
     show(result)
-    write(options.out, result)
+    if options.out:
+        write_json(check_file(options.out), result)
 
 
 def open_run(folder: Path, overrides: Sequence[str]) -> Run:
@@ -140,11 +142,16 @@ def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
     return replace(cfg, train=replace(cfg.train, routes_until=last))
 
 
+def calls_of(kinds: Kinds) -> dict[str, Callable[[], None]]:
+    """Return {name: a function that takes BLOCK (a constant) steps of that kind}."""
+    return {name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}
+
+
 def measure(kinds: Kinds, pairs: int) -> dict:
     """Time each kind of step `pairs` times, alternately. Returns, for JSON, the device, versions, sizes and "kinds":
     {name: median ms of a step, speeds, memory, and "ratio": the median of the first kind's time / this one's}."""
     failed: dict[str, str] = {}
-    turns = take_turns({name: partial(take_steps, *kind, BLOCK) for name, kind in kinds.items()}, pairs, failed)
+    turns = take_turns(calls_of(kinds), pairs, failed)
     (first, (run, dense)), *_ = kinds.items()
     batch, peak = run.cfg.train.batch_size, peak_flops(DEVICE, run.precision)
     rows = {}

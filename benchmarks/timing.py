@@ -1,6 +1,5 @@
 """Tools for the benchmarks: options, random data, timing calls alternately, peak memory, the machine's description."""
 
-import json
 import os
 import platform
 import re
@@ -48,11 +47,6 @@ def options_of(kind: type, others: bool = True) -> tuple[Any, list[str]]:
     for word in [word for word in own if word.startswith("out=")]:
         check_file(word.partition("=")[2])
     return schema.read(OmegaConf.to_container(OmegaConf.from_dotlist(own)), kind), rest
-
-
-def write(path: str | None, result: dict) -> None:
-    if path:
-        check_file(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def begin(main: Callable[[], None]) -> None:

@@ -151,7 +151,8 @@ def test_a_part_records_what_fails_and_ends_within_its_minutes(import_benchmark,
         (1, {"copy": {"failed": "ModuleNotFoundError: No module named 'nothing'"}, "speed": {"measured": 2.0}}),
         (0, {name: {"failed": "the 0 minutes of this part are over"} for name in ("copy", "speed")}),
     ):
-        check = gpu_check.Check("machine", minutes, path, {"machine": {"rows": {}}, "host": "kept"})
+        result = {"machine": {"rows": {}}, "host": "kept"}
+        check = gpu_check.Check("machine", minutes, path, result, gpu_check.Options())
         check.attempt("copy", lambda: __import__("nothing"))
         check.attempt("speed", lambda check=check: check.add("speed", 2.0, "GB/s"))
         written = json.loads(path.read_text())
@@ -165,7 +166,7 @@ def test_with_sizes_a_part_keeps_the_other_sizes_numbers(import_benchmark, tmp_p
     rows = {"S, dense": {"measured": 1.0}, "XL, dense": {"failed": "out of memory"}, "XL": {"measured": 1.0}}
     path.write_text(json.dumps({"steps": {"commit": "first", "rows": rows}}))
 
-    def steps(check, options):
+    def steps(check):
         """A part."""
         check.add("XL", 2.0, "images/s")
 
