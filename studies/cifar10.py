@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from tread.encoders.inception import Inception
-from tread.runtime.cli import explained
+from tread.runtime.cli import answer_help, explained
 from tread.runtime.files import whole_file
 
 RECORD = 1 + 3 * 32 * 32  # bytes of a label and a picture
@@ -58,10 +58,11 @@ def random_inception(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    with explained("stopped"):
+    answer_help(__doc__)
+    with explained():
         if len(sys.argv) != 4 or sys.argv[1] not in ("pack", "unpack"):
             print(__doc__.strip())
-            sys.exit(0 if {"-h", "--help"} & {*sys.argv} else 2)
+            sys.exit(2)
         todo, (source, target) = {"pack": pack, "unpack": unpack}[sys.argv[1]], map(Path, sys.argv[2:])
         target.mkdir(parents=True, exist_ok=True)
         todo(source, target)

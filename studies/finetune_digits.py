@@ -14,16 +14,27 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 import subprocess
+from dataclasses import dataclass, replace
 
 import numpy as np
+from omegaconf import OmegaConf
 
 import tread
 from tread.data.writer import write_dataset
 from tread.evaluation.scorers import judge_digits
 from tread.preparing.digits import MEANING, digits_parts
-from tread.runtime.cli import explained
+from tread.runtime import schema
+from tread.runtime.cli import answer_help, explained
+from tread.runtime.schema import Count
 
 KNOWN = 7
+
+
+@dataclass(frozen=True)
+class Options:
+    out: str = "results/finetune-digits"
+    steps: Count = 2500
+    seeds: Count = 1
 
 
 def train(out: Path, name: str, steps: int, *overrides: str) -> None:
@@ -38,8 +49,7 @@ def main(out: Path, steps: int, seeds: int) -> None:
     few = labels < KNOWN
     part = out / "data/seven"
     if not part.exists():
-        classes = MEANING.classes[:KNOWN]
-        latents = type(MEANING)(**{**vars(MEANING), "classes": classes})
+        latents = replace(MEANING, classes=MEANING.classes[:KNOWN])
         write_dataset(part, latents, [(pixels[few].reshape(-1, 1, 1, 8, 8) / 8 - 1, labels[few])])
     seven = [f"dataset.path={part}", "dataset.embedded=null", f"dataset.num_classes={KNOWN}", "dataset.heldout=null"]
     kept = "init_classes={" + ",".join(f"{digit}:{digit}" for digit in range(KNOWN)) + "}"
@@ -65,12 +75,7 @@ def main(out: Path, steps: int, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & {*sys.argv}:
-        print(__doc__.strip())
-        sys.exit(0)
-    with explained("stopped"):
-        given = {"out": "results/finetune-digits", "steps": "2500", "seeds": "1"}
-        given |= (typed := dict(word.partition("=")[::2] for word in sys.argv[1:]))
-        if unknown := typed.keys() - {"out", "steps", "seeds"}:
-            raise ValueError(f"unknown option {', '.join(unknown)}: there are out, steps and seeds")
-        main(Path(given["out"]), int(given["steps"]), int(given["seeds"]))
+    answer_help(__doc__)
+    with explained():
+        options = schema.read(OmegaConf.to_container(OmegaConf.from_cli()), Options)
+        main(Path(options.out), options.steps, options.seeds)
