@@ -202,8 +202,8 @@ def colours(study: Study) -> dict[str, str]:
     base = {word for word, count in counts.items() if 2 * count > len(own) and not word.startswith("model=")}
     if len({each - base for each in own.values()}) < len({*own.values()}):
         base = {word for word, count in counts.items() if count == len(own)}
-    words = {name: " ".join(sorted(each - base)) for name, each in own.items()}
-    words = {name: each.replace("_text", "") for name, each in words.items()}  # the same arms for captions
+    # without "_text": networks for captions have the colours of the same networks for classes
+    words = {name: " ".join(sorted(each - base)).replace("_text", "") for name, each in own.items()}
     others = [each for each in dict.fromkeys(words.values()) if each not in COLOURS]
     known = COLOURS | {each: OTHERS[number % len(OTHERS)] for number, each in enumerate(others)}
     return {name: known[each] for name, each in words.items()}

@@ -205,11 +205,8 @@ def read_study(name: str, scale: ScaleName) -> Study:
     base = _over(base | ({"scoring": []} if "scoring" in own_scale else {}), own_scale)
     only = {way: scored.pop("only", None) for way, scored in ways.items()}
     arms, trials, said_arms = {}, {}, tree.pop("arms")
-    against, besides, figure = (
-        tree.pop("against", {}),
-        tree.pop("besides", {}),
-        {"kind": None, "metrics": ()} | tree.pop("figure", {}),
-    )
+    against, besides = tree.pop("against", {}), tree.pop("besides", {})
+    figure = {"kind": None, "metrics": (), "seen": ""} | tree.pop("figure", {})
     for arm, said in said_arms.items():
         said = said_arms[arm] = dict(said) if isinstance(said, dict) else {"overrides": said}
         if below := said.pop("over", None):
@@ -241,9 +238,19 @@ def read_study(name: str, scale: ScaleName) -> Study:
     for there, known in (*wanted, ({*tree.get("rule", {}).get("rivals", ())}, {*said_arms})):
         if unknown := sorted(there - known):
             raise ValueError(f"studies/{name}.yaml: unknown {', '.join(unknown)}")
-    drawn = {"figure": figure["kind"], "metrics": figure["metrics"], "seen": figure.get("seen", "")}
-    compared = {"against": against, "besides": besides, "trials": trials}
-    return Study(name, scale, arms=arms, ways=(*ways,), **compared, **drawn, **tree)
+    return Study(
+        name,
+        scale,
+        arms=arms,
+        ways=(*ways,),
+        against=against,
+        besides=besides,
+        trials=trials,
+        figure=figure["kind"],
+        metrics=figure["metrics"],
+        seen=figure["seen"],
+        **tree,
+    )
 
 
 def rehearsed(study: Study) -> Study:
