@@ -85,10 +85,13 @@ def read_files(source: Path) -> dict[str, bytes]:
         raise FileNotFoundError(f"{source} is not there: dataset.archive names {Path(URL).name} or a folder of it")
     try:
         with tarfile.open(source) as archive:
-            members = {PurePosixPath(member.name).name: member for member in archive if member.isfile()}
+            files = {}
+            for member in archive:
+                name = PurePosixPath(member.name).name
+                if name in wanted and member.isfile():
+                    files[name] = archive.extractfile(member).read()
             archive.fileobj.seek(0, os.SEEK_END)  # to the end, so that gzip checks its checksum
-            in_order = sorted(wanted & {*members}, key=lambda name: members[name].offset)  # unpacked in one pass
-            return {name: archive.extractfile(members[name]).read() for name in in_order}
+            return files
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
         raise ValueError(f"{source} is truncated, damaged or no tar: {error}") from error
 

@@ -6,7 +6,9 @@ pictures  train2014/COCO_train2014_000000000009.jpg, or train2014.zip
 
 import json
 import re
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -38,7 +40,7 @@ def open_coco(source: Path, root: str | None) -> Photos | None:
         there = {name.removeprefix(prefix) for name in store.names if name.startswith(prefix)}
         there -= {name for name in there if name.startswith(".")}
         faults += [(f"{split}/{name}", "the picture is not there") for name in captions if name not in there]
-        none = f"{files[split][1]} has none"
+        none = f"{files[split][0].name} has none"
         pictures |= {f"{split}/{name}": (captions.get(name) or none, (read, prefix + name)) for name in there}
     names, labels = sorted(pictures), np.zeros(len(pictures), dtype=np.int64)
     heldout = next((f"{split}/" for split in splits if split.startswith("val") and len(splits) == 2), None)
@@ -50,13 +52,14 @@ def _year(split: str) -> str:
     return split.removeprefix("train").removeprefix("val")
 
 
-def _captions_files(source: Path) -> dict[str, tuple[Path | Zip, str]]:
-    """Return where the captions files are, {split: (folder or zip, name in it)}; {} if the source is not MS-COCO."""
-    places = [(store, name) for store in map(Zip, sorted(source.glob("annotations*.zip"))) for name in store.names]
+def _captions_files(source: Path) -> dict[str, tuple[Path, Callable[[], bytes]]]:
+    """Return the captions files, {split: arguments of read_coco}; {} if the source is not MS-COCO."""
+    files = []
+    for store in map(Zip, sorted(source.glob("annotations*.zip"))):
+        files += [(store.path / name, partial(store.read, name)) for name in store.names]
     for folder in (source / "annotations", source):
-        places += [(folder, path.name) for path in sorted(folder.glob("captions_*.json"))]
-    matches = [(CAPTIONS.fullmatch(PurePosixPath(name).name), place, name) for place, name in places]
-    return {match[1]: (place, name) for match, place, name in matches if match}
+        files += [(path, path.read_bytes) for path in sorted(folder.glob("captions_*.json"))]
+    return {match[1]: (path, read) for path, read in files if (match := CAPTIONS.fullmatch(path.name))}
 
 
 def _pictures(source: Path, split: str) -> tuple[Store, str]:
@@ -71,11 +74,11 @@ def _pictures(source: Path, split: str) -> tuple[Store, str]:
     raise ValueError(f"{said}: put it there, or choose another split by root=")
 
 
-def read_coco(place: Path | Zip, name: str) -> dict[str, list[str]]:
-    """Read the captions file `name` in a folder or zip. Returns {picture's file name: captions}, ordered by picture id.
-    Raises ValueError with the path of the file if it is damaged or is not an MS-COCO captions file."""
+def read_coco(path: Path, read: Callable[[], bytes]) -> dict[str, list[str]]:
+    """Parse the captions file whose content `read` returns. Returns {picture's file name: captions}, ordered by picture
+    id. Raises ValueError with `path`, that of the file, if it is damaged or is not an MS-COCO captions file."""
     try:
-        tree = json.loads(place.read(name) if isinstance(place, Zip) else (place / name).read_bytes())
+        tree = json.loads(read())
         listing, notes = tree["images"], [(note["image_id"], note["caption"]) for note in tree["annotations"]]
         files = {image["id"]: image["file_name"] for image in sorted(listing, key=lambda image: image["id"])}
         if len(files) < len(listing) or len(set(files.values())) < len(files):
@@ -87,6 +90,5 @@ def read_coco(place: Path | Zip, name: str) -> dict[str, list[str]]:
             captions[files[image]] += cleaned([caption])
     except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
-        path = (place.path if isinstance(place, Zip) else place) / name
         raise ValueError(f"{path} is damaged, or no captions file of MS-COCO: {why}") from error
     return captions

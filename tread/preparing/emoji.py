@@ -30,7 +30,7 @@ from tread.data.section_writer import TextWriter
 from tread.data.writer import write_dataset
 from tread.encoders.language import text_encoder
 from tread.preparing.encode_text import encoding
-from tread.runtime.files import Lock, explain_failure
+from tread.runtime.files import Lock
 
 TONES = "🏻🏼🏽🏾🏿"
 JOIN, AS_PICTURE, RIGHT = "\u200d", "\ufe0f", "➡"
@@ -214,8 +214,7 @@ def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
         captions, labels = [sample.captions for sample in samples], np.zeros(len(samples), dtype=np.int64)
         write_dataset(folder, MEANING, [(stored, labels)], captions, once=True, **fields, attribution=ATTRIBUTION)
     if encoder is not None and read_spec(folder, read_index(folder), encoder) is None:
-        with explain_failure(folder):
-            lock = Lock(folder / ".text.lock", None)
+        lock = Lock(folder / ".text.lock", None)
         try:
             if read_spec(folder, read_index(folder), encoder) is None:
                 _write_text(folder, encoder)

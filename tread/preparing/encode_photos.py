@@ -6,6 +6,7 @@ Batches never cross a shard, so a shard depends only on its pictures, the autoen
 """
 
 import itertools
+import json
 import os
 import threading
 import time
@@ -30,7 +31,7 @@ from tread.drawing.grids import save_grid
 from tread.encoders import autoencoder
 from tread.encoders.autoencoder import LatentEncoder
 from tread.preparing.images import Crop, centre_crop, read_rgb
-from tread.preparing.photos import DAMAGED, ONE_CLASS, Photos, captions_hash, held_out, told
+from tread.preparing.photos import DAMAGED, ONE_CLASS, Photos, held_out, told
 from tread.preparing.sources import find_photos
 from tread.runtime.device import use_precision
 from tread.runtime.distributed import Processes
@@ -105,13 +106,15 @@ def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
     positions come from the shards' notes, JSON files that make_shards writes."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
-    there, captions = set(photos.names) if damaged else (), list(photos.captions or ())
-    names, labels, files = list(photos.names), photos.labels.tolist(), list(photos.files)
+    if not damaged:
+        return photos
+    columns = [photos.names, photos.labels.tolist(), photos.files, photos.captions or itertools.repeat([])]
+    rows, there = list(zip(*columns)), set(photos.names)
     for place, (name, label) in sorted(damaged.items()):
         if name not in there and label < len(photos.classes):
-            for values, value in ((names, name), (labels, label), (files, None), (captions, [])):
-                values.insert(place, value)
-    captions = None if photos.captions is None else captions
+            rows.insert(place, (name, label, None, []))
+    names, labels, files, captions = map(list, zip(*rows))
+    captions = photos.captions and captions
     return replace(photos, names=names, labels=np.array(labels, dtype=np.int64), files=files, captions=captions)
 
 
@@ -232,10 +235,12 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
         model = autoencoder.load_autoencoder(options.autoencoder, processes.device)
         latents = autoencoder.encoded(model, options.autoencoder, options.resolution, photos.classes, **stored)
     writers = open_writers(photos, heldout, latents, options)
-    work = [writer for writer in writers.values() if not writer.is_finished()]
+    work = []
     for writer in writers.values():
-        if writer not in work:
+        if writer.is_finished():
             processes.say(f"{writer.folder} is finished; remove it to make it anew, if pictures changed since")
+        else:
+            work.append(writer)
     if not work:
         return
 
@@ -297,7 +302,7 @@ def open_writers(
     kept = (3, options.resolution, options.resolution) if options.keep_pictures else None
     besides = {"attribution": options.attribution} if options.attribution else {}
     if photos.captions is not None:
-        besides["captions"] = captions_hash(photos.captions)
+        besides["captions"] = content_hash("".join(json.dumps(captions) + "\n" for captions in photos.captions))
         besides |= {"captions_in": options.captions} if options.captions else {}
     if heldout is None:
         return {"train": DatasetWriter(out, latents, plan, kept, besides)}
@@ -344,8 +349,11 @@ def finish(
 ) -> None:
     """Assemble the datasets of `work`, the unfinished ones among `writers`; write their reports, move them to their
     final names, and print a summary. `writers` is {"train": writer, "heldout": writer} or has only the former."""
-    unfinished = [part for part, writer in writers.items() if writer in work]
-    made = {part: look_at(part, photos, writers, options, processes.device) for part in unfinished}
+    made = {
+        part: look_at(part, photos, writers, options, processes.device)
+        for part, writer in writers.items()
+        if writer in work
+    }
     for part in sorted(made):  # heldout first: train's unfinished work lists the damaged pictures
         writers[part].publish(made[part])
     for part, report in made.items():

@@ -133,9 +133,10 @@ def _maskdit(source: Path, options: "ImportOptions") -> ForeignSamples:
         import lmdb  # imported here because only this kind needs it
     except ImportError as error:
         raise ValueError("LMDB needs the package lmdb; pip install -r requirements-import.txt") from error
-    how = {"subdir": source.is_dir(), "readonly": True, "lock": False, "readahead": False, "create": False}
     try:
-        opened = lmdb.open(str(source), **how)
+        opened = lmdb.open(
+            str(source), create=False, subdir=source.is_dir(), readonly=True, lock=False, readahead=False
+        )
     except lmdb.Error as error:
         raise ValueError(f"{source} can't be opened as an LMDB: {error}") from error
     file = source / "data.mdb" if source.is_dir() else source
@@ -249,9 +250,9 @@ def _lightningdit(source: Path, options: "ImportOptions") -> ForeignSamples:
     def name(index: int) -> str:
         return f"{rows[index][0].name}, row {rows[index][1]},"
 
-    file, meaning = source / STATISTICS, {"scale": 1.0, "autoencoder": UNKNOWN, "normalize": True}
+    file = source / STATISTICS
     statistics = read_statistics(file, shapes[0][0]) if file.exists() else None
-    return ForeignSamples(labels, read, name, **meaning, statistics=statistics)
+    return ForeignSamples(labels, read, name, scale=1.0, autoencoder=UNKNOWN, normalize=True, statistics=statistics)
 
 
 def _opened(path: Path):
@@ -302,8 +303,8 @@ def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
 
 
 def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
-    files = [entry for entry in os.scandir(source) if re.fullmatch(r"\d+(_\d+)?\.npy", entry.name)]
-    sizes = {entry.name: entry.stat().st_size for entry in files}
+    name = re.compile(r"\d+(_\d+)?\.npy")
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(source) if name.fullmatch(entry.name)}
     counted = Counter(int(name.partition("_")[0]) for name in sizes if "_" in name)
     numbers = range(max(1, len(sizes) - counted.total()))
     pictures = [f"{number}.npy" for number in numbers]
@@ -318,7 +319,7 @@ def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
     captions = None
     if options.captions is not None:
         path = Path(options.captions)
-        captions = list(read_coco(path.parent, path.name).values())
+        captions = list(read_coco(path, path.read_bytes).values())
         if list(map(len, captions)) != counts.tolist():
             ours = f"{source} holds {len(counts):,} with {counts.sum():,}"
             lists = f"{path} lists {len(captions):,} pictures with {sum(map(len, captions)):,} captions"

@@ -73,7 +73,9 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
             files += [(_read, (path, group, image, row)) for row in range(rows)]
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
         if words is not None:
-            texts += [_captions_of(row) for row in opened.read(columns=[words])[words].to_pylist()]
+            for row in opened.read(columns=[words])[words].to_pylist():
+                lines = [row] if isinstance(row, str) else row or []
+                texts.append(cleaned([line for line in lines if line]) or "the row is blank")
         if label is not None:
             column = opened.read(columns=[label])[label]
             if column.null_count or not str(column.type).startswith(("int", "uint")):
@@ -100,12 +102,6 @@ def _captions(source: Path, schema, wanted: str | None) -> str | None:
     if len(usual) > 1:
         raise ValueError(f"{source} has the columns {', '.join(usual)}: choose one by captions=…, or captions=none")
     return usual[0] if usual else None
-
-
-def _captions_of(row: str | list[str | None] | None) -> list[str] | str:
-    """Return the captions in a row, or a text that says why it has none."""
-    captions = cleaned([caption for caption in ([row] if isinstance(row, str) else row or []) if caption])
-    return captions or "the row is blank"
 
 
 def _features(schema) -> dict:

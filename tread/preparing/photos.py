@@ -2,7 +2,6 @@
 Captions may lie beside pictures (a.txt beside a.jpg), one per line. Faults are collected and reported together."""
 
 import hashlib
-import json
 import posixpath
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ import numpy as np
 
 from tread.preparing.archives import Store
 from tread.preparing.images import HEAD, no_picture, read_rgb
-from tread.runtime.files import content_hash
 from tread.runtime.tensor_files import listed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff")
@@ -91,14 +89,15 @@ class Photos:
         lines = named(self.faults, ": {}")
         if not self.names:
             raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
-        texts = [] if skip else told("files that can't be used", self.faults)
-        empty = [self.classes[i] for i in np.setdiff1d(range(len(self.classes)), self.labels)]
-        damaged = [] if skip else self.no_pictures()
-        if not skip and (self.faults or damaged or (empty and not allow_empty)):
-            damaged = self.no_pictures(whole=True) or damaged  # it stops here anyway: name all of them at once
-        texts += told("damaged pictures", damaged, DAMAGED)
-        texts += ["Mend or remove them, or leave them out with on_error=skip"] * bool(texts)
-        if empty and not allow_empty:
+        unused = [] if allow_empty else np.setdiff1d(range(len(self.classes)), self.labels)
+        empty, texts = [self.classes[label] for label in unused], []
+        if not skip:
+            damaged = self.no_pictures()
+            if self.faults or damaged or empty:
+                damaged = self.no_pictures(whole=True) or damaged  # it stops here anyway: name all of them at once
+            texts = told("files that can't be used", self.faults) + told("damaged pictures", damaged, DAMAGED)
+            texts += ["Mend or remove them, or leave them out with on_error=skip"] * bool(texts)
+        if empty:
             remedy = "Remove what is empty, or set allow_empty=true to keep the class"
             texts.append(f"classes without a picture: {listed(empty)}. {remedy}")
         if texts:
@@ -144,11 +143,6 @@ def cleaned(captions: Sequence[str]) -> list[str]:
     return [words for caption in captions if (words := " ".join(caption.split()))]
 
 
-def captions_hash(captions: Sequence[Sequence[str]]) -> str:
-    """Return the hex sha256 of all captions."""
-    return content_hash("".join(json.dumps(of_picture) + "\n" for of_picture in captions))
-
-
 def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str | None) -> np.ndarray:
     """Choose the pictures to hold out: (n,) bool. labels (n,) lie in 0..classes−1.
 
@@ -167,7 +161,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
         total, shares = wanted, np.full(classes, wanted / classes)
     counts = _whole(shares, total, np.maximum(sizes - 1, 0))
     digests = [hashlib.sha256(name.encode(errors="surrogateescape")).digest() for name in names]
-    hashes, out = np.array([digest[:8] for digest in digests], dtype="S8"), np.zeros(len(labels), dtype=bool)
+    hashes, out = np.array(digests, dtype="S8"), np.zeros(len(labels), dtype=bool)  # their first 8 bytes
     for label in np.flatnonzero(counts):
         members = np.flatnonzero(labels == label)
         out[members[np.argsort(hashes[members], kind="stable")[: counts[label]]]] = True
