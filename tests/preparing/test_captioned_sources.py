@@ -17,7 +17,7 @@ from tread.data.dataset import LatentDataset
 from tread.data.index import read_index
 from tread.data.latents import stored_pictures
 from tread.preparing import encode_photos
-from tread.preparing.encode_features import find_again, read_again
+from tread.preparing.encode_features import find_again
 from tread.preparing.sources import find_photos
 
 TRAIN = {9: ["a red\n apple ", "fruit"], 25: ["a giraffe"], 30: ["flowers", "a vase", "Blumen in einer Väse"]}
@@ -105,7 +105,8 @@ def test_coco_is_prepared_by_one_command(coco, prepare, tmp_path, as_it_comes):
         data = LatentDataset(tmp_path / part)
         assert held(tmp_path / part) == expected(pictures) and data.latents.classes == ("all",)
         assert data.attribution == read_index(tmp_path / part)["attribution"] == "by_all_of_them"
-        ((batch,),) = read_again(data, *find_again(data, coco, None, None), 0, [range(len(pictures))])
+        read, *_ = find_again(data, coco, None, None, workers=0)
+        ((batch,),) = read([range(len(pictures))])
         assert numbers_of(batch.numpy()) == list(pictures)  # the photos are found again
     assert "is finished" in prepare(coco, "attribution=by_all_of_them") and not list(tmp_path.glob(".*"))
     with pytest.raises(FileExistsError, match="data exists already"):

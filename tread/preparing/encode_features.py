@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from tread.encoders.vision import open_encoder
 from tread.preparing.encode_photos import read_crops, source_hash
 from tread.preparing.encode_text import DatasetPlace
 from tread.preparing.images import Crop
-from tread.preparing.photos import Photos, held_out
+from tread.preparing.photos import held_out
 from tread.preparing.sources import NONE, find_photos
 from tread.runtime.distributed import Processes
 from tread.runtime.files import size_text
@@ -91,8 +90,7 @@ def open_source(
     folder = Path(options.dataset.path)
     if options.source is not None:
         data, workers = LatentDataset(folder), min(16, processes.cores) if options.workers is None else options.workers
-        photos, crop, chosen = find_again(data, Path(options.source), options.root, options.labels)
-        return data, partial(read_again, data, photos, crop, chosen, workers), crop.size, photos.where
+        return data, *find_again(data, Path(options.source), options.root, options.labels, workers)
     if "pictures" not in index and not holds_pixels(LatentDataset(folder).latents):
         how = "name the photos that it was made of, source=…, or prepare it again with keep_pictures=true"
         raise ValueError(f"{folder} keeps no pictures beside its latents: {how}")
@@ -107,12 +105,15 @@ def open_source(
 
 
 def find_again(
-    data: LatentDataset, source: Path, root: str | int | None, labels: str | None
-) -> tuple[Photos, Crop, np.ndarray]:
+    data: LatentDataset, source: Path, root: str | int | None, labels: str | None, workers: int
+) -> tuple[Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
     """Find the photos from which a dataset (training or held-out) was made, as recorded in its report.json. `source`,
-    `root` and `labels` must be the options that scripts/prepare_latents.py was given. Returns all photos of the source,
-    how they are cropped, and for each sample the index of its photo, (n,). Raises ValueError or OSError if there is no
-    such record, or if names, labels or classes have changed."""
+    `root` and `labels` must be the options that scripts/prepare_latents.py was given.
+
+    Returns what open_source does, without the dataset. The function that reads pictures uses worker processes; it
+    raises ValueError if a photo can no longer be read, OSError if a worker dies. Raises ValueError or OSError if there
+    is no such record, or if names, labels or classes have changed.
+    """
     report = data.folder / "report.json"
     made = json.loads(report.read_text()) if report.is_file() else {}
     plan = made.get("plan", {})
@@ -132,18 +133,15 @@ def find_again(
             f"{photos.where} has {chosen.sum():,} pictures where {data.folder} has {len(data):,} samples, or of "
             "other classes: some were damaged or removed when it was made. Prepare it again with keep_pictures=true"
         )
-    return photos, Crop(plan["resolution"], data.latents.orientation, data.latents.alpha), np.flatnonzero(chosen)
+    crop = Crop(plan["resolution"], data.latents.orientation, data.latents.alpha)
+    photo_of = np.flatnonzero(chosen)  # for each sample the index of its photo
 
+    def read(batches: Sequence[range]) -> Iterator[tuple[Tensor, ...]]:
+        parts = [photo_of[rows] for rows in batches]
+        for part, (pictures, notes) in zip(parts, read_crops(photos, crop, parts, workers)):
+            for number, (why, _) in zip(part.tolist(), notes):
+                if why:
+                    raise ValueError(f"{photos.where}: {photos.names[number]} can't be read as a picture ({why})")
+            yield (pictures, pictures.flip(-1))[: data.latents.views]
 
-def read_again(
-    data: LatentDataset, photos: Photos, crop: Crop, chosen: np.ndarray, workers: int, batches: Sequence[range]
-) -> Iterator[tuple[Tensor, ...]]:
-    """Read the photos of each batch of sample indices. Yields for each batch a tuple of tensors (B, 3, size, size)
-    uint8, one per view (plain, flipped). `chosen` is each sample's photo index, from `find_again`. Raises ValueError if
-    a photo can no longer be read, OSError if a reading process dies."""
-    parts = [chosen[rows] for rows in batches]
-    for part, (pictures, notes) in zip(parts, read_crops(photos, crop, parts, workers)):
-        for number, (why, _) in zip(part.tolist(), notes):
-            if why:
-                raise ValueError(f"{photos.where}: {photos.names[number]} can't be read as a picture ({why})")
-        yield (pictures, pictures.flip(-1))[: data.latents.views]
+    return read, crop.size, photos.where
