@@ -86,9 +86,14 @@ def read_crops(
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
     """Read batches of photo indices in worker processes. Yields for each batch the readable pictures (n, 3, size, size)
     uint8, or None, and [reason or "", photo size] of all photos. Raises OSError if a worker dies."""
-    options = {"num_workers": workers, "collate_fn": collate, "worker_init_fn": partial(end_with, os.getpid())}
     try:
-        yield from DataLoader(Crops(photos, crop), batch_sampler=[rows.tolist() for rows in batches], **options)
+        yield from DataLoader(
+            Crops(photos, crop),
+            batch_sampler=[rows.tolist() for rows in batches],
+            num_workers=workers,
+            collate_fn=collate,
+            worker_init_fn=partial(end_with, os.getpid()),
+        )
     except RuntimeError as error:  # PyTorch's, when a worker died
         how = "It may have had too little (shared) memory: try fewer workers, or a smaller batch_size"
         raise ChildProcessError(f"a reading process ended: {error}\n{how}. What was done before is kept") from error
@@ -129,10 +134,10 @@ def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
     """Raise ValueError if pictures left out of the shards as damaged are still in the source; it lists these."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
-    if damaged := [(name, why) for _, name, _, why in faults if name in there]:
-        (listed,) = told("damaged pictures", damaged, DAMAGED)
+    damaged = [(name, why) for _, name, _, why in faults if name in there]
+    for text in told("damaged pictures", damaged, DAMAGED):
         how = "Replace or remove them and start the same command again, or leave such files out with on_error=skip"
-        raise ValueError(f"{photos.where}: {listed}\n{how}")
+        raise ValueError(f"{photos.where}: {text}\n{how}")
 
 
 def check_sizes(photos: Photos, resolution: int) -> None:
@@ -362,8 +367,8 @@ def finish(
             classes = sum(map(bool, report["class_counts"].values()))
             counts = f"{report['count']:,} samples of {classes:,} classes"
             processes.say(f"  held out  {folder}: {counts}, for the evaluation loss")
-            if left_out := told("  left out  of the pictures held out", report["left_out"]):
-                processes.say(left_out[0])
+            for text in told("  left out  of the pictures held out", report["left_out"]):
+                processes.say(text)
             continue
         processes.say(report_text(report))
         if options.decode:
@@ -415,11 +420,11 @@ def look_at(
 
 def dataset_numbers(data: LatentDataset) -> dict:
     """Return a dict: "count", "class_counts" (by name), lists "channel_mean" and "channel_std" of network latents."""
+    latents = data.latents
     mean, std = map(np.array, data.statistics)
-    if data.latents.channel_scale:  # by the autoencoder's own statistics
-        mean, std = (mean - data.latents.channel_shift) * data.latents.channel_scale, std * data.latents.channel_scale
-    counts = np.bincount(data.labels, minlength=len(data.latents.classes)).tolist()
-    by_class = dict(zip(data.latents.classes, counts))
+    if latents.channel_scale:  # by the autoencoder's own statistics
+        mean, std = (mean - latents.channel_shift) * latents.channel_scale, std * latents.channel_scale
+    by_class = dict(zip(latents.classes, np.bincount(data.labels, minlength=len(latents.classes)).tolist()))
     return {"count": len(data), "class_counts": by_class, "channel_mean": mean.tolist(), "channel_std": std.tolist()}
 
 

@@ -277,13 +277,14 @@ def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[in
     there = sorted(file.keys())
     if missing := [name for name in (*views, "labels") if name not in there]:
         raise ValueError(f"{path} holds {listed(there)}, but no {listed(missing)} (flipped=false needs no flipped)")
-    shape, *others = (tuple(file.get_slice(name).get_shape()) for name in (*views, "labels"))
-    if len(shape) != 4 or shape[2] != shape[3]:
-        raise ValueError(f"{path}: latents has shape {shape}, but must be (n, C, S, S)")
-    for name, other in zip((*views[1:], "labels"), others):
-        if other != (shape[:1] if name == "labels" else shape):
-            raise ValueError(f"{path}: {name} has shape {other}, but latents {shape}")
-    return shape[1:]
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in (*views, "labels")}
+    latents = shapes["latents"]
+    if len(latents) != 4 or latents[2] != latents[3]:
+        raise ValueError(f"{path}: latents has shape {latents}, but must be (n, C, S, S)")
+    for name, shape in shapes.items():
+        if shape != (latents[:1] if name == "labels" else latents):
+            raise ValueError(f"{path}: {name} has shape {shape}, but latents {latents}")
+    return latents[1:]
 
 
 def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
@@ -303,8 +304,8 @@ def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
 
 
 def _uvit(source: Path, options: "ImportOptions") -> ForeignSamples:
-    name = re.compile(r"\d+(_\d+)?\.npy")
-    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(source) if name.fullmatch(entry.name)}
+    pattern = re.compile(r"\d+(_\d+)?\.npy")  # of pictures and of captions
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(source) if pattern.fullmatch(entry.name)}
     counted = Counter(int(name.partition("_")[0]) for name in sizes if "_" in name)
     numbers = range(max(1, len(sizes) - counted.total()))
     pictures = [f"{number}.npy" for number in numbers]

@@ -161,7 +161,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
         total, shares = wanted, np.full(classes, wanted / classes)
     counts = _whole(shares, total, np.maximum(sizes - 1, 0))
     digests = [hashlib.sha256(name.encode(errors="surrogateescape")).digest() for name in names]
-    hashes, out = np.array(digests, dtype="S8"), np.zeros(len(labels), dtype=bool)  # their first 8 bytes
+    hashes, out = np.array([digest[:8] for digest in digests], dtype="S8"), np.zeros(len(labels), dtype=bool)
     for label in np.flatnonzero(counts):
         members = np.flatnonzero(labels == label)
         out[members[np.argsort(hashes[members], kind="stable")[: counts[label]]]] = True

@@ -107,7 +107,7 @@ def _why_not(name: str) -> str:
 
 
 def _hidden(name: str) -> bool:
-    return any(part.startswith(".") and part != "." or part in LEFT_BY_SYSTEMS for part in name.split("/"))
+    return any(part.startswith(".") or part in LEFT_BY_SYSTEMS for part in name.split("/"))
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
@@ -179,8 +179,8 @@ def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tupl
 def check_table(where: str, table: dict[str, int | str], files: set[str]) -> None:
     """Raise ValueError, beginning with `where`, unless a labels file's `table` and `files` name the same pictures."""
     wrong = {"labelled, but not there": table.keys() - files, "without a label": files - table.keys()}
-    if any(wrong.values()):
-        raise ValueError(f"{where}: " + "; ".join(f"{what}: {listed(sorted(n))}" for what, n in wrong.items() if n))
+    if texts := [f"{what}: {listed(sorted(names))}" for what, names in wrong.items() if names]:
+        raise ValueError(f"{where}: {'; '.join(texts)}")
 
 
 def label_table(name: str, content: bytes) -> dict[str, int | str]:
