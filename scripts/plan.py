@@ -30,7 +30,6 @@ from tread.runtime.device import device_name, memory_of, use_precision
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count, Positive
 from tread.training import costs, settings
-from tread.training.alignment import Aligner
 from tread.training.settings import Settings
 
 KEYS = ("devices", "device", "price")
@@ -116,12 +115,10 @@ def column(
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
     ends = cfg.train.routes_until if routes else 0
     counted = replace(cfg, train=replace(cfg.train, routes_until=ends, ratio_schedule=None))
-    counts = costs.count_kinds(counted, range(steps)).items()
-    kinds = [(active, aligner if aligned else None, count) for (active, aligned), count in counts]
-    in_all = sum(count * costs.sample_flops(network, *kind) for *kind, count in kinds)
+    kinds = costs.count_kinds(counted, range(steps))
     lines = {
         "FLOPs an image": f"{costs.sample_flops(network, routes, aligner):.3e}",
-        "FLOPs of the run": f"{cfg.train.batch_size * in_all:.3e}",
+        "FLOPs of the run": f"{costs.training_flops(counted, network, range(steps), aligner):.3e}",
         "memory: weights and gradients": size_text(2 * few.weights - frozen),
         "  optimizer and averages": size_text(few.optimizer + few.averages),
         "  activations of a micro-batch": size_text(saved),
@@ -132,15 +129,16 @@ def column(
     if not micro:
         return lines | {"images/s": "–", "hours": "–"}
 
-    def step(active: tuple[Route, ...], aligning: Aligner | None) -> float:
+    def step(active: tuple[Route, ...], aligned: bool) -> float:
         if this:
             least = min(micro, 8)
             return costs.measured_seconds(cfg, active, least, here, precision) * images / least
         again = 4 / 3 if how == "checkpointing" else 1.0  # a second forward pass
-        return again * costs.step_seconds(cfg, network, active, images, DEVICES[options.device], aligning, constants)
+        device, aligning = DEVICES[options.device], aligner if aligned else None
+        return again * costs.step_seconds(cfg, network, active, images, device, aligning, constants)
 
-    spent = [step(*kind) for *kind, _ in kinds]
-    seconds, hours = spent[0], sum(count * each for each, (*_, count) in zip(spent, kinds)) / 3600
+    spent = [step(*kind) for kind in kinds]
+    seconds, hours = spent[0], sum(count * each for each, count in zip(spent, kinds.values())) / 3600
     lines |= {"images/s": f"{cfg.train.batch_size / seconds:,.0f}", "hours": f"{hours:,.1f}"}
     lines |= {"device-hours": f"{hours * options.devices:,.1f}", "on": device_name(here) if this else options.device}
     return lines | ({"price": f"{hours * options.devices * options.price:,.0f}"} if options.price else {})

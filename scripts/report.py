@@ -18,11 +18,8 @@ from tread.runtime.cli import answer_help, explained
 
 def main() -> None:
     answer_help(__doc__)
-    with explained("stopped"):
-        try:
-            print(f"written: {write_report(folders_of(sys.argv[1:]))}")
-        except ImportError as error:
-            sys.exit(f"error: {error}")
+    with explained():
+        print(f"written: {write_report(folders_of(sys.argv[1:]))}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from conftest import names_in, write_json
 from PIL import Image
 
-from tread.reports.comparison import COMPARABLE, FAIR, curve_metrics, open_groups, reach, reached, unit, unlike
+from tread.reports.comparison import COMPARABLE, FAIR, curve_metrics, open_groups, reach, unit, unlike
 
 CONFIG = {
     "name": "a",
@@ -90,8 +90,6 @@ def test_when_one_run_is_as_far_as_another(tmp_path):
     routed = write_run(tmp_path / "routed", [3.0, 1.9, 1.8], flops=5.0)
     dense = write_run(tmp_path / "dense", [4.0, 3.0, 2.0], model__name="dit")
     one, other = open_groups([routed, dense])
-    point = reached(one, "eval_loss", 2.0)
-    assert (point.step, point.flops, point.seconds) == (200, 1000.0, 400.0) and reached(one, "eval_loss", 1.0) is None
     text = reach(one, other, "eval_loss")
     assert text == (
         "tread reaches the evaluation loss 2 of dit by step 200, 0.67 times the other's 300, with 1e+03 FLOPs, "

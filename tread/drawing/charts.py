@@ -96,7 +96,7 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = 
             axis.set_ylim(bottom=0)
         whole = all(float(x).is_integer() for line in panel.lines for x in line.x)  # no ticks between steps
         axis.xaxis.set_major_locator(ticker.MaxNLocator(4 if panel.names else 6, integer=whole))
-        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.10g}"))
+        axis.xaxis.set_major_formatter("{x:,.10g}")
         for letter in panel.log:
             make_logarithmic(axis, letter)
         if panel.names:
@@ -122,12 +122,12 @@ def make_logarithmic(axis: object, letter: str) -> None:
 
     getattr(axis, f"set_{letter}scale")("log")
     ruler = getattr(axis, f"{letter}axis")
-    low, high = getattr(axis, f"get_{letter}lim")()
+    low, high = ruler.get_view_interval()
     if high < 20 * low:  # a logarithmic locator would set only one or two ticks
         ruler.set_major_locator(ticker.MaxNLocator(6))
     else:
         ruler.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,), numticks=12))
-    ruler.set_major_formatter(ticker.FuncFormatter(lambda value, place: f"{value:g}"))
+    ruler.set_major_formatter(lambda value, place: f"{value:g}")
     ruler.set_minor_locator(ticker.NullLocator())
 
 

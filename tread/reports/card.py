@@ -69,10 +69,12 @@ def card(
     routes += [f"none from step {until:,} on"] if routes and until and until < info["step"] else []
     routes = "; ".join(routes * (until != 0))
     images, width = info["step"] * train["batch_size"], info.get("posthoc", {}).get("sigma_rel", "")
+    process = "EDM (arXiv 2206.00364)" if cfg.objective == "edm" else "rectified flow (arXiv 2209.03003)"
+    steps = f"{saved.process.default_steps} steps of {saved.process.default_solver} unless told otherwise"
     rows = {
         "network": f"{model.architecture}, {model.blocks}, width {model.hidden_size}, {parameters:,} parameters",
         "route in training": routes or "none: all tokens in all blocks",
-        "draws": f"latents {latents.shape} of {latents.autoencoder}, by {_process(saved)}",
+        "draws": f"latents {latents.shape} of {latents.autoencoder}, by {process}, {steps}",
         "weights": f"{saved.weights}{width and f' of σ_rel {width:g},'} of step {info['step']:,}, in {dtype}",
     }
     if "samples" in info:
@@ -93,12 +95,6 @@ def card(
         "## Licence\n\n" + "\n\n".join(filter(None, [license or "Not stated.", info.get("attribution")])),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _process(saved: SavedNetwork) -> str:
-    process = saved.process
-    name = "EDM (arXiv 2206.00364)" if saved.cfg.objective == "edm" else "rectified flow (arXiv 2209.03003)"
-    return f"{name}, {process.default_steps} steps of {process.default_solver} unless told otherwise"
 
 
 def _classes(names: tuple[str, ...]) -> str:

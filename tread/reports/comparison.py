@@ -1,6 +1,7 @@
 """Compares runs: means over seeds, curves against steps, FLOPs and time, and when one run reaches another's result."""
 
 import csv
+import itertools
 import json
 import math
 import statistics
@@ -109,12 +110,6 @@ def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[
     return {key: [value_at(config, key) for config in configs] for key in chosen}
 
 
-def reached(group: SeedGroup, metric: str, value: float) -> Point | None:
-    """Return the first point of a group's curve whose mean is at least as good as `value`; None if there is none."""
-    best = METRICS[metric].best
-    return next((point for point in group.curve(metric) if best(point.value, value) == point.value), None)
-
-
 def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str]) -> None:
     """Write a .csv: a row (seed, step, …) per run and step that has one of `metrics`. Raises OSError if that fails."""
     columns = ["group", "run", "seed", "step", "seconds", "flops", *metrics]
@@ -196,8 +191,7 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
 def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
     """Return sentences on when a group of runs reaches another group's result, for each metric and ordered pair of
     groups whose values can be compared. With more than four groups, only pairs with the first group are taken."""
-    first = groups if len(groups) <= 4 else groups[:1]
-    pairs = [(a, b) for a in groups for b in groups if a is not b and (a in first or b in first)]
+    pairs = [pair for pair in itertools.permutations(groups, 2) if len(groups) <= 4 or groups[0] in pair]
     return [
         reach(run, other, metric)
         for metric in curve_metrics(groups)
@@ -210,9 +204,10 @@ def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
 
 def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
     """Return a sentence on when `run` first reaches the last value of `other`, in steps, FLOPs and time."""
-    goal, called = other.curve(metric)[-1], METRICS[metric].title
-    best = METRICS[metric].best(point.value for point in run.curve(metric))
-    point, spread = reached(run, metric, goal.value), (goal.spread or 0) + (run.curve(metric)[-1].spread or 0)
+    called, better = METRICS[metric].title, METRICS[metric].best
+    curve, goal = run.curve(metric), other.curve(metric)[-1]
+    best, spread = better(point.value for point in curve), (goal.spread or 0) + (curve[-1].spread or 0)
+    point = next((point for point in curve if better(point.value, goal.value) == point.value), None)
     if point is None and abs(best - goal.value) < spread:
         both = f"{best:.4g} and {goal.value:.4g}"
         return f"{run.name} is level with {other.name} in {called}: {both}, within their spread"

@@ -94,11 +94,11 @@ class Page:
         self.add(f'<div class="samples">{control}<div class="pictures">{"".join(figures)}</div></div>')
 
     def write(self, path: Path) -> None:
-        """Write the page to `path`. Raises OSError if that fails, ImportError if plotly is missing."""
+        """Write the page to `path`. Raises OSError if that fails, ValueError if plotly is missing."""
         try:
             from plotly.offline import get_plotlyjs  # imported here because only the main process draws, at the end
         except ImportError as error:
-            raise ImportError(f"the page needs plotly: pip install -r requirements.txt ({error})") from error
+            raise ValueError(f"the page needs plotly: pip install -r requirements.txt ({error})") from error
         anchors = {title: re.sub(r"\W+", "-", title.lower()) for title in self.sections}
         links = [f'<a href="#{anchor}">{escape(title)}</a>' for title, anchor in anchors.items()]
         sections = [
@@ -108,7 +108,8 @@ class Page:
         charts = json.dumps(self.charts, allow_nan=False)  # ASCII
         for sign in "<>&":  # escaped, as they could end the script element
             charts = charts.replace(sign, f"\\u{ord(sign):04x}")
-        parts = {
+        template = (HERE / "page.html").read_text(encoding="utf-8")
+        parts = {  # key → text to put in the place of {{key}} in the template
             "title": escape(self.title),
             "subtitle": escape(self.subtitle),
             "style": (HERE / "page.css").read_text(encoding="utf-8"),
@@ -119,12 +120,7 @@ class Page:
             "script": (HERE / "page.js").read_text(encoding="utf-8"),
         }
         with explain_failure(path), whole_file(path, f".{os.getpid()}") as partial:
-            partial.write_text(filled("page.html", parts), encoding="utf-8")
-
-
-def filled(name: str, parts: Mapping[str, str]) -> str:
-    """Return the text of the file `name` in this module's folder, with each {{key}} replaced by parts[key]."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], (HERE / name).read_text(encoding="utf-8"))
+            partial.write_text(re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], template), encoding="utf-8")
 
 
 def escape(text: object) -> str:

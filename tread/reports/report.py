@@ -60,7 +60,7 @@ class Subject:
 def write_report(folders: Sequence[Path | str]) -> Path:
     """Write a page on runs into the first folder: report.html, or for several runs comparison.html. Return its path.
     The page names damaged files. Raises FileNotFoundError for a folder without a run, OSError if the page can't be
-    written, ImportError if plotly is missing."""
+    written, ValueError if plotly is missing."""
     first, *others = dict.fromkeys(map(Path, folders))
     runs = [find_run(folder) for folder in (first, *others)]
     check_place(first, 0)

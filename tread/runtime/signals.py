@@ -41,13 +41,13 @@ class Stop:
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
         self._launcher = os.getppid() if launched else None
         self._group, self._flag, self._work = None, None, None
-        self._read, self._write = os.pipe()
+        read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         # Python's handlers run between bytecodes of the main thread, so they are delayed while it waits for a device;
         # the thread below sees signals at once
         self._before = {number: signal.signal(number, self._first) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(self._read,), daemon=True, name="signals").start()
+        threading.Thread(target=self._watch, args=(read,), daemon=True, name="signals").start()
 
     def _first(self, number: int, frame: object) -> None:
         self.reason = self.reason or signal.Signals(number).name
@@ -85,9 +85,10 @@ class Stop:
 
     def agreed(self) -> bool:
         """Return whether any process was asked to stop. All processes must call this, and wait for one another here."""
-        return self.poll() or (self._group is not None and self._answer())
+        return self.poll() or self._answer()
 
     def _answer(self) -> bool:
+        """Wait for the answer of the last poll and return it; False if there is none, as with one process."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()

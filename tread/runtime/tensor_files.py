@@ -59,9 +59,10 @@ def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
     `place` is a text for messages on where they are in the file."""
     content, parts = _read(path), {}
     for kind, keys in KEYS.items():
-        key = next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
-        if key is not None:
-            parts[kind] = (_flat(content[key]).get(kind, content[key]), f"{path}, under {key!r},")
+        for key in keys:
+            if isinstance(content, dict) and isinstance(content.get(key), dict):
+                weights = _flat(content[key]).get(kind, content[key])
+                parts.setdefault(kind, (weights, f"{path}, under {key!r},"))
     return parts or {kind: (part, str(path)) for kind, part in (_flat(content) or {None: content}).items()}
 
 
