@@ -101,7 +101,8 @@ def find_run(folder: Path) -> Found:
     lines = log.metrics.read_text(errors="replace").splitlines() if "metrics.jsonl" in present else []
     if lost := sum(bool(line.strip()) for line in lines) - len(records):
         problems.append(f"{lost} of {lost + len(records)} lines of metrics.jsonl can't be read and are left out")
-    config, saved = _config_of(starts[-1]["config"]) if starts else {}, {}
+    start, saved = starts[-1] if starts else {}, {}
+    config = _config_of(start.get("config"))
     try:
         import_plugins(config.get("plugins", ()))  # plugins may define metrics and networks of the run
     except ValueError as error:
@@ -119,7 +120,7 @@ def find_run(folder: Path) -> Found:
     if not config:
         config = _config_of(saved.get("config"))
         problems.append("its settings are " + ("those of the newest checkpoint" if config else "not known"))
-    if plugins := (starts[-1].get("plugins") if starts else None) or saved.get("plugins"):
+    if plugins := start.get("plugins") or saved.get("plugins"):
         config = {**config, "plugins": [f"{name} {digest[:8]}" for name, digest in plugins.items()]}
     return Found(folder, config, records, starts, status, problems)
 

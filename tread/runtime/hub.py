@@ -88,13 +88,12 @@ def push(folder: Path, name: str) -> str:
     """Upload a folder's files to the hub's repository `name`, which is created if there is none, and return a URL that
     shows the upload. Raises OSError if the hub refuses; the folder stays as it is."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     hub = HfApi()
     try:
         hub.create_repo(name, exist_ok=True)
         return str(hub.upload_folder(repo_id=name, folder_path=folder))
-    except (HfHubHTTPError, OSError) as error:
+    except OSError as error:  # the hub's HTTP errors are OSErrors, too
         raise OSError(f"{folder} was written, but not uploaded to {name}: {' '.join(str(error).split())}") from error
 
 
