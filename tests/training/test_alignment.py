@@ -265,7 +265,7 @@ def test_a_scored_route_is_aligned_and_counted_by_the_ids_that_it_chose(given, m
     scored = step.loss(cfg, watched, spec, batch, draws, null, aligner)
     [ids], (projected, aligned_ids) = records[0].ids, records[0].outputs[1]
     assert ids.shape == (4, 8) and aligned_ids is ids and not torch.equal(ids, draw_ids(chances, 0.5))
-    expected = step.loss(cfg, module, spec, batch, replace(draws, routes=((route, ids),)), null, aligner)
+    expected = step.loss(cfg, module, spec, batch, draws._replace(routes=((route, ids),)), null, aligner)
     assert len(scored) == 2 and all(map(torch.equal, scored, expected))
     ours, theirs = (torch.autograd.grad(sum(terms).mean(), list(module.parameters())) for terms in (scored, expected))
     assert all(map(torch.equal, ours, theirs))

@@ -1,8 +1,6 @@
 """Steps by CUDA graphs. On a CPU a step is its own replay, over buffers that were last filled for another step, and
 knows nothing of the run's progress. Reference: the same run without graphs, bit for bit."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from conftest import launch, logged, raising, records, same
@@ -63,7 +61,7 @@ def spoilt(monkeypatch):
 
     def marked(cfg, latents, number, device):
         draws = draw(cfg, latents, number, device)
-        return replace(draws, drop=draws.drop + 1) if number == 4 else draws
+        return draws._replace(drop=draws.drop + 1) if number == 4 else draws
 
     def with_nan(cfg, network, latents, batch, draws, *more):
         good = torch.where(draws.drop.max() > 1, float("nan"), 1.0)

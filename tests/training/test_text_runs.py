@@ -132,7 +132,7 @@ def test_label_drop_makes_captions_the_empty_one(folder, composed, monkeypatch):
     monkeypatch.setattr(TextEmbedder, "check", lambda _, y, size: seen.append(y))
     module = Aligned(network, build_projector(Alignment(kind="self"), network.hidden_size, network.hidden_size), (1,))
     aligner = Aligner(Alignment(kind="self"), module, teacher=network)
-    drawn = replace(draws, back=torch.zeros(16))
+    drawn = draws._replace(back=torch.zeros(16))
     sum(loss(cfg, module, data.latents, batch, drawn, network.null(1), aligner)).mean().backward()
     gone = draws.drop < 0.4
     assert 0 < gone.sum() < 16 and len(seen) == 2

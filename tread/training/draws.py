@@ -3,8 +3,8 @@ function of (seed, step, purpose, position in the global batch), see tread/runti
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from tread.runtime.randomness import generator
 from tread.training.settings import Settings
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(NamedTuple):
     """The random numbers of one training step for a batch of B samples. Comments in the source explain each field."""
 
     level: Tensor  # (B,) standard normal, to become noise levels
@@ -33,11 +32,11 @@ class Draws:
         """Return the random numbers of the samples in the slice `rows` of the batch. `noise` and `posterior` also cover
         the next `beyond` samples, for losses that contrast samples; after the batch's last sample comes its first."""
         routes = tuple((route, chosen[rows]) for route, chosen in self.routes)
-        drawn = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        drawn = {name: value[rows] for name, value in self._asdict().items() if isinstance(value, Tensor)}
         if beyond:
             numbers = torch.arange(rows.start, rows.stop + beyond, device=self.noise.device) % len(self.noise)
             drawn |= {name: getattr(self, name)[numbers] for name in ("noise", "posterior") if name in drawn}
-        return replace(self, **drawn, routes=routes)
+        return self._replace(**drawn, routes=routes)
 
 
 def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:

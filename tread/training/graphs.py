@@ -15,11 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tread.runtime.compiling import first_line
 from tread.runtime.device import beside
-from tread.training.draws import Draws
 from tread.training.optimizer import is_fused
 from tread.training.run import Failure, Run
 from tread.training.step import Inputs, step_on
@@ -51,7 +50,7 @@ class Graphs:
 
     def take(self, inputs: Inputs) -> None:
         """Do a training step: directly if it is one of the first with its routes and shapes, else by a CUDA graph."""
-        leaves, layout = tree_flatten(inputs._replace(draws=vars(inputs.draws)))
+        leaves = tree_leaves(inputs)
         tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
         fixed = [leaf for leaf in leaves if isinstance(leaf, Hashable)]  # all but numpy arrays of sample numbers
         key = tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in fixed)
@@ -62,7 +61,7 @@ class Graphs:
                     step_on(run, inputs)
                 kind.done, kind.last = kind.done + 1, tensors
                 return
-            kind.replay = kind.replay or self.prepare(kind, leaves, layout)
+            kind.replay = kind.replay or self.prepare(kind, inputs, tensors)
         except Failure:
             raise
         except Exception as error:  # kernels, libraries and drivers refuse to be recorded in many ways
@@ -84,27 +83,26 @@ class Graphs:
         self.run.optimizer.zero_grad()
         self.run.say(f"warning: going on without CUDA graphs: {problem}")
 
-    def prepare(self, kind: StepKind, leaves: list, layout: TreeSpec) -> Replay:
+    def prepare(self, kind: StepKind, inputs: Inputs, tensors: list[Tensor]) -> Replay:
         """Record a graph of a step, and return a function that replays it on the inputs in `kind.buffers`, which is set
-        here. `leaves` and `layout` are a step's inputs, flattened by tree_flatten. The run's weights do not change.
+        here. `inputs` are a step's inputs, `tensors` the tensors in them. The run's weights do not change.
 
         All processes raise an error if, in any of them, recording fails, or losses or gradient norms with the graph
         differ from those without it (AssertionError in that process). An error in a trial step, before recording or in
         a replay, is raised only in the process where it happens, as Failure if the run has several processes.
         """
-        clones = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in leaves]
-        current, kind.buffers = ([leaf for leaf in some if torch.is_tensor(leaf)] for some in (leaves, clones))
-        inputs, run = tree_unflatten(clones, layout), self.run
-        step = partial(step_on, run, inputs._replace(draws=Draws(**inputs.draws)))
+        run, cloned = self.run, tree_map_only(Tensor, torch.clone, inputs)
+        kind.buffers = [leaf for leaf in tree_leaves(cloned) if torch.is_tensor(leaf)]
+        step = partial(step_on, run, cloned)
         tallies = [run.statistics.sums, run.statistics.recent]
         before = [tally.clone() for tally in tallies]
 
         def rehearse(replay: Replay) -> Tensor:
             results = []
             try:
-                for tensors in (kind.last, current):
-                    torch._foreach_copy_(kind.buffers, tensors)
-                    inputs.hold.fill_(1.0)
+                for given in (kind.last, tensors):
+                    torch._foreach_copy_(kind.buffers, given)
+                    cloned.hold.fill_(1.0)
                     results.append(torch.stack(replay()))
             except Exception as error:
                 if run.processes.count > 1:  # the other processes wait for this one's gradients
