@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from routing_module import Table
+from tread.models.backbone import count_parameters
 from tread.runtime.schema import BelowOne, CountOrZero, Positive, PositiveOrZero, written
 from tread.runtime.tensor_files import listed
 from tread.training.muon import Muon, Scale, block_matrices, groups_of
@@ -81,13 +82,13 @@ class Optim:
         if self.name not in OPTIMIZERS:
             raise ValueError(f"optim.name is {self.name!r}, but must be {', '.join(OPTIMIZERS)} or a plugin's")
         rate = f"optim.muon_lr is {written(self.muon_lr)}, optim.muon_scale {self.muon_scale}"
-        if OPTIMIZERS[self.name].splits and self.muon_lr is None:
+        if self.entry.splits and self.muon_lr is None:
             raise ValueError(f"{rate}, but optim.name={self.name} needs a rate: 1e-3 say, or 1e-4 with match_rms")
-        if not OPTIMIZERS[self.name].splits and (self.muon_lr, self.muon_scale) != (None, "original"):
+        if not self.entry.splits and (self.muon_lr, self.muon_scale) != (None, "original"):
             raise ValueError(f"{rate}, but optim.name={self.name} has neither: leave them null and original")
-        if OPTIMIZERS[self.name].splits and any(group.lr for group in self.groups):
+        if self.entry.splits and any(group.lr for group in self.groups):
             raise ValueError(f"optim.groups has rates, but optim.name={self.name} has its own: they can only be 0")
-        signature, given = inspect.signature(OPTIMIZERS[self.name].make), self._arguments()
+        signature, given = inspect.signature(self.entry.make), self._arguments()
         try:
             signature.bind((), **given, **(self.options or {}))
         except TypeError as error:
@@ -95,8 +96,13 @@ class Optim:
             said = f"optim.options is {written(self.options)}, but optim.name={self.name} takes {takes} there ({error})"
             raise ValueError(f"{said}; optim.options=null gives none") from error
 
+    @property
+    def entry(self) -> OptimizerEntry:
+        """The optimizer that `name` chooses."""
+        return OPTIMIZERS[self.name]
+
     def _arguments(self) -> dict:
-        return {name: getattr(self, name) for name in ("lr", *OPTIMIZERS[self.name].shared)}
+        return {name: getattr(self, name) for name in ("lr", *self.entry.shared)}
 
     def freeze(self, network: nn.Module) -> None:
         """Freeze parameters of groups with rate 0. Raises ValueError if a group gets none, or if all are frozen."""
@@ -121,7 +127,7 @@ class Optim:
     ) -> torch.optim.Optimizer:
         """Build the optimizer of `parameters`, pairs (name, parameter). `network` is for optimizers that treat the
         matrices in its blocks differently, as Muon does. Raises ValueError if the optimizer refuses its settings."""
-        if OPTIMIZERS[self.name].splits:
+        if self.entry.splits:
             groups = groups_of((parameter for _, parameter in parameters), network)
         elif not self.groups:
             groups = [parameter for _, parameter in parameters]
@@ -132,7 +138,7 @@ class Optim:
                 members.setdefault(group if group and group.lr else None, []).append(parameter)
             groups = [{"params": part, **({"lr_factor": g.lr / self.lr} if g else {})} for g, part in members.items()]
         try:
-            optimizer = OPTIMIZERS[self.name].make(groups, **self._arguments(), **(self.options or {}))
+            optimizer = self.entry.make(groups, **self._arguments(), **(self.options or {}))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"optim.name={self.name} refuses its settings, see section optim: {error}") from error
         optimizer.built = [dict(group) for group in optimizer.param_groups]  # checkpoints save what differs from it
@@ -145,28 +151,28 @@ class Optim:
     @property
     def copies(self) -> float:
         """How many numbers of state the optimizer keeps per trained weight outside blocks' matrices (AdamW: 2)."""
-        return OPTIMIZERS[self.name].copies(self.options or {})
+        return self.entry.copies(self.options or {})
 
     @property
     def matrix_copies(self) -> float:
         """How many numbers of state the optimizer keeps per weight of the blocks' matrices (AdamW: 2, Muon: 1)."""
-        return 1 if OPTIMIZERS[self.name].splits else self.copies
+        return 1 if self.entry.splits else self.copies
 
     def state_size(self, network: nn.Module) -> int:
         """Return how many numbers of state the optimizer has for a network's trained parameters."""
         matrices = sum(matrix.numel() for matrix in block_matrices(network) if matrix.requires_grad)
-        trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+        trained = count_parameters(network, trained=True)
         return int(self.matrix_copies * matrices + self.copies * (trained - matrices))
 
     def split(self, optimizer: torch.optim.Optimizer) -> str:
         """Return a text to follow the optimizer's name: with optim.groups, how many parameters have which rate; with an
         optimizer that treats block matrices apart, such as Muon, how many parameters these have; otherwise ""."""
-        if self.groups and not OPTIMIZERS[self.name].splits:
+        if self.entry.splits:
+            own, rest = ([parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups)
+            return f" for {len(own)} block matrices ({sum(own):,} parameters), AdamW for the other {sum(rest):,}"
+        if self.groups:
             parts = [(sum(p.numel() for p in group["params"]), group) for group in optimizer.param_groups]
             told = (f"{count:,} parameters at {self.lr * group.get('lr_factor', 1):g}" for count, group in parts)
             frozen = "; the others are frozen" * any(not group.lr for group in self.groups)
             return f" for {', '.join(told)}{frozen}"
-        if not OPTIMIZERS[self.name].splits:
-            return ""
-        own, rest = ([parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups)
-        return f" for {len(own)} block matrices ({sum(own):,} parameters), AdamW for the other {sum(rest):,}"
+        return ""

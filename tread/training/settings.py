@@ -27,7 +27,7 @@ from tread.runtime.plugins import absolute
 from tread.runtime.schema import BelowOne, Count, CountOrZero, PositiveOrZero, Range, Share, TwoOrMore, written
 from tread.runtime.tensor_files import Weights
 from tread.training.alignment import Alignment
-from tread.training.optimizers import OPTIMIZERS, Optim
+from tread.training.optimizers import Optim
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Settings:
             raise ValueError(f"init_classes is given, but {named} takes texts, not classes")
         if self.lora.rank and self.init_from is None:
             raise ValueError("lora.rank is given, but init_from=… is not, whose weights it adapts")
-        if self.lora.rank and OPTIMIZERS[self.optim.name].splits:
+        if self.lora.rank and self.optim.entry.splits:
             raise ValueError(f"optim.name={self.optim.name} updates whole matrices, which lora.rank freezes: try adamw")
         if self.lora.rank and self.ema.power:
             raise ValueError("ema.power averages whole weights, but with lora.rank only adapters change: leave it []")
@@ -204,7 +204,7 @@ class Settings:
         for key, kinds in dict(block=both, blocks=both, until=both, encoder=("repa",), teacher=("self",)).items():
             value, kind = getattr(self.alignment, key), self.alignment.kind
             if value is not None and kind not in kinds:
-                given = f"alignment.{key} is {schema.written(value)}"
+                given = f"alignment.{key} is {written(value)}"
                 asked = " or ".join(f"alignment={choice}" for choice in kinds)
                 raise ValueError(f"{given}, which belongs to {asked}, not to alignment={kind}")
         if self.alignment.kind == "repa" and self.alignment.encoder is None:

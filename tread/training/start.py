@@ -42,7 +42,6 @@ from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.costs import MemoryPlan, blank_loss, checkpoint_bytes, kinds_to_come, live_bytes, plan_memory
 from tread.training.graphs import open_graphs
 from tread.training.optimizer import learning_rate
-from tread.training.optimizers import OPTIMIZERS
 from tread.training.run import Run
 from tread.training.run_folder import Claim, claim
 from tread.training.settings import Settings, prepare_embedded
@@ -61,7 +60,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     micro_batches = split_batch(cfg.train.batch_size, processes.count, processes.rank, cfg.train.micro_batch_size)
     check_memory(cfg, processes.device)
     log = RunLog(Path(cfg.results) / cfg.name)  # before anything in the folder is read
-    claimed = processes.from_main(lambda: claim(Path(cfg.results) / cfg.name, cfg.resume, config))
+    claimed = processes.from_main(lambda: claim(log.folder, cfg.resume, config))
     earlier = claimed.checkpoint
     if earlier and not (earlier.folder / "info.json").is_file():
         raise ValueError(f"{earlier.folder} is not seen by all processes; `results` must be a folder they share")
@@ -343,15 +342,15 @@ def settings_warnings(cfg: Settings) -> list[str]:
     for key, kinds in dict(weight=("repa", "self"), gap=("self",), width=("repa",), source=("repa",)).items():
         read[f"alignment.{key}"] = kind in kinds, f"with alignment={kind}"
     for key in ("betas", "eps", "weight_decay"):
-        read[f"optim.{key}"] = key in OPTIMIZERS[optim.name].shared, f"with optim.name={optim.name}"
+        read[f"optim.{key}"] = key in optim.entry.shared, f"with optim.name={optim.name}"
     sections = {"lora": (cfg.lora.rank, "without lora.rank"), other: (False, f"with objective={cfg.objective}")}
     sections["text"] = cfg.model.takes_text, f"with model={cfg.model.name}, which takes no texts"
     read |= {f"{name}.{key}": said for name, said in sections.items() for key in vars(getattr(cfg, name))}
     warnings = []
     for key, (reads, where) in read.items():
         section, name = key.split(".")
-        value = getattr(getattr(cfg, section), name)
-        usual = USUAL.get(key, getattr(type(getattr(cfg, section)), name, None))
+        options = getattr(cfg, section)
+        value, usual = getattr(options, name), USUAL.get(key, getattr(type(options), name, None))
         if not reads and value != usual and (value or usual):
             warnings.append(f"{key}={written(value)[:80]} has no effect {where}")
     blocks, teacher = alignment.resolve(cfg.model.depth)
