@@ -39,9 +39,10 @@ USABLE = 0.94  # share of a device's memory for tensors; CUDA and fragmentation 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
     """Return the FLOPs of the training steps in `steps` on global batches, with alignment if `aligner` is given."""
-    kinds = count_kinds(cfg, steps)
-    each = (sample_flops(network, routes, aligner if aligned else None) for routes, aligned in kinds)
-    return cfg.train.batch_size * sum(flops * count for flops, count in zip(each, kinds.values()))
+    flops = 0
+    for (routes, aligned), count in count_kinds(cfg, steps).items():
+        flops += count * sample_flops(network, routes, aligner if aligned else None)
+    return cfg.train.batch_size * flops
 
 
 def changes(cfg: Settings, steps: range) -> list[int]:

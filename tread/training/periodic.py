@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tread.checkpoints import checkpoint, posthoc_ema
-from tread.checkpoints.network import process_of
 from tread.data.dataset import Batch, LatentDataset
 from tread.diffusion.labels import spread_classes
 from tread.diffusion.sampling import Sampler, draw_pictures
@@ -30,6 +29,7 @@ from tread.runtime.device import autocast, peak_flops, wait_for
 from tread.runtime.files import explain_failure
 from tread.runtime.hub import revision_in
 from tread.runtime.plugins import plugin_hashes
+from tread.runtime.tensor_files import listed
 from tread.training.costs import sample_flops, training_flops
 from tread.training.draws import active_routes, step_draws
 from tread.training.optimizer import learning_rate
@@ -54,19 +54,20 @@ class Clock:
 
     def tick(self, due: bool) -> None:
         """Call after each step; `due`: whether `log` is next. Prints how long the start took and, later, a forecast."""
-        if self.run.step in (self.start_step + 1, self.settled):
-            wait_for(self.run.device)
+        run = self.run
+        if run.step in (self.start_step + 1, self.settled):
+            wait_for(run.device)
             self.advance()
-            if self.run.step == self.start_step + 1:
-                start, first = self.counted[1] - self.run.began, self.counted[1] - self.began
+            if run.step == self.start_step + 1:
+                start, first = self.counted[1] - run.began, self.counted[1] - self.began
                 self.starting = {"cold_start_seconds": round(start, 2), "first_step_seconds": round(first, 3)}
-                self.run.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
+                run.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
             if not due:
                 self.restart()
-        elif self.run.step == self.settled + 2 and self.run.step < self.run.cfg.train.steps:
-            wait_for(self.run.device)
-            seconds = (time.perf_counter() - self.counted[1]) / (self.run.step - self.counted[0])
-            self.run.say(forecast(self.run, seconds))
+        elif run.step == self.settled + 2 and run.step < run.cfg.train.steps:
+            wait_for(run.device)
+            seconds = (time.perf_counter() - self.counted[1]) / (run.step - self.counted[0])
+            run.say(forecast(run, seconds))
 
     def advance(self) -> None:
         """Add the training since the last call to the run's seconds and FLOPs. The device must have finished it."""
@@ -148,7 +149,7 @@ def recent_bad_steps(run: Run, sums: dict) -> list[int]:
 def explain_bad_steps(run: Run, steps: Sequence[int], where: str) -> str:
     """Return a message on steps whose loss or gradient was not finite: their noise levels, samples with bad numbers,
     and advice. `where` names the steps in the message. Waits for a checkpoint in progress."""
-    process = process_of(run.cfg)
+    process = run.model.process
     normal = [step_draws(run.cfg, run.data.latents, step, run.device).level for step in steps[:100]]  # as used before
     levels = process.noise_level(torch.cat(normal))
     spoilt, seen = look_at_samples(run, steps)
@@ -180,9 +181,8 @@ def name_spoilt(data: LatentDataset, batches: Iterable[Batch]) -> str:
             if read is not None:
                 broken = ~read.flatten(1).isfinite().all(dim=1)
                 spoilt.update(batch.indices[broken.cpu().numpy()].tolist())
-    places = [(index, *data.locate(index)) for index in sorted(spoilt)[:3]]
-    named = ", ".join(f"{index} ({file}, row {row})" for index, file, row in places)
-    return named + (f" and {len(spoilt) - len(places)} more" if len(spoilt) > len(places) else "")
+    places = ((index, *data.locate(index)) for index in sorted(spoilt))
+    return listed((f"{index} ({file}, row {row})" for index, file, row in places), 3)
 
 
 # an untrained network's loss is about 1, or 2 for rectified flow: 1 + the data's variance

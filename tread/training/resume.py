@@ -63,8 +63,9 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
             set_there = keys_of(configs, f"{group}/{choice}") or {f"{group}.{key}" for key in composed.get(group) or ()}
             keys |= {key for key in set_there if not _left_open(key, value_at(composed, key))}
     if "model" in recorded:  # keep only keys that the run's architecture has, and typed ones
-        kept = {key for key in composed["model"] if key in recorded["model"] or f"model.{key}" in keys}
-        composed = {**composed, "model": {key: value for key, value in composed["model"].items() if key in kept}}
+        options = composed["model"].items()
+        kept = {key: value for key, value in options if key in recorded["model"] or f"model.{key}" in keys}
+        composed = {**composed, "model": kept}
     config, in_file = take_typed(recorded, composed, {*keys, *LAUNCH}), keys_of(configs, "config")
     rest = {}
     for key, (before, now) in differences(config, composed, nothing=NOTHING).items():

@@ -80,15 +80,16 @@ def training_step(run: Run) -> None:
 def step_inputs(run: Run) -> Inputs:
     """Return the inputs of step run.step: draws its random numbers and reads its samples."""
     device, rate, weight = run.device, learning_rate(run.cfg, run.step), run.cfg.alignment.weight_at(run.step)
+    number = partial(torch.full, (), device=device)  # a 0-d tensor, for which the host does not wait
     if is_fused(run.optimizer):  # a CPU's kernel reads fp64, a GPU's fp32
-        rate = torch.full((), rate, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        rate = number(rate, dtype=torch.float64 if device.type == "cpu" else torch.float32)
     return Inputs(
         step_draws(run.cfg, run.data.latents, run.step, device),
         run.loader.batches(run.step),
         rate,
-        [torch.full((), average.share(run.step), device=device) for average in run.averages],
-        torch.zeros((), device=device),
-        torch.full((), weight, device=device) if weight else None,
+        [number(average.share(run.step)) for average in run.averages],
+        number(0.0),
+        number(weight) if weight else None,
     )
 
 
