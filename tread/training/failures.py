@@ -3,7 +3,6 @@
 import math
 import sys
 import traceback
-from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -70,22 +69,9 @@ def guarded_step(run: Run) -> None:
         raise Failure(explain_memory(run, full))
 
 
-def find_fitting(attempt: Callable[[int], None], share: int, tried: int) -> int | None:
-    """Return a micro-batch size below `tried` with which `attempt(size)` does not run out of memory, or None. Only
-    divisors of `share`, a process's part of the batch, are tried, each at most half of the one tried before."""
-    at_most = tried - 1
-    while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
-        torch.cuda.empty_cache()
-        try:
-            attempt(size)
-            return size
-        except torch.OutOfMemoryError:
-            at_most = size // 2
-    return None
-
-
 def explain_memory(run: Run, error: str) -> str:
-    """Return a message for the out-of-memory error `error`; it names a micro-batch size found to fit, if any."""
+    """Return a message for the out-of-memory error `error`; it names a micro-batch size found to fit, if any. Only
+    divisors of a process's part of the batch are tried, each at most half of the one tried before."""
     rows, cfg = run.micro_batches[0], run.cfg
     share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
     run.optimizer.zero_grad()
@@ -104,7 +90,14 @@ def explain_memory(run: Run, error: str) -> str:
         torch.autograd.grad(total, parameters)  # not backward(), which would have DDP wait for other processes
         del room  # held until here
 
-    size = find_fitting(attempt, share, tried)
+    at_most = tried - 1
+    while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
+        torch.cuda.empty_cache()
+        try:
+            attempt(size)
+            break
+        except torch.OutOfMemoryError:
+            at_most = size // 2
     fits = f"train.micro_batch_size={size} would fit, with the same results"
     said = f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}"
     advice = fits if size else "even one image does not fit"

@@ -8,8 +8,8 @@ gradient norms must equal those without a graph. If they differ, or recording fa
 """
 
 import contextlib
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,8 +30,8 @@ CLOSE = {"rtol": 0.01, "atol": 1e-6, "equal_nan": True}  # of losses and gradien
 @dataclass
 class StepKind:
     done: int = 0  # steps that ran without a graph
-    last: list[Tensor] = field(default_factory=list)  # the inputs of the last such step
-    buffers: list[Tensor] = field(default_factory=list)  # the tensors that the graph reads
+    last: Sequence[Tensor] = ()  # the inputs of the last such step
+    buffers: Sequence[Tensor] = ()  # the tensors that the graph reads
     replay: Replay | None = None
 
 

@@ -419,22 +419,19 @@ def judge_demo(run: Run) -> None:
     """Draw run.demo_samples digits or emoji with the EMA weights, and record their scores, unless recorded already.
     Raises ValueError or OSError if the weights that eval.inception names can't be read."""
     count = run.demo_samples
-    if run.main and count and "demo_samples" not in done_before(run):
-        with run.timed("judge"):
-            values = judged_samples(run, count)
-        run.record(**values, demo_samples=count)
-
-
-def judged_samples(run: Run, count: int) -> dict[str, float]:
-    """Draw `count` digits, or emoji for captions, with the EMA weights, and return their scores {metric: value}."""
-    if run.cfg.dataset.embedded == "digits":
-        labels = torch.arange(count) % run.cfg.dataset.num_classes
-        return judge_digits(draw_samples(run, range(count), labels).numpy(), labels.numpy())
-    asked = ask(run.data, run.heldout, count)
-    pictures = draw_samples(run, range(count), torch.arange(count), asked.texts)
-    weights = find_at_hand(run.cfg.eval.inception)
-    inception = weights and load_inception(weights, run.device)
-    return judge_emoji(pictures, asked, real_emoji(run.data, run.heldout), inception)
+    if not run.main or not count or "demo_samples" in done_before(run):
+        return
+    with run.timed("judge"):
+        if run.cfg.dataset.embedded == "digits":
+            labels = torch.arange(count) % run.cfg.dataset.num_classes
+            values = judge_digits(draw_samples(run, range(count), labels).numpy(), labels.numpy())
+        else:
+            asked = ask(run.data, run.heldout, count)
+            pictures = draw_samples(run, range(count), torch.arange(count), asked.texts)
+            weights = find_at_hand(run.cfg.eval.inception)
+            inception = weights and load_inception(weights, run.device)
+            values = judge_emoji(pictures, asked, real_emoji(run.data, run.heldout), inception)
+    run.record(**values, demo_samples=count)
 
 
 def forecast(run: Run, seconds: float) -> str:

@@ -121,7 +121,11 @@ class Run:
         self.tracker: Tracker | None = None
         self.adapter: dict | None = info.get("adapter")  # LoRA's {"scale": of B·A, "base": hash of base.safetensors}
         self.spent: dict[str, float] = {}  # seconds of other work since the last record
-        tally = self.earlier and statistics_of(info, self.processes.rank, self.processes.count)
+        tally = dict(info["tally"] if self.earlier else {})
+        for name, value in tally.items():
+            if isinstance(value, list):  # a number for each process; averaged if there are more or fewer now
+                alike = len(value) == self.processes.count
+                tally[name] = value[self.processes.rank] if alike else mean(value)
         self.statistics = StepStatistics(self.device, tally)
         self.saved: int | None = self.earlier and self.earlier.step  # the step of the newest checkpoint
         self.saving: int | None = None  # the step whose checkpoint a thread is writing, in all processes
@@ -183,15 +187,6 @@ class Run:
                 self.log.write({"step": self.step, **values})
             if self.tracker is not None:
                 self.tracker.log(values, self.step)
-
-
-def statistics_of(info: dict, process: int, processes: int) -> dict[str, float | str]:
-    """Return the `values` for StepStatistics from a checkpoint's `info`, for process number `process`. Values that
-    differ between processes are averaged if the number of `processes` has changed."""
-    return {
-        name: value if not isinstance(value, list) else value[process] if len(value) == processes else mean(value)
-        for name, value in info["tally"].items()
-    }
 
 
 def leave(run: Run, finished: bool) -> None:

@@ -64,10 +64,12 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
         raise ValueError(f"{folder} holds a run with other settings; {other}{''.join(listed)}")
     if checkpoint is None and resume is True:
         raise FileNotFoundError(f"resume=true, but {folder} holds no checkpoint yet; resume=auto starts it again")
-    added = [key for key, (before, _) in changed.items() if before is NOTHING and not key.startswith(FREE)]
-    younger = {key for key in added if not key[-1].isdecimal()}
-    said = {key: both for key, both in changed.items() if key not in {*LAUNCH, *younger}}
-    return Claim(checkpoint, said, damaged)  # keys added since the run was recorded are left out, items of lists not
+    said = {}  # without keys that were added since the run was recorded, but with items added to lists
+    for key, (before, now) in changed.items():
+        younger = before is NOTHING and not key.startswith(FREE) and not key[-1].isdecimal()
+        if key not in LAUNCH and not younger:
+            said[key] = before, now
+    return Claim(checkpoint, said, damaged)
 
 
 def migrate(config: dict) -> dict:
