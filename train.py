@@ -21,7 +21,7 @@ from tread.reports.report import write_report
 from tread.reports.summary import describe, describe_outcome
 from tread.runtime.cli import door, open_door
 from tread.training import periodic, settings
-from tread.training.failures import Launch, guarded_step
+from tread.training.failures import guarded_step, launched
 from tread.training.resume import settle
 from tread.training.run import Run, leave
 from tread.training.start import start
@@ -29,7 +29,7 @@ from tread.training.start import start
 
 @door()
 def main(composed: dict) -> None:
-    with Launch() as launch:
+    with launched() as launch:
         config, warnings = settle(composed, sys.argv[1:], Path(__file__).parent / "configs")
         cfg, config = settings.complete(config)
         run = launch.run = start(cfg, config, launch.stop, warnings)

@@ -1,9 +1,11 @@
 """Failures of train.py: messages and exit codes, continuing without torch.compile, and advice when memory runs out."""
 
+import contextlib
 import math
 import sys
 import traceback
-from types import TracebackType
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
@@ -16,39 +18,42 @@ from tread.training.run import Failure, Run, note_failure
 from tread.training.step import loss, training_step
 
 
+@dataclass
 class Launch:
-    """Context manager around train.py's work: listens for stop signals, turns expected errors into exit code 1 and a
-    message without traceback, and ends the process with the exit code INTERRUPTED if a signal stopped the run."""
+    """What train.py's work and `launched` tell each other."""
 
-    def __init__(self) -> None:
-        self.stop = Stop()
-        self.finished = False  # whether all steps are done; if not, the exit code is INTERRUPTED
-        self.run: Run | None = None  # once it has begun
+    stop: Stop
+    finished: bool = False  # whether all steps are done; if not, the exit code is INTERRUPTED
+    run: Run | None = None  # once it has begun
 
-    def __enter__(self) -> "Launch":
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType) -> None:
-        try:
-            if error is not None and self.run is not None and self.run.written is not None:
-                self.run.written.exception()  # waits for the checkpoint that a thread is writing
-            if isinstance(error, (ValueError, OSError, Failure, torch.OutOfMemoryError)):
-                reason = "its output was closed (a broken pipe)" if isinstance(error, BrokenPipeError) else str(error)
-                if isinstance(error, torch.OutOfMemoryError):
-                    advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
-                    reason = f"out of memory outside the training steps: {first_line(error)}: {advice}"
-                note_failure(self.run, reason)
-                leave_at_once(1, f"error: {reason}")
-                sys.exit(f"error: {reason}")
-            if isinstance(error, Exception):
-                note_failure(self.run, first_line(error))
-                leave_at_once(1, "".join(traceback.format_exception(error)))
-        finally:
-            self.stop.close()
-        if error is None:
-            leave_at_once(0 if self.finished else INTERRUPTED)
-            if not self.finished:
-                sys.exit(INTERRUPTED)
+@contextlib.contextmanager
+def launched() -> Iterator[Launch]:
+    """Context of train.py's work, which sets `run` and `finished`. It listens for stop signals, turns expected errors
+    into exit code 1 and a message without traceback, and exits with INTERRUPTED if a signal stopped the run."""
+    launch = Launch(Stop())
+    try:
+        yield launch
+    except BaseException as error:
+        if launch.run is not None and launch.run.written is not None:
+            launch.run.written.exception()  # waits for the checkpoint that a thread is writing
+        if isinstance(error, (ValueError, OSError, Failure, torch.OutOfMemoryError)):
+            reason = "its output was closed (a broken pipe)" if isinstance(error, BrokenPipeError) else str(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                advice = "a smaller eval.batch_size, sampling.classes or sampling.per_class needs less"
+                reason = f"out of memory outside the training steps: {first_line(error)}: {advice}"
+            note_failure(launch.run, reason)
+            leave_at_once(1, f"error: {reason}")
+            sys.exit(f"error: {reason}")
+        if isinstance(error, Exception):
+            note_failure(launch.run, first_line(error))
+            leave_at_once(1, "".join(traceback.format_exception(error)))
+        raise
+    finally:
+        launch.stop.close()
+    leave_at_once(0 if launch.finished else INTERRUPTED)
+    if not launch.finished:
+        sys.exit(INTERRUPTED)
 
 
 def guarded_step(run: Run) -> None:

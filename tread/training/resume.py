@@ -41,12 +41,13 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         if name != typed.get(group) and (configs / group / f"{name}.yaml").is_file()
     ]
     composed |= {key: os.path.expanduser(composed[key]) for key in ("results", "run") if isinstance(composed[key], str)}
-    by_folder = composed["run"] is not None
-    if by_folder and typed.keys() & {"name", "results"}:
-        raise ValueError("run=… says which folder, so name=… and results=… can't be set as well")
-    folder = find_run(str(composed["run"])) if by_folder else Path(str(composed["results"])) / str(composed["name"])
-    if by_folder:
+    if by_folder := composed["run"] is not None:
+        if typed.keys() & {"name", "results"}:
+            raise ValueError("run=… says which folder, so name=… and results=… can't be set as well")
+        folder = find_run(str(composed["run"]))
         composed = {**composed, "name": folder.name, "results": str(folder.parent), "run": None}
+    else:
+        folder = Path(str(composed["results"])) / str(composed["name"])
     starts = RunLog(folder).starts()
     checkpoint = None if starts else find_whole(folder)[0]
     if not starts and checkpoint is None:

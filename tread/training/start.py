@@ -389,11 +389,12 @@ def data_warnings(run: Run) -> list[str]:
     if dataset.embedded == "cifar10" and dataset.archive not in (None, made_of):
         unread = f"dataset.archive={dataset.archive} was not read"
         warnings.append(f"{dataset.path} was there already, made of {made_of}: {unread}")
-    before = run.earlier and run.earlier.info.get("encoder")
+    info = run.earlier.info if run.earlier else {}
+    before = info.get("encoder")
     if before and aligner and aligner.fingerprint not in (None, before):
         name = aligner.settings.encoder
         warnings.append(f"{name} is another encoder than the run was aligned with up to here, by its hash")
-    return warnings + plugin_changes(run.earlier.info if run.earlier else {})
+    return warnings + plugin_changes(info)
 
 
 def grid_prompts(cfg: Settings, data: LatentDataset) -> dict[str, Text | list[str]]:
