@@ -14,9 +14,9 @@ from tread.training.settings import Settings
 # The settings that must not change when a run is resumed, besides the section of its objective (edm or rf).
 FIXED = ("seed", "objective", "model", "ema.power", *TextSettings().decisive)
 FIXED += ("init_from", "init_weights", "init_classes", "init_positions", "lora", "train.class_token_weight")
+FIXED += ("dataset.name", "dataset.channels", "dataset.size", "dataset.num_classes")
+FIXED += ("train.batch_size", "train.label_drop", "train.path_drop", "train.loss_tokens", "train.reconstruction")
 FIXED += tuple(f"alignment.{key}" for key in {each.name for each in fields(Alignment)} - {"precision", "until", "fade"})
-FIXED += tuple(f"dataset.{key}" for key in ("name", "channels", "size", "num_classes"))
-FIXED += tuple(f"train.{key}" for key in ("batch_size", "label_drop", "path_drop", "loss_tokens", "reconstruction"))
 LAUNCH = ("name", "results", "resume", "run")  # settings of a launch, not of a run
 NOTHING = "nothing"  # stands for a missing value
 FREE = ("optim.options.", "train.ratio_schedule.")  # dicts in which a missing key differs from its default

@@ -290,13 +290,13 @@ def prepare_embedded(cfg: Settings, path: str, part: str) -> None:
     for cifar10, make both, at dataset.path and <dataset.path>-heldout. Emoji get encoded captions if the network takes
     text. Raises ValueError or OSError if CIFAR-10's archive can't be fetched or read; for digits and emoji,
     FileNotFoundError if a missing `path` does not end in name and part (digits/train), so is likely mistyped."""
-    kind = cfg.dataset.embedded
-    if kind == "cifar10" and not Path(path).exists():
+    kind, folder = cfg.dataset.embedded, Path(path)
+    if kind == "cifar10" and not folder.exists():
         cifar10.prepare_cifar10(Path(cfg.dataset.path), cfg.dataset.archive)
-    elif kind in ("digits", "emoji") and not Path(path).exists() and Path(path).absolute().parts[-2:] != (kind, part):
+    elif kind in ("digits", "emoji") and not folder.exists() and folder.absolute().parts[-2:] != (kind, part):
         said = f"{path} does not exist: latents of your own need dataset=folder"
         raise FileNotFoundError(f"{said}; {kind} are written to folders …/{kind}/{part} only")
     elif kind == "digits":
-        digits.prepare_digits(Path(path), part)
+        digits.prepare_digits(folder, part)
     elif kind == "emoji":
-        emoji.prepare_emoji(Path(path), part, cfg.text.encoder if cfg.model.takes_text else None)
+        emoji.prepare_emoji(folder, part, cfg.text.encoder if cfg.model.takes_text else None)
