@@ -17,12 +17,12 @@ Name = tuple[str, str]  # a module and a name in it
 
 @dataclass
 class Source:
-    """A parsed module. `imported`: name → (module, its name there); `entered`: (dict, statement that adds entries)."""
+    """A parsed module; the comments say what its fields hold."""
 
     module: str
     lines: list[str]
-    defined: dict[str, list[ast.stmt]] = field(default_factory=dict)
-    imported: dict[str, tuple[str, str | None]] = field(default_factory=dict)  # name → (module, its name)
+    defined: dict[str, list[ast.stmt]] = field(default_factory=dict)  # name → statements that define it
+    imported: dict[str, tuple[str, str]] = field(default_factory=dict)  # name → (module, statement that imports it)
     entered: list[tuple[str, ast.stmt]] = field(default_factory=list)  # (table, statement that adds entries to it)
 
 
@@ -32,21 +32,22 @@ def read_source(module: str) -> Source:
     source = Source(module, text.splitlines())
     for statement in ast.parse(text).body:
         match statement:
-            case ast.ImportFrom(module=origin, level=level, names=names):
-                if level:
-                    origin = f"{module.rpartition('.')[0]}.{origin}"
-                source.imported |= {item.asname or item.name: (origin, item.name) for item in names}
-            case ast.Import(names=names):
-                bound = {item: item.asname or item.name.partition(".")[0] for item in names}
-                source.imported |= {name: (item.name, None) for item, name in bound.items()}
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                source.defined.setdefault(name, []).append(statement)
-            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+            case ast.Import(names=items) | ast.ImportFrom(names=items):
+                for item in items:
+                    statement.names = [item]  # a line of its own for each name
+                    origin = getattr(statement, "module", item.name)
+                    source.imported[item.asname or item.name.partition(".")[0]] = origin, ast.unparse(statement)
+            case (
+                ast.FunctionDef(name=name)
+                | ast.ClassDef(name=name)
+                | ast.AnnAssign(target=ast.Name(id=name))
+                | ast.Assign(targets=[ast.Name(id=name)])
+            ):
                 source.defined.setdefault(name, []).append(statement)
             case ast.Assign(targets=[ast.Tuple(elts=names)]):
                 for target in names:
                     source.defined.setdefault(target.id, []).append(statement)
-            case ast.AugAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name))]):
+            case ast.AugAssign(target=ast.Name(id=name)):
                 source.entered.append((name, statement))
     return source
 
@@ -68,14 +69,19 @@ class Bundle:
         self.instead = instead
         self.sources: dict[str, Source] = {}  # by module, imported modules before those that import them
         self.wanted: dict[str, set[str]] = {}  # names needed of each module
-        self.outside: dict[str, tuple[str, str | None]] = {}  # name → what it is imported from
+        self.outside: dict[str, str] = {}  # name of another package's object → statement that imports it
 
     def add(self, module: str, name: str) -> None:
         """Add the definition of a module's `name`, and all that it needs. Raises ValueError if the module has no such
         name, or if the file already has this name from another module."""
         source = self._source(module)
         if name in source.imported:
-            return self._follow(source, name)
+            origin, statement = source.imported[name]
+            if origin.partition(".")[0] in OURS:
+                self.add(origin, name)
+            elif self.outside.setdefault(name, statement) != statement:
+                raise ValueError(f"{module} has {statement!r}, another module {self.outside[name]!r}")
+            return
         if name not in source.defined:
             raise ValueError(f"{module} has no {name}")
         if name in self.wanted.setdefault(module, set()):
@@ -91,25 +97,14 @@ class Bundle:
     def _is(self, source: Source, table: str) -> bool:
         """Return whether the file needs the statements with which the module `source` adds entries to the dict `table`:
         True if the file has a definition from that module and has the dict, whichever module defines it."""
-        origin, name = source.imported.get(table, (source.module, table))
-        return source.module in self.wanted and name in self.wanted.get(origin, ())
+        origin, _ = source.imported.get(table, (source.module, ""))
+        return source.module in self.wanted and table in self.wanted.get(origin, ())
 
     def _add_used(self, source: Source, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
-            for name in dict.fromkeys(names_in(statement)):
-                if name in source.imported:
-                    self._follow(source, name)
-                elif name in source.defined:
+            for name in names_in(statement):
+                if name in source.imported or name in source.defined:
                     self.add(source.module, name)
-
-    def _follow(self, source: Source, name: str) -> None:
-        origin, original = source.imported[name]
-        if origin.partition(".")[0] in OURS and original in (None, name):
-            if original is None:
-                raise ValueError(f"{source.module} imports the module {origin}: a bundle only follows imported names")
-            self.add(origin, name)
-        elif self.outside.setdefault(name, (origin, original)) != (origin, original):
-            raise ValueError(f"{source.module} imports {name} from {origin}, another module from elsewhere")
 
     def _source(self, module: str) -> Source:
         if module not in self.sources:
@@ -122,7 +117,7 @@ class Bundle:
 
     def text(self, head: str) -> str:
         """Return the file's text: the docstring `head`, imports, then the definitions, module by module."""
-        parts = [f'"""{head}"""', "\n".join(self._imports())]
+        parts = [f'"""{head}"""', "\n".join(sorted(self.outside.values()))]
         for module, source in self.sources.items():
             chosen = {
                 statement: self.instead.get((module, name))
@@ -134,17 +129,6 @@ class Bundle:
                 mark = "" if number else f"# {'-' * 12} {module}\n\n"
                 parts.append(mark + (chosen[statement] or _segment(source.lines, statement)))
         return "\n\n\n".join(parts) + "\n"
-
-    def _imports(self) -> Iterator[str]:
-        origins: dict[str, list[str]] = {}
-        for name, (origin, original) in sorted(self.outside.items()):
-            alias = "" if name == (original or origin.partition(".")[0]) else f" as {name}"
-            if original is None:
-                yield f"import {origin}{alias}"
-            else:
-                origins.setdefault(origin, []).append(original + alias)
-        for origin, names in sorted(origins.items()):
-            yield f"from {origin} import {', '.join(names)}"
 
 
 def _segment(lines: Sequence[str], statement: ast.stmt) -> str:

@@ -144,8 +144,8 @@ def network_file(saved: SavedNetwork) -> str:
     network = saved.cfg.model.network
     bundle = Bundle({("tread.runtime.schema", "check"): CHECK})
     bundle.add(network.__module__, network.__name__)
-    bundle.outside |= {name: ("diffusers", name) for name in ("ConfigMixin", "ModelMixin")}
-    bundle.outside["register_to_config"] = ("diffusers.configuration_utils", "register_to_config")
+    bundle.outside |= {name: f"from diffusers import {name}" for name in ("ConfigMixin", "ModelMixin")}
+    bundle.outside["register_to_config"] = "from diffusers.configuration_utils import register_to_config"
     given = {**arguments(saved), "position_scale": saved.cfg.model.position_scale}
     signature = ",\n        ".join(f"{name}={value!r}" for name, value in given.items())
     passed = ",\n            ".join(f"{name}={name}" for name in arguments(saved))
