@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import diffusers
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tread.checkpoints.bundle import OURS, Bundle
@@ -21,6 +20,7 @@ from tread.checkpoints.for_sampling import SavedNetwork
 from tread.encoders.autoencoder import UNKNOWN, load_autoencoder
 from tread.routing.ids import BUILT_IN, RULES
 from tread.runtime.hub import HUB_ID
+from tread.runtime.tensor_files import save_tensors
 from tread.runtime.versions import git_revision
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -75,11 +75,9 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     (folder / "transformer").mkdir(parents=True)
     (folder / "transformer/model.py").write_text(network_file(saved), encoding="utf-8")
     stated = {"_class_name": "TreadTransformer", "_diffusers_version": version}
-    stated |= {"auto_map": {"AutoModel": "model.TreadTransformer"}, **arguments(saved)}
-    stated["position_scale"] = saved.cfg.model.position_scale
-    _write(folder / "transformer/config.json", stated)
-    whole = {name: value.contiguous() for name, value in tensors.items()}
-    save_file(whole, folder / "transformer" / WEIGHTS, {"format": "pt"})
+    stated["auto_map"] = {"AutoModel": "model.TreadTransformer"}
+    _write(folder / "transformer/config.json", stated | arguments(saved))
+    save_tensors(folder / "transformer" / WEIGHTS, tensors, {"format": "pt"})
     name, vae = latents["autoencoder"], [None, None]
     if inside is not None:
         autoencoder = load_autoencoder(inside)
@@ -94,7 +92,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
         "vae": vae,
         "objective": saved.cfg.objective,
         "process": asdict(saved.process),
-        "latents": dict(latents),
+        "latents": latents,
         "routes": [asdict(route) for route in saved.trained_routes],
         "text": asdict(saved.cfg.text) | {"encoder": info["config"]["text"]["encoder"]} if saved.text else None,
         "autoencoder": None if inside is not None or name == "pixels" else name,
@@ -105,9 +103,10 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
 
 
 def arguments(saved: SavedNetwork) -> dict[str, object]:
-    """Return {name: value} of the constructor arguments of the saved network's class, such as dit.DiT."""
-    data = saved.cfg.dataset
-    return saved.cfg.model.all_arguments(data.size, data.channels, data.num_classes, saved.cfg.text)
+    """Return {name: value} of TreadTransformer's arguments: those of the network's class, and position_scale."""
+    data, model = saved.cfg.dataset, saved.cfg.model
+    own = model.all_arguments(data.size, data.channels, data.num_classes, saved.cfg.text)
+    return {**own, "position_scale": model.position_scale}
 
 
 def goes_inside(name: str, asked: bool | None) -> bool:
@@ -146,8 +145,8 @@ def network_file(saved: SavedNetwork) -> str:
     bundle.add(network.__module__, network.__name__)
     bundle.outside |= {name: f"from diffusers import {name}" for name in ("ConfigMixin", "ModelMixin")}
     bundle.outside["register_to_config"] = "from diffusers.configuration_utils import register_to_config"
-    given = {**arguments(saved), "position_scale": saved.cfg.model.position_scale}
+    given = arguments(saved)
     signature = ",\n        ".join(f"{name}={value!r}" for name, value in given.items())
-    passed = ",\n            ".join(f"{name}={name}" for name in arguments(saved))
+    passed = ",\n            ".join(f"{name}={name}" for name in given if name != "position_scale")
     adapter = NETWORK.format(network=network.__name__, signature=signature, passed=passed)
     return bundle.text(_head("A network")) + adapter
