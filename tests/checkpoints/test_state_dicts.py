@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dit import DiT
-from tread.checkpoints.weights import describe, fit, load_weights, sizes
+from tread.checkpoints.weights import StoredWeights, describe, load_weights, sizes
 from tread.models.rwkv import RWKV
 from tread.runtime.tensor_files import plain_names, read_kind, read_state_dicts
 
@@ -172,7 +172,7 @@ def test_pickled_code_is_not_run(tmp_path, legacy):
 
 def refusal(state, expected):
     with pytest.raises(ValueError) as refused:
-        fit(state, expected.state_dict(), "a.pt")
+        StoredWeights("a.pt", None, state).fit(expected.state_dict())
     return str(refused.value)
 
 
@@ -222,10 +222,10 @@ def test_weights_of_the_other_architecture_are_refused_with_its_name():
     dit, rwkv = DiT(num_heads=2, **sizes).state_dict(), RWKV(**sizes).state_dict()
     for theirs, ours, name in ((dit, rwkv, "dit"), (rwkv, dit, "rwkv")):
         with pytest.raises(ValueError, match=f"settings that fit it: model.architecture={name}$"):
-            fit(theirs, ours, "a file")
+            StoredWeights("a file", None, theirs).fit(ours)
     first = {"blocks.0.mixer.conv1d.weight": torch.zeros(32, 1, 4), "blocks.0.mixer.A_log": torch.zeros(32, 16)}
     with pytest.raises(ValueError, match="a file"):  # Mamba 1, which no architecture here is
-        fit({**dit, **first}, rwkv, "a file")
+        StoredWeights("a file", None, {**dit, **first}).fit(rwkv)
 
 
 @pytest.mark.parametrize("width, ratio", [(352, 8 / 3), (48, 4.0), (176, 3.1)])
@@ -261,7 +261,7 @@ def test_two_entries_of_one_name_are_refused():
 def test_positions_may_be_absent_and_numbers_half():
     ours = network(1)
     half = {name: value.half() for name, value in network(0).state_dict().items() if name != "pos_embed"}
-    loaded = fit(half, ours.state_dict(), "a.pt")
+    loaded = StoredWeights("a.pt", None, half).fit(ours.state_dict())
     same(loaded, {name: half[name].float() if name in half else value for name, value in ours.state_dict().items()})
     assert {value.dtype for value in loaded.values()} == {torch.float32}
 
@@ -284,13 +284,13 @@ def test_positions_must_be_the_formulas_up_to_rounding(dtype):
     ours = network(1)
     state = {name: value.to(dtype) for name, value in network(0).state_dict().items()}
     state["pos_embed"] = public_positions(16, 4).to(dtype)
-    fit(state, ours.state_dict(), "a.pt")
+    StoredWeights("a.pt", None, state).fit(ours.state_dict())
     columns_and_rows = state["pos_embed"].roll(8, dims=2)
     learnt = state["pos_embed"] + 0.02 * torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     for other in (columns_and_rows, learnt):
         off = (other.float() - ours.pos_embed).abs().max()
         with pytest.raises(ValueError, match=f"pos_embed of a.pt are not the fixed .* by up to {off:.3g}, "):
-            fit({**state, "pos_embed": other}, ours.state_dict(), "a.pt")
+            StoredWeights("a.pt", None, {**state, "pos_embed": other}).fit(ours.state_dict())
 
 
 def test_damaged_files_are_named_in_plain_words(tmp_path):

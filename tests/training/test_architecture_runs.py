@@ -20,7 +20,7 @@ from test_token_losses import SPARSE
 from tread.checkpoints import checkpoint
 from tread.checkpoints.exporting import public_names
 from tread.checkpoints.network import build_network, read_network
-from tread.checkpoints.weights import describe, fit, load_weights, sizes
+from tread.checkpoints.weights import StoredWeights, describe, load_weights, sizes
 from tread.models.architectures import MaskDiTOptions
 from tread.models.mamba import Mamba
 from tread.preparing import digits
@@ -182,13 +182,14 @@ def test_what_a_file_of_theirs_may_be(read_config):
     """Elsewhere its settings are named. A null class that was trained could not be kept: no gradient reaches it."""
     cfg = read_config("model=maskdit", *MASKED)
     given = build_network(cfg).state_dict()
-    assert fit(given, given, "theirs.pt").keys() == given.keys()
+    theirs = StoredWeights("theirs.pt", None, given)
+    assert theirs.fit(given).keys() == given.keys()
     given[LABELS] = given[LABELS].index_fill(0, torch.tensor(10), 0.1)
     dense = build_network(read_config("model=dit", *MASKED[:3])).state_dict()
     with pytest.raises(ValueError, match="fit it: model=maskdit model.decoder_hidden_size=8 model.decoder_depth=1$"):
-        fit(given, dense, "theirs.pt")
+        theirs.fit(dense)
     with pytest.raises(ValueError, match=f"null class of theirs.pt, the last row of {LABELS}, is not zero"):
-        fit(given, build_network(cfg).state_dict(), "theirs.pt")
+        theirs.fit(build_network(cfg).state_dict())
 
 
 def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_again(tmp_path):

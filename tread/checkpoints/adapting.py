@@ -69,8 +69,7 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
     """Return (weights, messages): `stored` without its fixed position tensors, so that the network's own are used, and
     lines to print. `side`: token rows in the new grid; `scale`: factor of its rows and columns, model.position_scale.
     Raises ValueError if the stored positions are not the fixed sines and cosines, or if the old grid is unknown."""
-    before, recorded = old_side(stored), stored.recorded() or {}
-    stretched = float(recorded.get("model.position_scale", 1.0))
+    before, stretched = old_side(stored), float(stored.recorded().get("model.position_scale", 1.0))
     for name in (name for name in POSITIONS if name in stored.state):
         given = stored.state[name].float()
         off = (given[0] - sincos_positions(given.shape[2], before, stretched)).abs().max().item()
@@ -86,7 +85,7 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
     if side > before:
         lines += ["in a larger picture the same noise hides less: rf.shift below 1, or a larger edm.P_mean, offsets it"]
     source = stored.source
-    if source is not None and "model" in source.info.get("config", {}):
+    if source is not None and "model" in source.info["config"]:
         model = {**source.info["config"]["model"], "position_scale": scale}
         source = replace(source, info={**source.info, "config": {**source.info["config"], "model": model}})
     return replace(stored, state=state, source=source), lines
@@ -106,4 +105,4 @@ def position_scale(init_from: str, weights: Weights, run: Path, side: int) -> fl
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
     stored = read_weights(local(init_from), weights)
-    return float((stored.recorded() or {}).get("model.position_scale", 1.0)) * old_side(stored) / side
+    return float(stored.recorded().get("model.position_scale", 1.0)) * old_side(stored) / side

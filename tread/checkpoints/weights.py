@@ -21,77 +21,7 @@ from tread.runtime.hub import local
 from tread.runtime.schema import written
 from tread.runtime.tensor_files import EXPAND, FIRST, LABELS, MASKDIT, listed, read_kind
 
-USUAL_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # by hidden size: DiT-S, B, L, XL
 POSITIONS = ("pos_embed", "decoder_pos_embed")  # fixed sines and cosines
-
-
-def fit(
-    state: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    where: str,
-    ours: Mapping[str, object] | None = None,
-    recorded: Mapping[str, object] | None = None,
-    adapter: bool = False,
-) -> dict[str, Tensor]:
-    """Check that the weights `state` fit a network. Return those to load into it, converted to its dtypes.
-
-    expected  the network's state dict.
-    where     the file of the weights, for messages.
-    ours      the network's settings by dotted name, to check those that shapes do not show; None: unchecked.
-    recorded  the settings recorded with the weights, by dotted name; None: there is no record.
-    adapter   True: LoRA's adapters were merged into the weights; errors then don't list the tensors that differ.
-
-    Position embeddings and rotary tables are constants: if the file lacks them, the network's own are used. Raises
-    ValueError, suggesting settings that fit, if constants, names, shapes or settings differ, or values are not finite.
-    """
-    ours, theirs = {**(ours or {}), **sizes(expected)}, sizes(state)
-    tables = {name: state[name] for name in TABLES if name in state}
-    refusal = f"the weights of {where} do not fit this network:"
-    if any(".lora_" in name for name in state):
-        raise ValueError(f"{refusal} they are adapters (LoRA) alone; the checkpoint in their run's folder is whole")
-    if FIRST not in state:
-        raise ValueError(f"{refusal} there is no {FIRST}, as in public DiT's parameter names, but {listed(state)}")
-    whole = {name: expected[name] for name in POSITIONS if name in expected}
-    whole |= {name: value for name, value in state.items() if name not in tables}
-    reshaped = [
-        f"{name} {tuple(whole[name].shape)} {whole[name].dtype} instead of {tuple(value.shape)} {value.dtype}"
-        for name, value in expected.items()
-        if name in whole
-        and (whole[name].shape != value.shape or whole[name].is_floating_point() < value.is_floating_point())
-    ]
-    hidden = ours.keys() - theirs.keys()
-    unlike = {key: value for key, value in (recorded or {}).items() if key in hidden and ours[key] != value}
-    turned = {key: theirs[key] for key in ("model.positions", "model.num_heads") if tables and key in theirs}
-    if all(ours.get(key, value) == value for key, value in turned.items()):
-        turned = {}
-    differing = {
-        "missing": listed(name for name in expected if name not in whole),
-        "not the network's": listed(name for name in whole if name not in expected),
-        "of other shapes or types": listed(reshaped),
-        "rotary tables of other settings": describe(turned),
-        "its info.json records other settings": ", ".join(
-            f"{key} {written(value)} instead of {written(ours[key])}" for key, value in unlike.items()
-        ),
-    }
-    problems = [f"{what}: {which}" for what, which in differing.items() if which]
-    if not problems:
-        _check_numbers(whole, expected, where)
-        check_tables(tables, expected["pos_embed"].shape[1], where)
-        return {name: whole[name].to(expected[name].dtype) for name in expected}
-    if adapter:
-        refusal, problems = f"{refusal} they are an adapter (LoRA) of another network;", []
-    problems.append(f"the file is of {describe(theirs)}")
-    theirs |= unlike
-    kind, plain = _kind_of(theirs), _usual(theirs)
-    if fitting := {key: value for key, value in theirs.items() if ours.get(key, plain.get(key)) != value}:
-        if "model.architecture" in fitting and (kind.masks or kind.has_path):  # model=… sets the route, too
-            fitting = {"model": fitting.pop("model.architecture"), **fitting}
-        settings = " ".join(f"{key}={written(value)}" for key, value in fitting.items())
-        problems.append(f"settings that fit it: {settings}")
-    ways = {"dataset.num_classes": "init_classes for other classes", "dataset.size": "init_positions for another size"}
-    if others := [way for key, way in ways.items() if key in fitting]:
-        problems.append(f"or train.py takes {', '.join(others)}")
-    raise ValueError(f"{refusal} {'; '.join(problems)}" if adapter else "\n  ".join([refusal, *problems]))
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
@@ -109,8 +39,10 @@ def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
 
 
 def usual_heads(hidden_size: int) -> int | None:
-    """Return the usual number of heads for a DiT of this width: as published, else width / 64; None if not whole."""
-    return USUAL_HEADS.get(hidden_size, hidden_size // 64 if hidden_size % 64 == 0 else None)
+    """Return the usual number of heads for a DiT of this width: 16 for DiT-XL, else width / 64; None if not whole."""
+    if hidden_size == 1152:  # DiT-XL; the published S, B and L have width / 64
+        return 16
+    return None if hidden_size % 64 else hidden_size // 64
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
@@ -176,12 +108,12 @@ class StoredWeights:
         origin = f", imported from {imported}" if imported else ""
         return f"{kind} of {self.where}, step {self.source.step:,}{origin}"
 
-    def recorded(self) -> dict[str, object] | None:
-        """Return the recorded settings of the sections model and text, keyed by dotted name; None if there is no
-        record. Options that were added to the code later have their defaults."""
+    def recorded(self) -> dict[str, object]:
+        """Return the recorded settings of the sections model and text, keyed by dotted name; {} if there is no record.
+        Options that were added to the code later have their defaults."""
         if self.source is None:
-            return None
-        config = self.source.info.get("config", {})
+            return {}
+        config = self.source.info["config"]
         stated = {f"{name}.{key}": value for name in ("text", "model") for key, value in config.get(name, {}).items()}
         return _usual(stated) | stated
 
@@ -193,12 +125,70 @@ class StoredWeights:
     def fit(
         self, expected: Mapping[str, Tensor], model: NetworkOptions | None = None, text: TextSettings | None = None
     ) -> dict[str, Tensor]:
-        """Return the tensors to load into a network with the state dict `expected`, built from `model` and `text`.
-        Raises ValueError unless names, shapes and recorded settings match; without `model`, settings are unchecked."""
+        """Check that the weights fit a network. Return those to load into it, converted to its dtypes.
+
+        expected  the network's state dict.
+        model     the network's settings, to check those that shapes do not show by the record; None: unchecked.
+        text      the settings of its text encoder, to check in the same way.
+
+        Position embeddings and rotary tables are constants: if the file lacks them, the network's own are used. Raises
+        ValueError, suggesting settings that fit, if constants, names, shapes or settings differ, or values are not
+        finite. For LoRA's adapters, which were merged into the weights, it doesn't list the tensors that differ.
+        """
         state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
         texts = text.decisive if model and text and model.takes_text else {}
+        ours = {**(model.decisive if model else {}), **texts, **sizes(expected)}
+        theirs, recorded = sizes(state), self.recorded() if model else {}
         adapter = self.source is not None and "adapter" in self.source.info
-        return fit(state, expected, self.where, model and model.decisive | texts, model and self.recorded(), adapter)
+        tables = {name: state[name] for name in TABLES if name in state}
+        refusal = f"the weights of {self.where} do not fit this network:"
+        if any(".lora_" in name for name in state):
+            raise ValueError(f"{refusal} they are adapters (LoRA) alone; the checkpoint in their run's folder is whole")
+        if FIRST not in state:
+            raise ValueError(f"{refusal} there is no {FIRST}, as in public DiT's parameter names, but {listed(state)}")
+        whole = {name: expected[name] for name in POSITIONS if name in expected}
+        whole |= {name: value for name, value in state.items() if name not in tables}
+        reshaped = [
+            f"{name} {tuple(whole[name].shape)} {whole[name].dtype} instead of {tuple(value.shape)} {value.dtype}"
+            for name, value in expected.items()
+            if name in whole
+            and (whole[name].shape != value.shape or whole[name].is_floating_point() < value.is_floating_point())
+        ]
+        hidden = ours.keys() - theirs.keys()
+        unlike = {key: value for key, value in recorded.items() if key in hidden and ours[key] != value}
+        turned = {key: theirs[key] for key in ("model.positions", "model.num_heads") if key in theirs}
+        turned = {key: value for key, value in turned.items() if ours.get(key, value) != value}
+        differing = {
+            "missing": listed(name for name in expected if name not in whole),
+            "not the network's": listed(name for name in whole if name not in expected),
+            "of other shapes or types": listed(reshaped),
+            "rotary tables of other settings": describe(turned),
+            "its info.json records other settings": ", ".join(
+                f"{key} {written(value)} instead of {written(ours[key])}" for key, value in unlike.items()
+            ),
+        }
+        problems = [f"{what}: {which}" for what, which in differing.items() if which]
+        if not problems:
+            _check_numbers(whole, expected, self.where)
+            check_tables(tables, expected["pos_embed"].shape[1], self.where)
+            return {name: whole[name].to(expected[name].dtype) for name in expected}
+        if adapter:
+            refusal, problems = f"{refusal} they are an adapter (LoRA) of another network;", []
+        problems.append(f"the file is of {describe(theirs)}")
+        theirs |= unlike
+        kind, plain = _kind_of(theirs), _usual(theirs)
+        if fitting := {key: value for key, value in theirs.items() if ours.get(key, plain.get(key)) != value}:
+            if "model.architecture" in fitting and (kind.masks or kind.has_path):  # model=… sets the route, too
+                fitting = {"model": fitting.pop("model.architecture"), **fitting}
+            settings = " ".join(f"{key}={written(value)}" for key, value in fitting.items())
+            problems.append(f"settings that fit it: {settings}")
+        ways = {
+            "dataset.num_classes": "init_classes for other classes",
+            "dataset.size": "init_positions for another size",
+        }
+        if others := [way for key, way in ways.items() if key in fitting]:
+            problems.append(f"or train.py takes {', '.join(others)}")
+        raise ValueError(f"{refusal} {'; '.join(problems)}" if adapter else "\n  ".join([refusal, *problems]))
 
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str | None = None) -> list[str]:
         """Return lines that warn of settings that differ from those of the weights' training, or that were not
@@ -223,7 +213,9 @@ class StoredWeights:
         shown = sizes(self.state)
         shown["model.position_scale"] = 1.0  # `fit` and new_positions have compared the positions themselves
         hidden = {key: value for key, value in cfg.model.decisive.items() if key not in shown}
-        hidden |= {"objective": cfg.objective, **_conventions(cfg)}
+        process = process_of(cfg)
+        hidden["objective"] = cfg.objective
+        hidden |= {f"{cfg.objective}.{name}": getattr(process, name) for name in process.conventions}
         taken = ", ".join(f"{key}={written(value)}" for key, value in hidden.items())
         unknown = f"{self.where} has no record: nobody can know here whether it was trained with {taken}"
         lines.append(f"{unknown}, latents of this scale and classes in this order")
@@ -236,19 +228,18 @@ class StoredWeights:
     def _meanings(self, cfg: Network, latents: LatentSpec, predicts: str) -> dict[str, tuple[object, object]]:
         """Return {name: (recorded value, present value)} of everything besides the network's options that decides what
         its inputs and outputs mean. `predicts` is as in `warnings`."""
-        config, recorded = self.source.info.get("config", {}), self.source.info.get("predicts", "objective")
+        config, recorded = self.source.info["config"], self.source.info.get("predicts", "objective")
         theirs = config.get("objective", cfg.objective)
         if theirs == "edm" and config.get("edm", {}).get("predicts") == "ddpm_noise":
             recorded = "noise"
         told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
         pairs = {"the prediction": (told.get(recorded, recorded), told.get(predicts, predicts))}
         if recorded == predicts == "objective":
+            process = process_of(cfg)
             pairs["objective"] = (theirs, cfg.objective)
-        if recorded == predicts == "objective" and theirs == cfg.objective:
-            for name, here in _conventions(cfg).items():
-                key = name.partition(".")[2]
-                usual = getattr(type(process_of(cfg)), key)  # if the record is older than the key
-                pairs[name] = (config.get(theirs, {}).get(key, usual), here)
+            for name in process.conventions if theirs == cfg.objective else ():
+                usual = getattr(type(process), name)  # if the record is older than the key
+                pairs[f"{theirs}.{name}"] = (config.get(theirs, {}).get(name, usual), getattr(process, name))
         stated = self._latents
         same_autoencoder = stated.get("fingerprint") == latents.fingerprint is not None
         for name in LATENTS[same_autoencoder:]:
@@ -294,12 +285,6 @@ def load_weights(
     stored = adapt(read_weights(local(path), weights))
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored
-
-
-def _conventions(cfg: Network) -> dict[str, object]:
-    """Return the diffusion process's settings that decide what a network's input and output mean, by dotted name."""
-    process = process_of(cfg)
-    return {f"{cfg.objective}.{name}": getattr(process, name) for name in process.conventions}
 
 
 def _numbered(classes: tuple[str, ...]) -> bool:
