@@ -158,7 +158,7 @@ def test_what_is_stored_comes_back(trained):
     for step in (EVERY, 320):
         for name, value in posthoc_ema.reconstruct(folder, 0.1, step).items():
             torch.testing.assert_close(value, tracked[step][0.1][name].half().float(), rtol=0, atol=1e-6)
-    snapshots = posthoc_ema.find_snapshots(folder)
+    snapshots = posthoc_ema.usable(folder, None)
     assert [snapshot.step for snapshot in snapshots] == list(range(EVERY, STEPS + 1, EVERY))
     assert {snapshot.sigma_rel for snapshot in snapshots} == {STORED}
     content = load_file(folder / "ema_snapshots/step_0000040.safetensors")
@@ -200,7 +200,7 @@ def test_refusals_name_what_is_there(tmp_path):
         (tmp_path / f"samples/step_{step:07d}.png").touch()
     posthoc_ema.forget_after(tmp_path, 30)
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_0000030.png"]
-    assert [snapshot.step for snapshot in posthoc_ema.find_snapshots(tmp_path)] == [10, 20, 30]
+    assert [snapshot.step for snapshot in posthoc_ema.usable(tmp_path, None)] == [10, 20, 30]
     with pytest.raises(ValueError, match="no snapshot at step 17; the nearest of its 3 is at 20"):
         posthoc_ema.reconstruct(tmp_path, 0.1, 17)
     posthoc_ema.save_snapshot(tmp_path, 20, {"0.1/w": torch.ones(3)})
@@ -209,11 +209,11 @@ def test_refusals_name_what_is_there(tmp_path):
     for content in (path.with_stem("step_0000030").read_bytes()[:-1], b""):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="step_0000040.safetensors is damaged"):
-            posthoc_ema.find_snapshots(tmp_path)
+            posthoc_ema.usable(tmp_path, None)
     for key, metadata in (("0.1/w", {}), ("w", {**posthoc_ema.FORMAT, "step": 10}), ("0.1/w", posthoc_ema.FORMAT)):
         save_file({key: torch.ones(2)}, path, {"snapshot": json.dumps(metadata)})
         with pytest.raises(ValueError, match="step_0000040.safetensors is damaged or no snapshot"):
-            posthoc_ema.find_snapshots(tmp_path)
+            posthoc_ema.usable(tmp_path, None)
 
 
 def launch(folder, *overrides):

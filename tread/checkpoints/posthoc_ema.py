@@ -64,12 +64,11 @@ def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
 
 
 def _compact(value: Tensor, name: str) -> Tensor:
-    """Return a CPU copy in fp16, or in fp32 if fp16 would overflow. Raises ValueError if it is not finite."""
-    value = value.detach()
+    """Return the tensor on the CPU in fp16, or in fp32 if fp16 overflows. Raises ValueError if it is not finite."""
     if not value.isfinite().all():
         raise ValueError(f"{name} is not finite, so no average of it can be stored")
-    fits = value.abs().amax() <= torch.finfo(torch.float16).max if value.numel() else True
-    return value.to("cpu", torch.float16 if fits else torch.float32, copy=True).contiguous()
+    half = value.half()
+    return (half if half.isfinite().all() else value.float()).cpu()
 
 
 def forget_after(run: Path, step: int) -> None:
@@ -78,11 +77,6 @@ def forget_after(run: Path, step: int) -> None:
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
             path.unlink()
-
-
-def find_snapshots(run: Path) -> list[Snapshot]:
-    """Return a run's snapshots sorted by step, read from the files' headers. Raises ValueError for a damaged file."""
-    return sorted(map(_header, (run / "ema_snapshots").glob("step_*.safetensors")), key=lambda each: each.step)
 
 
 def _header(path: Path) -> Snapshot:
@@ -100,9 +94,10 @@ def _header(path: Path) -> Snapshot:
 
 
 def usable(run: Path, step: int | None) -> list[Snapshot]:
-    """Return the snapshots up to `step` (None: the newest one's step), from which an average at `step` is computed.
-    Raises FileNotFoundError if there are no snapshots, ValueError if none is at `step` or their shapes differ."""
-    snapshots = find_snapshots(run)
+    """Return the snapshots up to `step` (None: the newest one's step), sorted by step, from which an average at `step`
+    is computed. Raises FileNotFoundError if there are no snapshots, ValueError if none is at `step`, if their shapes
+    differ, or if one of the run's files is damaged."""
+    snapshots = sorted(map(_header, (run / "ema_snapshots").glob("step_*.safetensors")), key=lambda each: each.step)
     if not snapshots:
         raise FileNotFoundError(f"{run}/ema_snapshots holds no snapshots: ema.power=[0.05,0.1] stores them")
     steps = [snapshot.step for snapshot in snapshots]
