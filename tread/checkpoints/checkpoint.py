@@ -381,14 +381,14 @@ class Trained:
     averaged: nn.Module  # the network's exponential moving average
     optimizer: torch.optim.Optimizer
     powers: Mapping[float, nn.Module]  # width → power-function EMA; {}: no part `powers`
-    projector: nn.Module | None = None  # of representation alignment; None: no part `projector`
-    base: frozenset[str] = frozenset()  # parameters that LoRA froze: in base.safetensors, and in no part
+    projector: nn.Module | None  # of representation alignment; None: no part `projector`
+    base: frozenset[str]  # parameters that LoRA froze: in base.safetensors, and in no part
 
     @property
     def modules(self) -> dict[str, nn.Module]:
         """The modules whose state dicts are parts of a checkpoint, keyed by the part's name."""
-        modules = {"model": self.network, "ema": self.averaged, "projector": self.projector}
-        return {name: module for name, module in modules.items() if module is not None}
+        modules = {"model": self.network, "ema": self.averaged}
+        return modules if self.projector is None else {**modules, "projector": self.projector}
 
     @property
     def power_tensors(self) -> dict[str, nn.Parameter]:
@@ -397,8 +397,10 @@ class Trained:
 
     def parts(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors to save, {part: {name: tensor}}."""
-        states = {name: module.state_dict() for name, module in self.modules.items()}
-        parts = {name: {key: v for key, v in state.items() if key not in self.base} for name, state in states.items()}
+        parts = {
+            name: {key: value for key, value in module.state_dict().items() if key not in self.base}
+            for name, module in self.modules.items()
+        }
         parts["optimizer"] = optimizer_tensors(self.optimizer, self.network, self.projector)
         return parts | ({"powers": self.power_tensors} if self.powers else {})
 
