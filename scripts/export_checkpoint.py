@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 
 from tread.checkpoints import checkpoint
-from tread.checkpoints.exporting import Dtype, Paths, as_dtype, public_names, record, stored_dtype
+from tread.checkpoints.exporting import Dtype, Paths, as_dtype, public_names, record
 from tread.checkpoints.for_sampling import open_network
 from tread.reports.card import card
 from tread.runtime.cli import door, open_door
@@ -103,7 +103,8 @@ def export(options: Options) -> checkpoint.Checkpoint:
     source.verify(options.weights)
     name = f"{options.weights}.safetensors"
     info, stated = published(source, options), source.info["files"][name]
-    copied = options.dtype == stored_dtype(info) and "adapter" not in source.info  # LoRA's adapters are merged
+    # runs state no dtype; LoRA's adapters are merged
+    copied = options.dtype == info.get("dtype", "fp32") and "adapter" not in source.info
     tensors = {} if copied and not options.public else as_dtype(source.tensors(options.weights), options.dtype)
     theirs = public_names(tensors) if options.public else {}
     size = stated["bytes"] if copied else sum(value.nbytes for value in tensors.values())
@@ -130,7 +131,7 @@ def account(exported: checkpoint.Checkpoint, options: Options) -> str:
     """Return a text to print: the exported checkpoint's weights and size, and the commands that use it."""
     info, raw = exported.info, " weights=model" * (options.weights == "model")
     size = size_text(info["files"][f"{options.weights}.safetensors"]["bytes"])
-    lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {stored_dtype(info)}, {size}"]
+    lines = [f"{options.out}: {options.weights} weights of step {exported.step} in {options.dtype}, {size}"]
     if options.public:
         lines += [f"  {options.weights}-public.safetensors there has the names of MaskDiT's released files"]
     lines += [f"  python sample.py checkpoint={options.out}{raw}"]

@@ -15,11 +15,6 @@ Paths = Literal["full", "short"]
 TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
-def stored_dtype(info: Mapping) -> Dtype:
-    """Return the dtype of a checkpoint's weights from its parsed info.json, "fp32" if it states none."""
-    return info.get("dtype", "fp32")
-
-
 def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
     """Round floating-point tensors to a dtype. Raises ValueError if numbers are not finite in that dtype."""
     rounded = {n: value.to(TYPES[dtype]) if value.is_floating_point() else value for n, value in tensors.items()}
