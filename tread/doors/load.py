@@ -4,7 +4,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.labels import Label, class_number
 from tread.diffusion.pictures import Output, in_form
 from tread.diffusion.process import Process
-from tread.diffusion.sampling import OnStep, Sampler, check_ratios, draw_pictures
+from tread.diffusion.sampling import OnStep, Sampler, draw_pictures
 from tread.diffusion.solvers import Churn, Solver
 from tread.encoders.autoencoder import Decoder, Decoding, load_decoder
 from tread.evaluation.prompts import encode_prompts, row_labels
@@ -68,9 +68,11 @@ def load(
         raise ValueError(f"text_encoder is given, but {source} was trained with classes, and reads no prompt")
     for note in (*plugin_changes(saved.found.info), *filter(None, [avoid_faults(device)])):
         warnings.warn(note, stacklevel=2)
-    return TrainedModel(saved, device, precision, (autoencoder, decode_precision), text_encoder)
+    network = saved.load(device).network
+    return TrainedModel(saved, network, precision, (autoencoder, decode_precision), text_encoder)
 
 
+@dataclass(eq=False, repr=False)
 class TrainedModel:
     """A trained network with its diffusion process and, once it is needed, its decoder; made by `load`.
 
@@ -79,18 +81,12 @@ class TrainedModel:
     classes  names of the classes; a text-conditional network has none.
     """
 
-    def __init__(
-        self,
-        saved: SavedNetwork,
-        device: torch.device,
-        precision: Precision,
-        decoding: tuple[str | None, Decoding],
-        text_encoder: str | None,
-    ) -> None:
-        self.saved, self.precision = saved, precision
-        self._decoding, self._text_encoder = decoding, text_encoder
-        self.network: nn.Module = saved.load(device).network
-        self._decoder: Decoder | None = None
+    saved: SavedNetwork
+    network: nn.Module
+    precision: Precision
+    decoding: tuple[str | None, Decoding]  # the name and precision of the autoencoder, see `load`
+    text_encoder: str | None
+    decoder: Decoder | None = None
 
     @property
     def process(self) -> Process:
@@ -107,7 +103,7 @@ class TrainedModel:
     def to(self, device: torch.device | str) -> "TrainedModel":
         """Move the network to a device, in place; returns the model."""
         self.network.to(device)
-        self._decoder = None
+        self.decoder = None
         if faulty := avoid_faults(self.device):
             warnings.warn(faulty, stacklevel=2)
         return self
@@ -174,8 +170,7 @@ class TrainedModel:
         if not isinstance(churn, Churn | None):
             churn = read({"amount": churn} if isinstance(churn, (int, float)) else churn, Churn, "churn.")
         sampler = Sampler.of(saved.process, *how, churn)
-        check_ratios(sampler, *(network and network.without_weights(guide) for network in (saved, other)))
-        text, notes = encode_prompts(saved, prompts, self.device, self._text_encoder) if prompts else (None, ())
+        text, notes = encode_prompts(saved, prompts, self.device, self.text_encoder) if prompts else (None, ())
         for note in notes:
             warnings.warn(note, stacklevel=2)
         model = replace(saved.with_weights(self.network, guide), prompts=text)
@@ -200,9 +195,9 @@ class TrainedModel:
         return tuple(zip(*(itertools.product(rows, seeds) if labels is None else zip(rows, seeds))))
 
     def _open_decoder(self) -> Decoder:
-        if self._decoder is None:
-            self._decoder = load_decoder(self.saved.latents, self.device, *self._decoding)
-        return self._decoder
+        if self.decoder is None:
+            self.decoder = load_decoder(self.saved.latents, self.device, *self.decoding)
+        return self.decoder
 
 
 def _plain(value: object) -> object:
