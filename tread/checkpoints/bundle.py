@@ -7,7 +7,7 @@ are not needed are left out.
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,15 +52,6 @@ def read_source(module: str) -> Source:
     return source
 
 
-def names_in(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement may refer to, including those in quoted annotations."""
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value[:1].isupper():
-            yield node.value
-
-
 class Bundle:
     """Collects definitions, each with all that it needs (`add`), and returns them as the text of one file (`text`).
     `instead` is {(module, name): source text to use in place of that name's own definition}."""
@@ -102,9 +93,9 @@ class Bundle:
 
     def _add_used(self, source: Source, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
-            for name in names_in(statement):
-                if name in source.imported or name in source.defined:
-                    self.add(source.module, name)
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and (node.id in source.imported or node.id in source.defined):
+                    self.add(source.module, node.id)
 
     def _source(self, module: str) -> Source:
         if module not in self.sources:
