@@ -59,7 +59,7 @@ class Bundle:
     def __init__(self, instead: Mapping[Name, str]) -> None:
         self.instead = instead
         self.sources: dict[str, Source] = {}  # by module, imported modules before those that import them
-        self.wanted: dict[str, set[str]] = {}  # names needed of each module
+        self.wanted: dict[str, str] = {}  # name of a definition in the file → its module
         self.outside: dict[str, str] = {}  # name of another package's object → statement that imports it
 
     def add(self, module: str, name: str) -> None:
@@ -75,11 +75,11 @@ class Bundle:
             return
         if name not in source.defined:
             raise ValueError(f"{module} has no {name}")
-        if name in self.wanted.setdefault(module, set()):
+        if self.wanted.get(name) == module:
             return
-        if others := [other for other, names in self.wanted.items() if name in names and other != module]:
-            raise ValueError(f"{name} is defined in {others[0]} and in {module}: one file can hold only one")
-        self.wanted[module].add(name)
+        if name in self.wanted:
+            raise ValueError(f"{name} is defined in {self.wanted[name]} and in {module}: one file can hold only one")
+        self.wanted[name] = module
         if (module, name) not in self.instead:
             self._add_used(source, source.defined[name])
         for other in list(self.sources.values()):
@@ -88,8 +88,7 @@ class Bundle:
     def _is(self, source: Source, table: str) -> bool:
         """Return whether the file needs the statements with which the module `source` adds entries to the dict `table`:
         True if the file has a definition from that module and has the dict, whichever module defines it."""
-        origin, _ = source.imported.get(table, (source.module, ""))
-        return source.module in self.wanted and table in self.wanted.get(origin, ())
+        return source.module in self.wanted.values() and table in self.wanted
 
     def _add_used(self, source: Source, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
@@ -112,7 +111,8 @@ class Bundle:
         for module, source in self.sources.items():
             chosen = {
                 statement: self.instead.get((module, name))
-                for name in self.wanted.get(module, ())
+                for name, home in self.wanted.items()
+                if home == module
                 for statement in source.defined[name]
             }
             chosen |= {statement: None for table, statement in source.entered if self._is(source, table)}
