@@ -77,8 +77,11 @@ class SavedNetwork:
         """Return a Model of `network`, into which the caller has loaded weights, with the routes for this guidance."""
         return Model(self.process, network, self.routes(guidance))
 
-    def shifted(self, shift: float) -> "SavedNetwork":
-        """Return this network with sampling times shifted by `shift` instead of rf.shift. Raises ValueError for EDM."""
+    def shifted(self, shift: float | None) -> "SavedNetwork":
+        """Return this network with sampling times shifted by `shift` instead of rf.shift; None: as it is. Raises
+        ValueError for a shift with EDM."""
+        if shift is None:
+            return self
         if self.cfg.objective != "rf":
             trained = f"{self.found.folder} was trained with objective={self.cfg.objective}"
             raise ValueError(f"shift={shift:g} is for rectified flow, but {trained}")
@@ -104,8 +107,7 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
     cfg = replace(cfg, model=cfg.model.anywhere)
     if source.info.get("predicts") == "noise":  # imported weights of DDPM; EDM samples them, whatever objective is
         cfg = replace(cfg, objective="edm", edm=replace(cfg.edm, predicts="ddpm_noise"))
-    saved = SavedNetwork(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None)
-    return saved if shift is None else saved.shifted(shift)
+    return SavedNetwork(source, weights, cfg, label_drop, path_drop if cfg.model.has_path else None).shifted(shift)
 
 
 def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:

@@ -161,7 +161,7 @@ class TrainedModel:
         given = {"scale": scale, "strong": strong, "weak": weak, "interval": interval, "checkpoint": checkpoint}
         given |= {"weights": weights, "same_ids": same_ids, "force": force}
         guide = read_guidance(guidance, {name: value for name, value in given.items() if value is not None})
-        saved = self.saved if shift is None else self.saved.shifted(shift)
+        saved = self.saved.shifted(shift)
         other = open_weak(guide, saved)
         seeds = [operator.index(seed) for seed in parse_seeds(seeds)]
         prompts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
