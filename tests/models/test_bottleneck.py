@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from dit import DiT
 from tread.checkpoints.exporting import public_names
 from tread.checkpoints.network import build_network
-from tread.checkpoints.weights import fit, sizes
+from tread.checkpoints.weights import StoredWeights, sizes
 from tread.models.embedders import PatchEmbed
 from tread.routing.ids import pair
 from tread.runtime.device import autocast
@@ -50,7 +50,7 @@ def test_flops_and_names_of_every_network_that_has_one(read_config, model):
         assert 3 * network.forward_flops(used) == counted_flops(network, x, t, y, drawn)
     told, state = sizes(network.state_dict()), network.state_dict()
     assert (told["model.bottleneck"], told["model.hidden_size"]) == (6, 32)
-    assert equal(fit(state, state, "a file", cfg.model.decisive), state)
+    assert equal(StoredWeights("a file", None, state).fit(state, cfg.model), state)
     if cfg.model.masks:  # its released files' label matrix has as many rows as tokens have channels
         assert equal(plain_names(public_names(state)), state)
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from rf import RF
 from routing_module import RULES, Record, Route
 from tread.checkpoints.network import build_network
-from tread.checkpoints.weights import fit, sizes
+from tread.checkpoints.weights import StoredWeights, sizes
 from tread.diffusion.guidance import Guidance
 from tread.diffusion.sampling import Model, Sampler, draw
 from tread.diffusion.solvers import solve
@@ -101,9 +101,10 @@ def test_flops_names_and_records(built):
     assert 3 * network.forward_flops(upto=1) == counted
     state = network.state_dict()
     assert sizes(state)["model.class_token"] == 10
-    assert equal(fit(state, state, "a file", cfg.model.decisive), state)
+    assert equal(StoredWeights("a file", None, state).fit(state, cfg.model), state)
+    without = {n: v for n, v in state.items() if "z_embedder" not in n}
     with pytest.raises(ValueError, match=r"(?s)z_embedder.norm.bias.*settings that fit it: .*model.class_token=null"):
-        fit({n: v for n, v in state.items() if "z_embedder" not in n}, state, "a file", cfg.model.decisive)
+        StoredWeights("a file", None, without).fit(state, cfg.model)
 
 
 def test_scores_are_of_patches_alone(read_config):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dit import DiT
 from routing_module import Record, Route, run_blocks
-from tread.checkpoints.weights import fit, sizes
+from tread.checkpoints.weights import StoredWeights, sizes
 from tread.models.lightning import LightningDiT
 from tread.models.sprint import DENSE, Sprint
 from tread.routing.ids import pair
@@ -131,9 +131,9 @@ def test_flops_weights_and_optimizer_know_it(name, read_config):
         assert 3 * network.forward_flops(used) == counted_flops(network, *given, chosen)
     state, plain = network.state_dict(), build(name, value_residual=False)[0].state_dict()
     assert [sizes(weights)["model.value_residual"] for weights in (state, plain)] == [True, False]
-    assert equal(fit(state, state, "a file"), state)
+    assert equal(StoredWeights("a file", None, state).fit(state), state)
     with pytest.raises(ValueError, match="model.value_residual=false"):
-        fit(plain, state, "a file")
+        StoredWeights("a file", None, plain).fit(state)
     kind, more, _ = NETWORKS[name]
     fresh = kind(**SIZES, **more, value_residual=True)
     assert all(number.shape == () and number == 0.5 for number in shares(fresh).values())
