@@ -41,20 +41,13 @@ from tread.runtime.schema import Count, read
 LOOKED_AT = 32  # rows that are checked when a dataset is opened
 
 
-def check_rows(
-    folder: Path,
-    arrays: Sequence[np.ndarray],
-    entries: Sequence[dict],
-    full: bool,
-    make: str,
-    vocabulary: Sequence[str] | None = None,
-) -> None:
+def check_rows(arrays: Sequence[np.memmap], full: bool, make: str, vocabulary: Sequence[str] | None = None) -> None:
     """Raise ValueError for the first row with numbers that are not finite or not in the vocabulary, and name the row.
 
-    arrays, entries  the rows of each file, and the file's dict in index.json, which has its name under "file".
-    full             True: check all rows; False: check LOOKED_AT (32) of them, evenly spaced.
-    folder, make     the files' folder, and the command that makes them anew; both are named in the message.
-    vocabulary       the words, if the rows hold word numbers (indices into it); None: the rows hold floats.
+    arrays      the rows of each file.
+    full        True: check all rows; False: check LOOKED_AT (32) of them, evenly spaced.
+    make        the command that makes the files anew, for the message.
+    vocabulary  the words, if the rows hold word numbers (indices into it); None: the rows hold floats.
     """
     firsts = np.cumsum([0, *map(len, arrays)]).tolist()
     for row in spread_indices(firsts[-1], firsts[-1] if full else LOOKED_AT).tolist():
@@ -66,7 +59,7 @@ def check_rows(
         else:
             good, fault = 0 <= numbers.min() <= numbers.max() < len(vocabulary), "word numbers beyond its vocabulary"
         if not good:
-            raise ValueError(f"{folder / entries[shard]['file']}, row {at}, holds {fault}: replace it by {make}")
+            raise ValueError(f"{arrays[shard].filename}, row {at}, holds {fault}: replace it by {make}")
 
 
 @dataclass(frozen=True)
@@ -132,15 +125,12 @@ def open_features(
         raise ValueError(f"{others}: ask for those, or replace them by {make} again=true")
     if spec.of != latents_hash(index) or len(entries) != len(shards):
         raise ValueError(f"the features in {folder} are of another dataset: replace them by {make} again=true")
-    kind, hashed, row = "file", "sha256", (spec.grid**2, spec.width)
-    if pooled:
-        kind, hashed, row = "pooled", "pooled_sha256", (pooled,)
     entries = [
-        {"file": entry[kind], "file_sha256": entry.get(hashed), "count": shard["count"]}
-        for entry, shard in zip(entries, shards)
+        {**entry, "file_sha256": entry.get("sha256"), "count": shard["count"]} for entry, shard in zip(entries, shards)
     ]
-    arrays = open_arrays(folder, entries, "file", "float16", (index["views"], *row), full)
-    check_rows(folder, arrays, entries, full, f"{make} again=true")
+    kind, row = ("pooled", (pooled,)) if pooled else ("file", (spec.grid**2, spec.width))
+    arrays = open_arrays(folder, entries, kind, "float16", (index["views"], *row), full)
+    check_rows(arrays, full, f"{make} again=true")
     return spec, ShardRows(arrays)
 
 
@@ -283,7 +273,7 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
     if not counts.sum() == section["captions"] == sum(map(len, lengths[:-1])):
         raise ValueError(f"the text of {encoder} in {folder} disagrees on how many captions there are; {make}")
     for arrays in (tokens, *pooled):  # reversed, so that the empty caption is always checked
-        check_rows(folder, arrays[::-1], entries[::-1], full, make, spec.vocabulary)
+        check_rows(arrays[::-1], full, make, spec.vocabulary)
     whole = np.concatenate(lengths)
     if not 1 <= whole.min() <= whole.max() <= spec.tokens:
         raise ValueError(f"the text of {encoder} in {folder} must have lengths in 1..{spec.tokens}; {make}")
