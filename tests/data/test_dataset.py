@@ -236,10 +236,11 @@ def test_what_is_expected_covers_what_is_read(folder):
 
     data = LatentDataset(folder)
     batch = data.batch(3, 5, 8, slice(2, 8))
-    for shard in data._latents._arrays:
+    shards = data._columns["stored"]._arrays
+    for shard in shards:
         shard._mmap = Announced()
     data.expect(3, 5, 8, slice(2, 8))
-    announced = [(number, *range_) for number, shard in enumerate(data._latents._arrays) for range_ in shard._mmap]
+    announced = [(number, *range_) for number, shard in enumerate(shards) for range_ in shard._mmap]
     assert len(announced) == 6 and all(option == mmap.MADV_WILLNEED for _, option, _, _ in announced)
     assert all(start % mmap.PAGESIZE == 0 for _, _, start, _ in announced)
     for index, stored in zip(batch.indices, batch.stored):

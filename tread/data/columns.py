@@ -194,21 +194,24 @@ class TextSpec:
         return f"text of {self.encoder}, {what} (hash {str(self.fingerprint)[:8]})"
 
 
+@dataclass
 class EncodedText:
     """A dataset's captions, encoded by one encoder and opened for reading.
 
     counts   (samples,) number of captions of each sample. Captions are numbered from 0, sample after sample.
-    lengths  (captions,) number of tokens of each caption, without padding.
+    lengths  (captions,) int64: number of tokens of each caption, without padding.
     rows     a list: ShardRows of the tokens and, if the encoder has pooled outputs, ShardRows of the pooled outputs.
     null     the encoded empty caption, a Text of one sample.
     """
 
-    def __init__(
-        self, spec: TextSpec, counts: np.ndarray, lengths: np.ndarray, rows: list[ShardRows], null: Text
-    ) -> None:
-        self.spec, self.counts, self.rows, self.null = spec, counts, rows, null
-        self.firsts = np.cumsum([0, *counts])[:-1]
-        self._lengths = torch.from_numpy(lengths.astype(np.int64))
+    spec: TextSpec
+    counts: np.ndarray
+    lengths: Tensor
+    rows: list[ShardRows]
+    null: Text
+
+    def __post_init__(self) -> None:
+        self.firsts = np.cumsum([0, *self.counts])[:-1]
 
     def numbers(self, indices: np.ndarray, uniform: np.ndarray | float = 0.0) -> np.ndarray:
         """Return, for each sample index, the number of its first caption or, by random `uniform` in [0, 1), of any."""
@@ -217,16 +220,11 @@ class EncodedText:
 
     def read(self, numbers: np.ndarray, pin: bool = False) -> Text:
         """Return the captions with these numbers (B,); `pin` page-locks fp16 tensors. IndexError for a wrong number."""
-        numbers, count = np.asarray(numbers, dtype=np.int64), len(self._lengths)
+        numbers, count = np.asarray(numbers, dtype=np.int64), len(self.lengths)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
             raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {count:,}")
         tokens, *pooled = (rows.read(numbers, pin=pin) for rows in self.rows)
-        return as_text(self.spec, tokens, self._lengths[torch.from_numpy(numbers)], *pooled)
-
-    def expect(self, numbers: np.ndarray) -> None:
-        """Ask the operating system to load from disk what `read` will need for the captions with these numbers."""
-        for rows in self.rows:
-            rows.expect(numbers)
+        return as_text(self.spec, tokens, self.lengths[torch.from_numpy(numbers)], *pooled)
 
 
 def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
@@ -274,7 +272,7 @@ def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedTex
         raise ValueError(f"the text of {encoder} in {folder} disagrees on how many captions there are; {make}")
     for arrays in (tokens, *pooled):  # reversed, so that the empty caption is always checked
         check_rows(arrays[::-1], full, make, spec.vocabulary)
-    whole = np.concatenate(lengths)
+    whole = torch.from_numpy(np.concatenate(lengths)).long()
     if not 1 <= whole.min() <= whole.max() <= spec.tokens:
         raise ValueError(f"the text of {encoder} in {folder} must have lengths in 1..{spec.tokens}; {make}")
     empty = (torch.from_numpy(np.array(arrays[-1])) for arrays in (tokens, lengths, *pooled))

@@ -92,7 +92,7 @@ class LatentDataset:
     class_token: int | None = None
     latents: LatentSpec = field(init=False)
     labels: np.ndarray = field(init=False, repr=False)
-    feature_spec = class_fingerprint = text_spec = picture_size = None
+    feature_spec = class_fingerprint = text_spec = picture_size = encoded = None
 
     def __post_init__(self) -> None:
         check("verify", self.verify, Verify)
@@ -119,22 +119,23 @@ class LatentDataset:
                 f"{self.latents.autoencoder}, {self.latents.views} views, features {self.features}: dataset.flip=false "
                 "(prepare_latents.py flip=true stores a mirrored view of latents)"
             )
-        place([self._latents, *(self.encoded.rows if self.encoded else ())], self.placement, self.device, self.folder)
+        rows = [self._columns["stored"], *(self.encoded.rows if self.encoded else ())]
+        place(rows, self.placement, self.device, self.folder)
 
     def _open(self, index: dict, full: bool) -> None:
         shards, self.labels = open_latents(self.folder, index, self.latents, full)
-        self._latents, self._features, self._pictures, self.encoded = ShardRows(shards), None, None, None
-        self._class_tokens = None
+        self._columns = {"stored": ShardRows(shards)}  # those fields of Batch that are read from shards
         if self.text is not None:
             self.encoded = open_text(self.folder, index, self.text, full)
             self.text_spec = self.encoded.spec
         if self.features is not None:
-            self.feature_spec, self._features = open_features(self.folder, index, self.features, full)
+            self.feature_spec, self._columns["features"] = open_features(self.folder, index, self.features, full)
         if self.class_token is not None:
-            made, self._class_tokens = open_features(self.folder, index, None, full, self.class_token)
+            made, self._columns["class_token"] = open_features(self.folder, index, None, full, self.class_token)
             self.class_fingerprint = made.fingerprint
         if self.pictures and "pictures" in index:
-            self._pictures, self.picture_size = open_pictures(self.folder, index, full), index["pictures"][1]
+            self._columns["pictures"] = open_pictures(self.folder, index, full)
+            self.picture_size = index["pictures"][1]
         elif self.pictures and holds_pixels(self.latents):
             self.picture_size = self.latents.shape[1]
         elif self.pictures:
@@ -149,7 +150,8 @@ class LatentDataset:
     def bare(self) -> "LatentDataset":
         """Return a copy that reads the same open files, but no pictures and no features except class tokens."""
         bare = object.__new__(LatentDataset)
-        vars(bare).update(vars(self), features=None, pictures=False, _features=None, _pictures=None)
+        columns = {name: self._columns[name] for name in ("stored", "class_token") if name in self._columns}
+        vars(bare).update(vars(self), features=None, pictures=False, _columns=columns)
         return bare
 
     def __len__(self) -> int:
@@ -162,7 +164,7 @@ class LatentDataset:
 
     def locate(self, index: int) -> tuple[Path, int]:
         """Return the file that holds the sample with this index, and its row in that file."""
-        return self._latents.locate(index)
+        return self._columns["stored"].locate(index)
 
     def normalize(self, std: float) -> None:
         """Change self.latents so that to_network makes each channel have mean 0 and standard deviation `std`. The mean
@@ -205,11 +207,10 @@ class LatentDataset:
     def expect(self, seed: int, step: int, batch_size: int, rows: Rows = slice(None)) -> None:
         """Ask the operating system to load what `batch` with these arguments will read."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
-        for part in (self._latents, self._features, self._pictures, self._class_tokens):
-            if part is not None:
-                part.expect(indices, views)
-        if captions is not None:
-            self.encoded.expect(captions)
+        for column in self._columns.values():
+            column.expect(indices, views)
+        for column in self.encoded.rows if self.encoded else ():
+            column.expect(captions)
 
     def read(
         self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False, captions: np.ndarray | None = None
@@ -229,16 +230,12 @@ class LatentDataset:
             raise IndexError(f"indices {indices.min()}..{indices.max()}, but {self.folder} holds {len(self)} samples")
         if views.size and views.max() >= self.views:
             raise IndexError(f"view {views.max()}, but {self.folder} has {self.views} views")
-        stored = self._latents.read(indices, views, pin)
-        features = self._features and self._features.read(indices, views, pin)
-        pictures = self._pictures and self._pictures.read(indices, views, pin)
-        if self.pictures and pictures is None:
-            pictures = stored_pictures(stored, self.latents)
-        text = None
+        parts = {name: column.read(indices, views, pin) for name, column in self._columns.items()}
+        if self.pictures and "pictures" not in parts:
+            parts["pictures"] = stored_pictures(parts["stored"], self.latents)
         if self.encoded is not None:
-            text = self.encoded.read(self.encoded.numbers(indices) if captions is None else captions, pin)
-        tokens = self._class_tokens and self._class_tokens.read(indices, views, pin)
-        return Batch(stored, torch.from_numpy(self.labels[indices]), indices, features, pictures, text, tokens)
+            parts["text"] = self.encoded.read(self.encoded.numbers(indices) if captions is None else captions, pin)
+        return Batch(labels=torch.from_numpy(self.labels[indices]), indices=indices, **parts)
 
     @functools.cached_property
     def captions(self) -> list[list[str]]:
