@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tread.data.index import damaged
+from tread.data.index import explain_damage
 from tread.data.shards import ShardRows, open_arrays
 from tread.data.store import spread_indices
 from tread.models.conditions import Text
@@ -238,10 +238,8 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
     section = index.get("text", {}).get(text_encoder_name(encoder))
     if section is None:
         return None
-    try:
+    with explain_damage(folder / "index.json"):
         return read({key: section[key] for key in TextSpec.__dataclass_fields__}, TextSpec, f"text.{encoder}.")
-    except (KeyError, TypeError) as error:
-        raise damaged(folder / "index.json", error) from error
 
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tread.data.captions import read_captions
 from tread.data.columns import open_features, open_pictures, open_text
-from tread.data.index import damaged, read_index
+from tread.data.index import explain_damage, read_index
 from tread.data.latents import LatentSpec, holds_pixels, stored_pictures
 from tread.data.shards import Placement, ShardRows, open_latents, place
 from tread.models import conditions
@@ -100,18 +100,14 @@ class LatentDataset:
         self.folder = Path(self.folder)
         index, path = read_index(self.folder), self.folder / "index.json"
         self.attribution = index.get("attribution")  # a text that the data's licence requires
-        try:
+        with explain_damage(path, ValueError):
             self.latents = LatentSpec.from_json(index)
             known = "channel_mean" in index  # mean and std of each channel
             self.statistics = (tuple(index["channel_mean"]), tuple(index["channel_std"])) if known else None
             given = index.get("normalize_by")  # mean and std that the source of imported latents states
             self.normal = (tuple(given["mean"]), tuple(given["std"])) if given else self.statistics
-        except (ValueError, KeyError, TypeError) as error:
-            raise damaged(path, error) from error
-        try:
+        with explain_damage(path):
             self._open(index, full=self.verify == "full")
-        except (KeyError, TypeError) as error:
-            raise damaged(path, error) from error
         fixed = self.features or self.class_token or self.latents.views > 1
         if self.flip and (fixed or not holds_pixels(self.latents)):
             raise ValueError(

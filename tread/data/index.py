@@ -3,6 +3,8 @@
 import datetime
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +22,9 @@ def read_index(folder: Path) -> dict:
         if Path(folder).is_dir():
             how = f"of photos in it, scripts/prepare_latents.py source={folder} out=… makes one in another folder"
         raise FileNotFoundError(f"no dataset at {folder}: it has no index.json; {how}")
-    try:
+    with explain_damage(path, ValueError):  # as errors of JSON and UTF-8 are
         index = json.loads(path.read_text())
         version = index["version"]
-    except (ValueError, KeyError, TypeError) as error:  # errors of JSON and UTF-8 are ValueErrors
-        raise damaged(path, error) from error
     if version != VERSION:
         raise ValueError(f"{path} has version {version}, but this code reads version {VERSION}")
     return index
@@ -87,9 +87,13 @@ def changed_files(folder: Path, before: dict[str, str], hashes_alone: bool) -> l
     return []
 
 
-def damaged(path: Path, error: Exception) -> ValueError:
-    """Return the ValueError to raise if reading an index.json failed with `error`."""
-    return ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: {error}")
+@contextmanager
+def explain_damage(path: Path, *others: type[Exception]) -> Iterator[None]:
+    """Context that turns KeyError, TypeError and `others` into a ValueError, naming `path`, an index.json."""
+    try:
+        yield
+    except (KeyError, TypeError, *others) as error:
+        raise ValueError(f"{path} is damaged or of another kind: {type(error).__name__}: {error}") from error
 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: object) -> None:
