@@ -45,7 +45,7 @@ class Loader:
         self.bare, self.bare_from = data.bare(), sys.maxsize if bare_from is None else bare_from
         self.steps = sys.maxsize if steps is None else steps
         first, last = micro_batches[0].start, micro_batches[-1].stop
-        self.rows = np.arange(first, last + beyond) % batch_size if beyond else slice(first, last)
+        self.rows = np.arange(first, last + beyond) % batch_size
         self.pieces = [slice(rows.start - first, rows.stop - first + beyond) for rows in micro_batches]
         self.device = torch.device(device)
         self.ahead = (0 if self.device.type == "cpu" else 4) if ahead is None else ahead

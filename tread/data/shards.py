@@ -112,21 +112,17 @@ class ShardRows:
     `read` makes view 1 if it is not stored. Rows are memory-mapped or, after `place`, in a device's memory."""
 
     def __init__(self, arrays: Sequence[np.memmap]) -> None:
-        self._arrays, counts = list(arrays), list(map(len, arrays))
+        self._arrays = list(arrays)
         self._views, *self._shape = arrays[0].shape[1:]
-        self._firsts = np.cumsum([0, *counts])  # the first sample of each shard, then the number of all samples
+        self._firsts = np.cumsum([0, *map(len, arrays)])  # the first sample of each shard, then the number of samples
         self._stride = int(np.prod(self._shape))  # rows of the matrix from one view to the next
         self._in_place = True
         for array in arrays:  # the kernel's reading ahead would be wasted on samples in random order
             array._mmap.madvise(mmap.MADV_RANDOM)
         self._rows, self._starts = rows_in_place(arrays, self._stride)
-        self._index(self._starts)
-
-    def _index(self, starts: Sequence[int]) -> None:
-        """Set where each sample's rows (one per view) begin, given the row at which each shard begins."""
-        counts, step = np.diff(self._firsts), self._views * self._stride
-        samples = [start + step * np.arange(count) for start, count in zip(starts, counts)]
-        self._row_of = torch.from_numpy(np.concatenate(samples))
+        step = self._views * self._stride
+        samples = [start + step * np.arange(len(array)) for start, array in zip(self._starts, arrays)]
+        self._row_of = torch.from_numpy(np.concatenate(samples))  # where each sample's rows, one per view, begin
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +136,7 @@ class ShardRows:
             array._mmap.madvise(mmap.MADV_SEQUENTIAL)
             rows[first:stop] = self._rows[start : start + (stop - first) * width : width]
         self._rows, self._stride, self._in_place = rows, 1, False
-        self._index(firsts)
+        self._row_of = torch.arange(len(self._row_of)) * self._views
 
     def locate(self, index: int) -> tuple[Path, int]:
         """Return the file that holds the sample with this index, and its row in that file."""
@@ -154,9 +150,9 @@ class ShardRows:
         if views.max(initial=0) >= self._views:
             mirrored, views = np.broadcast_to(views >= self._views, indices.shape).copy(), views % self._views
         chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._stride)
-        device, shape = self._rows.device, (len(indices), self._rows.shape[1])
+        device = self._rows.device
         lock = pin and device.type == "cpu"
-        batch = torch.empty(shape, dtype=self._rows.dtype, device=device, pin_memory=lock)
+        batch = self._rows.new_empty((len(indices), self._rows.shape[1]), pin_memory=lock)
         batch = torch.index_select(self._rows, 0, chosen.to(device), out=batch).view(-1, *self._shape)
         if mirrored is not None:
             batch[mirrored] = batch[mirrored].flip(-1)
