@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tread.data.latents import LatentSpec, from_network, to_uint8
 from tread.encoders import ldm_names
-from tread.runtime.device import computing
+from tread.runtime.device import autocast, computing
 from tread.runtime.hub import is_cached
 from tread.runtime.tensor_files import listed, read_kind
 
@@ -65,8 +65,7 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
     cache is read from there, else downloaded. Raises ValueError for anything else, or if a download fails.
     """
     try:
-        local = Path(name).exists() or is_cached(name, HUB_FILES)
-        model = _from_file(Path(name)) if Path(name).is_file() else _from_folder_or_hub(name, local)
+        model = _from_file(Path(name)) if Path(name).is_file() else _from_folder_or_hub(name)
     except (OSError, ValueError, KeyError, AttributeError, RuntimeError, UnpicklingError, SafetensorError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         said = f"autoencoder {name!r} could not be loaded as one of {', '.join(KINDS)}: {why}"
@@ -81,7 +80,8 @@ def located(name: str) -> str:
     return str(Path(name).resolve()) if name != UNKNOWN and Path(name).exists() else name
 
 
-def _from_folder_or_hub(name: str, local: bool) -> nn.Module:
+def _from_folder_or_hub(name: str) -> nn.Module:
+    local = Path(name).exists() or is_cached(name, HUB_FILES)
     import diffusers  # imported here because it takes seconds and "pixels" does not need it
 
     with warnings.catch_warnings():
@@ -112,7 +112,8 @@ def _from_file(path: Path) -> nn.Module:
             kinds = listed(sorted({name.partition(".")[0] for name in aside}))
             told = f"{path}: {len(aside)} tensors beside the autoencoder's are set aside: {kinds}"
             logging.getLogger(__name__).warning(told)  # goes to stderr unless logging is configured
-        config, state = ldm_names.config_of(state), ldm_names.renamed(state)
+        config = ldm_names.config_of(state)
+        state = ldm_names.renamed(state, levels=len(config["block_out_channels"]))
         as_sd = all(config[key] == SD_CONFIG[key] for key in ("block_out_channels", "latent_channels"))
         config["scaling_factor"] = SD_CONFIG["scaling_factor"] if as_sd else 1.0
         model = diffusers.AutoencoderKL.from_config(config)
@@ -167,8 +168,9 @@ def _scaling(model: nn.Module) -> dict[str, object]:
     mean and std per channel, to (z − mean)·scale / std. {} for an AutoencoderRAE, which scales z itself."""
     if _is_rae(model):
         return {}
-    scale, shift = float(model.config.scaling_factor), float(getattr(model.config, "shift_factor", None) or 0.0)
-    mean, std = (getattr(model.config, f"latents_{name}", None) for name in ("mean", "std"))
+    config = model.config  # a dict
+    scale, shift = float(config["scaling_factor"]), float(config.get("shift_factor") or 0.0)
+    mean, std = config.get("latents_mean"), config.get("latents_std")
     if mean is None or std is None:
         return {"scale": scale, "shift": shift}
     if scale == SD_CONFIG["scaling_factor"]:  # diffusers' default: the config states no scale
@@ -241,7 +243,7 @@ def encoder(model: nn.Module | None, latents: LatentSpec, precision: str = "fp32
     def encode_view(pixels: Tensor) -> Tensor:
         if model is None:
             return pixels
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        with autocast(device, precision):
             z, logvar = _encode(model, pixels)
         return torch.cat([z, logvar], dim=1) if latents.content == "moments" else z
 

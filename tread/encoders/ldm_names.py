@@ -64,12 +64,12 @@ def config_of(state: Mapping[str, Tensor]) -> dict:
     }
 
 
-def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors from LDM's names to diffusers'; attention's 1×1 convolutions become matrices."""
-    levels = [int(match[1]) for match in (re.match(r"decoder\.up\.(\d+)\.", name) for name in state) if match]
+def renamed(state: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
+    """Rename tensors from LDM's names to diffusers', which count the decoder's `levels` from the lowest resolution.
+    Attention's 1×1 convolutions become matrices."""
     tensors = {}
     for name, value in state.items():
-        name = re.sub(r"\.up\.(\d+)\.", lambda match: f".up_blocks.{max(levels) - int(match[1])}.", name)
+        name = re.sub(r"\.up\.(\d+)\.", lambda match: f".up_blocks.{levels - 1 - int(match[1])}.", name)
         for theirs, ours in RENAMED:
             name = re.sub(theirs, ours, name)
         is_matrix = ".attentions." in name and value.shape[2:] == (1, 1)
