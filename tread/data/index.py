@@ -73,18 +73,19 @@ def files_of(folder: Path) -> dict[str, str]:
 def changed_files(folder: Path, before: dict[str, str], hashes_alone: bool) -> list[str]:
     """Return a list with one warning if a dataset's files differ from `before`, an earlier result of files_of, else [].
     With `hashes_alone`, only hashes are compared, not sizes and times."""
-    now, changed = files_of(folder), {}
-    for name in before | now:
-        both = [files.get(name, "not there") for files in (before, now)]
-        if len({text.partition(",")[0] if hashes_alone else text for text in both}) > 1:
-            changed[name] = both
-    for name, (then, now) in [*changed.items()][:1]:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    after, changed = files_of(folder), []
+    for name in before | after:
+        then, now = (files.get(name, "not there") for files in (before, after))
         if then.partition(", ")[0] == now.partition(", ")[0]:  # index.json records the same hash
-            then, now = (text.partition(", ")[2] for text in (then, now))
-        said = f"{folder / name}{more} changed since the run began: was {then}, is {now}"
-        return [f"{said}. Its latents may have changed: dataset.verify=full checks the hashes"]
-    return []
+            then, now = ("" if hashes_alone else text.partition(", ")[2] for text in (then, now))
+        if then != now:
+            changed.append((name, then, now))
+    if not changed:
+        return []
+    (name, then, now), *others = changed
+    more = f" and {len(others)} more" if others else ""
+    said = f"{folder / name}{more} changed since the run began: was {then}, is {now}"
+    return [f"{said}. Its latents may have changed: dataset.verify=full checks the hashes"]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class Loader:
     seed           decides the order of the data.
     micro_batches  this process's rows of the global batch: adjacent slices, as split_batch returns them.
     beyond         samples to add to each micro-batch: the next ones of the global batch, starting over at its end.
-    steps          the number of training steps, beyond which nothing is read ahead; None: no limit.
+    steps          the number of training steps, beyond which nothing is read ahead; by default without limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
     bare_from      the first step for which neither features nor pictures are read; None: they are read for all steps.
     """
@@ -36,14 +36,13 @@ class Loader:
         batch_size: int,
         micro_batches: Sequence[slice],
         device: torch.device,
-        steps: int | None = None,
+        steps: int = sys.maxsize,
         ahead: int | None = None,
         beyond: int = 0,
         bare_from: int | None = None,
     ) -> None:
-        self.data, self.seed, self.batch_size = data, seed, batch_size
+        self.data, self.seed, self.batch_size, self.steps = data, seed, batch_size, steps
         self.bare, self.bare_from = data.bare(), sys.maxsize if bare_from is None else bare_from
-        self.steps = sys.maxsize if steps is None else steps
         first, last = micro_batches[0].start, micro_batches[-1].stop
         self.rows = np.arange(first, last + beyond) % batch_size
         self.pieces = [slice(rows.start - first, rows.stop - first + beyond) for rows in micro_batches]

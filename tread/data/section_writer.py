@@ -74,10 +74,9 @@ class SectionWriter(ShardStore, ABC):
         around, key = self._around(index)
         if (section := around.get(key)) is None:
             return False
-        there = {name: section.get(name) for name in self.plan}
+        differ = differences({name: section.get(name) for name in self.plan}, self.plan)
         try:
-            if there != self.plan:
-                differ = differences(there, self.plan)
+            if differ:
                 raise ValueError(f"{self.folder} holds other {self._what}: again=true replaces it\n{differ}")
             self.open(index, again)
         except (ValueError, OSError):
