@@ -239,7 +239,7 @@ def test_what_is_expected_covers_what_is_read(folder):
     shards = data._columns["stored"]._arrays
     for shard in shards:
         shard._mmap = Announced()
-    data.expect(3, 5, 8, slice(2, 8))
+    data.batch(3, 5, 8, slice(2, 8), expect=True)
     announced = [(number, *range_) for number, shard in enumerate(shards) for range_ in shard._mmap]
     assert len(announced) == 6 and all(option == mmap.MADV_WILLNEED for _, option, _, _ in announced)
     assert all(start % mmap.PAGESIZE == 0 for _, _, start, _ in announced)

@@ -370,8 +370,7 @@ def test_every_placement_reads_the_same_features(with_features, placement):
     """Against the files, read whole; they stay memory-mapped, and are announced to the operating system."""
     data = LatentDataset(with_features, placement=placement, features=FUNCTION, pictures=True)
     stored = np.concatenate([np.load(with_features / f"features-0000{n}.npy") for n in (0, 1)])
-    data.expect(3, 1, 6, slice(1, 5))
-    batch = data.batch(3, 1, 6, slice(1, 5))
+    batch = data.batch(3, 1, 6, slice(1, 5), expect=True)
     views = data._chosen(3, 1, 6, slice(1, 5))[1]
     assert np.array_equal(batch.features.numpy(), stored[batch.indices, views])
     assert batch.pictures.shape == (4, 3, 8, 8) and batch.features.device == CPU

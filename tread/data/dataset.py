@@ -175,10 +175,24 @@ class LatentDataset:
             raise ValueError(f"{self.folder} holds {len(self)} samples, fewer than one batch of {batch_size}")
         return len(self) // batch_size
 
-    def batch(self, seed: int, step: int, batch_size: int, rows: Rows = slice(None), pin: bool = False) -> Batch:
+    def batch(
+        self,
+        seed: int,
+        step: int,
+        batch_size: int,
+        rows: Rows = slice(None),
+        pin: bool = False,
+        expect: bool = False,
+    ) -> Batch:
         """Return `rows` (a slice or indices) of the global batch of step `step` (0, 1, …); for `pin`, see `read`.
-        (seed, step) determines samples, views and captions; no sample occurs twice in a batch or an epoch."""
+        (seed, step) determines samples, views and captions; no sample occurs twice in a batch or an epoch. With
+        `expect`, the operating system is first asked to load all of it from disk, rather than row by row."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
+        if expect:
+            for column in self._columns.values():
+                column.expect(indices, views)
+            for column in self.encoded.rows if self.encoded else ():
+                column.expect(captions)
         return self.read(indices, views, pin, captions)
 
     def _chosen(
@@ -196,14 +210,6 @@ class LatentDataset:
             drawn = torch.rand(batch_size, dtype=torch.float64, generator=generator(seed, step, "caption"))
             captions = self.encoded.numbers(indices, drawn.numpy()[rows])
         return indices, views, captions
-
-    def expect(self, seed: int, step: int, batch_size: int, rows: Rows = slice(None)) -> None:
-        """Ask the operating system to load what `batch` with these arguments will read."""
-        indices, views, captions = self._chosen(seed, step, batch_size, rows)
-        for column in self._columns.values():
-            column.expect(indices, views)
-        for column in self.encoded.rows if self.encoded else ():
-            column.expect(captions)
 
     def read(
         self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False, captions: np.ndarray | None = None
