@@ -1,4 +1,4 @@
-"""Reads what a dataset may store besides its latents: pictures, an encoder's features of them, and encoded captions.
+"""What a dataset may store besides its latents: pictures, an encoder's features of them, and encoded captions.
 
 Pictures and features have a file for each shard of the latents, with the same n samples:
 
@@ -17,7 +17,8 @@ Encoded captions are in the order of the samples, but their files are not split 
     text-clip-l-counts.npy          (samples,) int32: how many captions each sample has
     text-clip-l-00007.npy           the last file (here number 7), which holds the encoded empty caption alone: n = 1
 
-index.json has a section text[<encoder>] for each encoder, see TextSpec. section_writer.py writes features and text.
+index.json has a section text[<encoder>] for each encoder, see TextSpec. section_writer.py writes features and text,
+which are opened here; dataset.py opens pictures.
 """
 
 import bisect
@@ -92,13 +93,6 @@ def check_grid(grid: int, side: int, whose: str) -> None:
     """Raise ValueError beginning with `whose` unless features have as many tokens per side as the network (`side`)."""
     if grid != side:
         raise ValueError(f"{whose} have {grid}×{grid} tokens, but the network has {side}×{side}: take grid={side}")
-
-
-def open_pictures(folder: Path, index: dict, full: bool) -> ShardRows:
-    """Open a dataset's stored pictures. Checks headers and sizes of the files and, if `full`, hashes. FileNotFoundError
-    or ValueError for a missing or damaged file, KeyError if `index`, the parsed index.json, lists no pictures."""
-    arrays = open_arrays(folder, index["shards"], "pictures", "uint8", index["pictures"], full)
-    return ShardRows([array[:, None] for array in arrays])
 
 
 def open_features(

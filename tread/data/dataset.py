@@ -7,7 +7,7 @@
 In index.json, `content` is "latents" (also for pixels, with `autoencoder` "pixels") or "moments": a posterior's mean
 and its spread, stacked along the channels (2C); `spread` is "logvar" or "std". The network sees (z − shift)·scale, and
 `scale_applied` says whether stored numbers are on that scale already. A second view, if stored, is flipped left-right.
-writer.py writes the format. Pictures, features and encoded captions, which columns.py reads, are opened on request.
+writer.py writes the format. Pictures, features and encoded captions, see columns.py, are opened on request.
 """
 
 import functools
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from tread.data.captions import read_captions
-from tread.data.columns import open_features, open_pictures, open_text
+from tread.data.columns import open_features, open_text
 from tread.data.index import explain_damage, read_index
 from tread.data.latents import LatentSpec, holds_pixels, stored_pictures
-from tread.data.shards import Placement, ShardRows, open_latents, place
+from tread.data.shards import Placement, ShardRows, open_arrays, open_latents, place
 from tread.models import conditions
 from tread.models.conditions import Condition, Text
 from tread.runtime.randomness import generator
@@ -127,7 +127,8 @@ class LatentDataset:
             made, self._columns["class_token"] = open_features(self.folder, index, None, full, self.class_token)
             self.class_fingerprint = made.fingerprint
         if self.pictures and "pictures" in index:
-            self._columns["pictures"] = open_pictures(self.folder, index, full)
+            arrays = open_arrays(self.folder, index["shards"], "pictures", "uint8", index["pictures"], full)
+            self._columns["pictures"] = ShardRows([array[:, None] for array in arrays])  # of one view
             self.picture_size = index["pictures"][1]
         elif self.pictures and holds_pixels(self.latents):
             self.picture_size = self.latents.shape[1]
