@@ -18,16 +18,15 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tread.data.columns import CLIP_L, TextSpec, text_encoder_name
 from tread.encoders.pretrained import TOKENIZER, hash_of_text_model, load_pretrained
-from tread.models.conditions import Text, join
+from tread.models.conditions import Text
 from tread.runtime.device import exact
 from tread.runtime.files import content_hash
 from tread.runtime.tensor_files import listed
@@ -125,9 +124,11 @@ class ModelEncoder:
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> Text:
         """Return tokens (B, T, C), 0 where masked; bool mask (B, T); pooled text (B, P) or None. float16, on CPU."""
-        return reduce(join, (self._encode(list(captions[i : i + AT_ONCE])) for i in range(0, len(captions), AT_ONCE)))
+        parts = [self._encode(list(captions[i : i + AT_ONCE])) for i in range(0, len(captions), AT_ONCE)]
+        tokens, mask, pooled = (torch.cat(part) for part in zip(*parts))
+        return Text(tokens, mask, None if self.spec.pooled is None else pooled)
 
-    def _encode(self, captions: list[str]) -> Text:
+    def _encode(self, captions: list[str]) -> tuple[Tensor, Tensor, Tensor]:
         given = self._tokenizer(
             captions, truncation=True, max_length=self.spec.tokens, padding="max_length", return_tensors="pt"
         ).to(self._device)
@@ -140,7 +141,7 @@ class ModelEncoder:
         pooled = made.pooler_output if self._clip else tokens.sum(1) / mask.sum(1, keepdim=True)
         if not (tokens.half().isfinite().all() and pooled.half().isfinite().all()):
             raise ValueError(f"{self.spec.encoder} makes text that is not finite in float16: are its weights whole?")
-        return Text(tokens.half().cpu(), mask.cpu(), None if self.spec.pooled is None else pooled.half().cpu())
+        return tokens.half().cpu(), mask.cpu(), pooled.half().cpu()
 
 
 TextEncoder = WordEncoder | ModelEncoder
