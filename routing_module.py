@@ -412,14 +412,7 @@ def run_blocks(
         if index in record.blocks:
             record.outputs[index] = tokens[:, leading:], ids_here
         if route := ending.get(index):
-            before, written = saved.pop(index)
-            if times_written(before) != written:
-                wrote = "a block before the start of a route wrote into its inputs"
-                raise RuntimeError(f"{wrote}, which the skipped tokens need")
-            tokens = route.rejoins.join(before, tokens, ids_keep)
-            if tokens.shape != before.shape:
-                said = f"rejoin={route.rejoin} returned {tuple(tokens.shape)}"
-                raise ValueError(f"{said}, but must return {tuple(before.shape)}")
+            tokens = _rejoin(route, *saved.pop(index), tokens, ids_keep)
             seen, shape, ids_here = along, grid, None
     return tokens
 
@@ -428,3 +421,15 @@ def keep_prefix(ids_keep: Tensor, prefix: int) -> Tensor:
     """Shift the indices by `prefix` and put 0..prefix−1 before them: (B, K) → (B, prefix + K)."""
     first = torch.arange(prefix, device=ids_keep.device).expand(len(ids_keep), -1)
     return torch.cat([first, ids_keep + prefix], dim=1)
+
+
+def _rejoin(route: Route, before: Tensor, written: int, tokens: Tensor, ids_keep: Tensor) -> Tensor:
+    """Return the tokens (B, N, D) after a route: its last block's output `tokens`, joined with the saved `before`.
+    Raises RuntimeError if times_written(before) is no longer `written`, its value when the tokens were saved, and
+    ValueError if the join returns another shape."""
+    if times_written(before) != written:
+        raise RuntimeError("a block before the start of a route wrote into its inputs, which the skipped tokens need")
+    joined = route.rejoins.join(before, tokens, ids_keep)
+    if joined.shape != before.shape:
+        raise ValueError(f"rejoin={route.rejoin} returned {tuple(joined.shape)}, but must return {tuple(before.shape)}")
+    return joined
