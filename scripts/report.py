@@ -1,7 +1,7 @@
 """Writes a page on runs for a browser: python scripts/report.py results/my-run [results/other …]
 
-Writes report.html (comparison.html for several runs) into the first folder: results, samples, curves that zoom and
-toggle, scores, time spent, warnings and settings. The page loads nothing from the network. Patterns such as
+Writes report.html (comparison.html for several runs) into the first folder, a page of results, samples, curves that can
+be zoomed and hidden, scores, time spent, warnings and settings. It loads nothing from the network. Patterns such as
 'results/seeds-*' work too; runs that differ only in their seed are averaged. Damaged and killed runs are reported as
 far as they can be read.
 """

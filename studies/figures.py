@@ -272,7 +272,8 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
 
 
 def draw_curves(study: Study, results: Results, path: Path) -> None:
-    """Draw to image `path` each metric over training and arms' differences in it at equal training images and FLOPs."""
+    """Draw to the image `path` each metric over training, and how compared arms differ in it at equal training images
+    and at equal FLOPs."""
     panels = []
     for metric in measured(study.metrics, results):
         panels += over_training(study, results, metric, ("images",)) + less_panels(study, results, metric)

@@ -177,13 +177,14 @@ def names() -> list[str]:
 
 
 def read_study(name: str, scale: ScaleName) -> Study:
-    """Read studies/<name>.yaml for one scale. An arm's values come from these sections, later ones overriding earlier:
+    """Read studies/<name>.yaml for one scale. An arm's values come from these sections. Later ones override earlier
+    ones, but add to lists of overrides and scoring (a scale's scoring replaces that of scales.yaml):
 
     scales.yaml             all studies' values at this scale
     scales.<scale>          the study's values for all arms at this scale; `like: small` makes it start from the scale
                             small of scales.yaml, `alone: true` from nothing
     arms.<arm>              the study's values for the arm
-    scales.<scale>.arms     the arm's values at this scale; overrides are added to those above; null leaves the arm out
+    scales.<scale>.arms     the arm's values at this scale; null leaves the arm out
 
     An arm with `over: <earlier arm>` adds its overrides and scoring to that arm's, and is compared with it. A scale's
     `instead: {override: other}` replaces an override in all arms. `ways` and scales.<scale>.ways {name: values} score
@@ -277,8 +278,8 @@ def plan(study: Study, seeds: int | None = None, made: Mapping | None = None, gu
     seeds  number of seeds of each arm; None: its own. A trial, an arm made to try a value of another arm's `choose`,
            always has one seed.
     made   {key of a training: its result.json}. An arm with `choose` takes the value of its best trial, and is left
-           out until all its trials are made. None: it takes the first value.
-    guess  True: until its trials are made, an arm with `choose` takes the first value instead of being left out.
+           out until all its trials are trained. None: it takes the first value.
+    guess  True: until its trials are trained, an arm with `choose` takes the first value instead of being left out.
     """
     arms = {name: _chosen(study, name, made) or (_chosen(study, name, None) if guess else None) for name in study.arms}
     counts = {name: 1 if name in _trials(study) else seeds or arm.seeds for name, arm in arms.items() if arm}

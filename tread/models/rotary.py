@@ -32,8 +32,9 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 def check_tables(state: Mapping[str, Tensor], tokens: int, where: str) -> None:
-    """Raise ValueError if a public file's state dict has rotary tables that differ from rotary_angles for a square grid
-    of `tokens` tokens; the tables' width gives the channels per head. `where` names the file in messages."""
+    """Raise ValueError if a public file's state dict has rotary tables other than the cosines and sines of
+    rotary_angles, within ROUNDING, for a square grid of `tokens` tokens; the tables' width gives the channels per head.
+    `where` names the file in messages."""
     for name, function in zip(TABLES, (torch.cos, torch.sin)):
         if name not in state:
             continue

@@ -41,7 +41,8 @@ def _raise(error: OSError) -> None:
 
 
 class Zip:
-    """The files of a zip. Raises ValueError for a file that is not a zip, or is damaged or truncated."""
+    """The files of a zip. Raises ValueError for a file that is not a zip or whose list of files is damaged or cut off;
+    `read` raises OSError for a damaged file inside."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)

@@ -70,8 +70,8 @@ def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
 
 
 def end_with(process: int, worker: int) -> None:
-    """Make this data-loading worker exit soon after the process that reads its data, whose id is `process`, has ended.
-    PyTorch's own check watches only the worker's parent, which here is a fork server. `worker` is unused."""
+    """Make this data-loading worker exit soon after the process that it loads for, whose id is `process`, has ended.
+    PyTorch's own check watches only the worker's parent, which may be a fork server. `worker`, a number, is unused."""
 
     def watch() -> None:
         while psutil.pid_exists(process):

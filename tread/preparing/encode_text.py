@@ -21,7 +21,7 @@ from tread.runtime.schema import Count
 
 @dataclass(frozen=True)
 class DatasetPlace:
-    """The config group `dataset`: the folder of a prepared dataset."""
+    """The section `dataset` of a script's options: the folder of a prepared dataset."""
 
     path: str
 

@@ -116,9 +116,9 @@ def log(run: Run, clock: Clock) -> str:
 
 
 def read_statistics(run: Run) -> dict:
-    """Return {name: sum over the steps since the last log} as StepStatistics.read does; "loss" (and "alignment", if
-    the run has it) is a list of each process's sum. Raises Failure if the loss or gradient was not finite in more than
-    train.max_bad_steps steps in a row, or in more than half of the last 100."""
+    """Return StepStatistics.read's sums and record of bad steps, those whose loss or gradient was not finite, with
+    lists of each process's sum as "loss" (and "alignment", if the run has it). Raises Failure if more than
+    train.max_bad_steps steps in a row were bad or, at later steps and at the end, more than half of the last 100."""
     sums, most = run.statistics.read(), run.cfg.train.max_bad_steps
     for name in ("loss", "alignment") if run.aligner else ("loss",):
         sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.device)).tolist()

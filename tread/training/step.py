@@ -56,7 +56,8 @@ def loss(
 
 
 class Inputs(NamedTuple):
-    """What differs between steps of equal routes and shapes, on the device. Comments in the source explain it."""
+    """A training step's inputs: all that can differ between steps with the same routes and tensor shapes, with tensors
+    on the run's device. Comments in the source explain the fields."""
 
     draws: Draws  # for the global batch
     batches: list[Batch]  # this process's micro-batches
