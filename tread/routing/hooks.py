@@ -33,18 +33,20 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, times_written
+from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
 from .ids import choose_ids, with_ratio
-from .positions import Inputs, blocks_to_check, join_first, order_matters, refusal, tensors_in
+from .positions import blocks_to_check, order_matters, refusal, tensors_in
 
 _ON: list["Routing"] = []  # routings that are active: within their context `on` or `on_ids`
+Inputs = tuple[tuple, dict]
 Select = Callable[[tuple, dict, Tensor], Inputs]
 Join = Callable[[Any, Inputs, Tensor], Any]
 
@@ -83,6 +85,14 @@ def _written(*inputs: Any) -> list[int]:
 def _in_forward() -> bool:
     """Return False in compiled graphs and in a backward pass, in which activation checkpointing calls blocks again."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+
+
+def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
+    """Return all tokens (B, N, D): the block's first input saved[0][0], with the block's output (B, K, D) in place of
+    the tokens at ids_keep (B, K). Raises ValueError if the output is not a tensor."""
+    if not isinstance(output, Tensor):
+        raise ValueError(f"the block returned a {type(output).__name__}, not the tokens alone: state output= or join=")
+    return scatter_tokens(saved[0][0], output, ids_keep)
 
 
 class Routing:
@@ -363,6 +373,7 @@ def attach_routes(
                 )
         if tokens is not None and next(iter(inspect.signature(block.forward).parameters), None) != tokens:
             raise ValueError(f"tokens is {tokens!r}, but must name the first input of the blocks")
-    resolved = tuple(route.resolve(len(blocks)) for route in routes)
+    resolved = [route.resolve(len(blocks)) for route in routes]
     check_routes(resolved, len(blocks))
-    return Routing(blocks, resolved, select, join, tokens, output, verify)
+    settled = tuple(replace(route, fp32="off") for route in resolved)
+    return Routing(blocks, settled, select, join, tokens, output, verify)

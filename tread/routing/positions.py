@@ -20,15 +20,6 @@ from routing_module import gather_tokens, scatter_tokens
 GAIN = 2.0  # scale of random matrices, so that attention is sharp and positions weigh as much as contents
 TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.02}  # for relative differences; half precision's rounding is 0.002
 FULL_TOLERANCE = 1e-3  # fp32's rounding is 3e-7; positions by arange make a difference of 0.4
-Inputs = tuple[tuple, dict]  # a block's positional and keyword arguments
-
-
-def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
-    """Return all tokens (B, N, D): the block's first input saved[0][0], with the block's output (B, K, D) in place of
-    the tokens at ids_keep (B, K). Raises ValueError if the output is not a tensor."""
-    if not isinstance(output, Tensor):
-        raise ValueError(f"the block returned a {type(output).__name__}, not the tokens alone: state output= or join=")
-    return scatter_tokens(saved[0][0], output, ids_keep)
 
 
 def check_positions(
@@ -41,14 +32,17 @@ def check_positions(
     adaLN-Zero block adds nothing. Parameters, buffers, mode and global random generators stay as they were.
     """
 
-    def select(args: tuple, kwargs: dict, ids: Tensor) -> Inputs:
+    def select(args: tuple, kwargs: dict, ids: Tensor) -> tuple[tuple, dict]:
         count = 1 + len(along)
         return (*(gather_tokens(given, ids) for given in args[:count]), *args[count:]), kwargs
+
+    def join(output: Tensor, saved: tuple[tuple, dict], ids: Tensor) -> Tensor:
+        return scatter_tokens(saved[0][0], output, ids)
 
     ids = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
     for index in blocks_to_check(dict(enumerate(blocks))):
         block = blocks[index]
-        difference = order_matters(block, (tokens, *along, *shared), {}, ids, False, select, join_first)
+        difference = order_matters(block, (tokens, *along, *shared), {}, ids, False, select, join)
         if difference:
             raise ValueError(refusal(index, block, difference, "along=", "leave this check out"))
 
