@@ -86,12 +86,11 @@ class Route:
             RULES[self.select].check_route(self)
 
     @classmethod
-    def for_depth(cls, depth: int, **further: Any) -> "Route":
-        """Return the TREAD paper's route r(2→depth−4), e.g. 2→24 for 28 blocks; `further` are values of other fields.
-        Raises ValueError if depth < 6."""
+    def for_depth(cls, depth: int, selection_ratio: float = 0.5, fp32: str = "auto", select: str = "token") -> "Route":
+        """Return the TREAD paper's route r(2→depth−4), e.g. 2→24 for 28 blocks. Raises ValueError if depth < 6."""
         if depth - 4 < 2:
             raise ValueError(f"the rule gives r(2→{depth - 4}) at depth {depth}, but needs at least 6: state both ends")
-        return cls(2, depth - 4, **further)
+        return cls(2, depth - 4, selection_ratio, fp32, select)
 
     def resolve(self, depth: int) -> "Route":
         """Return this route for a network of `depth` blocks, with negative indices, fp32="auto" and rejoin=None made

@@ -119,7 +119,7 @@ def open_features(
         raise ValueError(f"{others}: ask for those, or replace them by {make} again=true")
     if spec.of != latents_hash(index) or len(entries) != len(shards):
         raise ValueError(f"the features in {folder} are of another dataset: replace them by {make} again=true")
-    entries = [
+    entries = [  # with the keys that open_arrays reads
         {**entry, "file_sha256": entry.get("sha256"), "count": shard["count"]} for entry, shard in zip(entries, shards)
     ]
     kind, row = ("pooled", (pooled,)) if pooled else ("file", (spec.grid**2, spec.width))
@@ -188,7 +188,7 @@ class TextSpec:
         return f"text of {self.encoder}, {what} (hash {str(self.fingerprint)[:8]})"
 
 
-@dataclass
+@dataclass(eq=False)
 class EncodedText:
     """A dataset's captions, encoded by one encoder and opened for reading.
 

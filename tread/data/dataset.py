@@ -27,6 +27,7 @@ from tread.data.shards import Placement, ShardRows, open_arrays, open_latents, p
 from tread.models import conditions
 from tread.models.conditions import Condition, Text
 from tread.runtime.randomness import generator
+from tread.runtime.schema import check
 
 
 class Batch(NamedTuple):
@@ -94,6 +95,8 @@ class LatentDataset:
     feature_spec = class_fingerprint = text_spec = picture_size = encoded = None
 
     def __post_init__(self) -> None:
+        check("verify", self.verify, Verify)
+        check("placement", self.placement, Placement)
         self.folder = Path(self.folder)
         index, path = read_index(self.folder), self.folder / "index.json"
         self.attribution = index.get("attribution")  # a text that the data's licence requires

@@ -22,7 +22,7 @@ def read_index(folder: Path) -> dict:
         if Path(folder).is_dir():
             how = f"of photos in it, scripts/prepare_latents.py source={folder} out=… makes one in another folder"
         raise FileNotFoundError(f"no dataset at {folder}: it has no index.json; {how}")
-    with explain_damage(path, ValueError):  # as errors of JSON and UTF-8 are
+    with explain_damage(path, ValueError):  # errors of JSON and UTF-8 are ValueErrors
         index = json.loads(path.read_text())
         version = index["version"]
     if version != VERSION:

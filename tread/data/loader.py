@@ -76,7 +76,7 @@ class Loader:
 
     def _read(self, step: int) -> tuple[Batch, torch.cuda.Event | None]:
         data = self.data if step < self.bare_from else self.bare
-        to_gpu, expect = self._stream is not None, self.ahead > 0
+        to_gpu = self._stream is not None
 
         def move(part: Tensor) -> Tensor:
             if to_gpu and not (part.is_cuda or part.is_pinned()):
@@ -84,7 +84,7 @@ class Loader:
             return part.to(self.device, non_blocking=to_gpu)
 
         with torch.cuda.stream(self._stream) if to_gpu else nullcontext():  # `batch` may gather on the GPU, too
-            batch = data.batch(self.seed, step, self.batch_size, self.rows, to_gpu, expect)
+            batch = data.batch(self.seed, step, self.batch_size, self.rows, pin=to_gpu, expect=self.ahead > 0)
             moved = Batch(*(each(move, part) if isinstance(part, (Tensor, Text)) else part for part in batch))
             return moved, self._stream and self._stream.record_event()
 

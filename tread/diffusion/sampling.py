@@ -169,9 +169,9 @@ def draw(
     """
     if len(seeds) != len(labels) or not len(seeds):
         raise ValueError(f"{len(seeds)} seeds for {len(labels)} labels: each sample needs one of each")
-    low, high, none = int(labels.min()), int(labels.max()), model.num_labels
-    if not 0 <= low <= high <= none:
-        raise ValueError(f"classes lie in {low}..{high}, but must lie in 0..{none - 1}, or be {none} for no class")
+    low, high, null = int(labels.min()), int(labels.max()), model.num_labels
+    if not 0 <= low <= high <= null:
+        raise ValueError(f"classes lie in {low}..{high}, but must lie in 0..{null - 1}, or be {null} for no class")
     check_ratios(sampler, model, weak)
     for start in range(0, len(seeds), sampler.batch_size):
         part = slice(start, start + sampler.batch_size)

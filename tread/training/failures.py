@@ -75,8 +75,7 @@ def guarded_step(run: Run) -> None:
 
 
 def explain_memory(run: Run, error: str) -> str:
-    """Return a message for the out-of-memory error `error`; it names a micro-batch size found to fit, if any. Only
-    divisors of a process's part of the batch are tried, each at most half of the one tried before."""
+    """Return a message for the out-of-memory error `error`; it names a micro-batch size found to fit, if any."""
     rows, cfg = run.micro_batches[0], run.cfg
     share, tried = cfg.train.batch_size // run.processes.count, rows.stop - rows.start
     run.optimizer.zero_grad()
@@ -95,8 +94,8 @@ def explain_memory(run: Run, error: str) -> str:
         torch.autograd.grad(total, parameters)  # not backward(), which would have DDP wait for other processes
         del room  # held until here
 
-    at_most = tried - 1
-    while size := next((size for size in range(at_most, 0, -1) if share % size == 0), None):
+    at_most = tried - 1  # then at most half of the size tried before
+    while size := next((part for part in range(at_most, 0, -1) if share % part == 0), None):
         torch.cuda.empty_cache()
         try:
             attempt(size)

@@ -460,6 +460,6 @@ def forecast(run: Run, seconds: float) -> str:
         "judging": drawn(run.demo_samples),
     }
     unit, size = ("s", 1) if sum(parts.values()) < 120 else ("min", 60)
-    listed = ", ".join(f"{name} {part / size:,.1f}" for name, part in parts.items() if part)
+    each = ", ".join(f"{name} {part / size:,.1f}" for name, part in parts.items() if part)
     total = sum(parts.values()) / size
-    return f"  time      about {total:,.1f} {unit} more, estimated by the first steps: {listed}"
+    return f"  time      about {total:,.1f} {unit} more, estimated by the first steps: {each}"

@@ -121,7 +121,7 @@ class Run:
         self.tracker: Tracker | None = None
         self.adapter: dict | None = info.get("adapter")  # LoRA's {"scale": of B·A, "base": hash of base.safetensors}
         self.spent: dict[str, float] = {}  # seconds of other work since the last record
-        tally = dict(info["tally"] if self.earlier else {})
+        tally = dict(info["tally"]) if self.earlier else {}
         for name, value in tally.items():
             if isinstance(value, list):  # a number for each process; averaged if there are more or fewer now
                 alike = len(value) == self.processes.count

@@ -318,7 +318,7 @@ def settings_warnings(cfg: Settings) -> list[str]:
     """Return warnings about settings that have no effect in this run, or are likely mistakes."""
     alignment, optim, train, scored, built_in = cfg.alignment, cfg.optim, cfg.train, cfg.eval, cfg.dataset.embedded
     kind, other = alignment.kind, "edm" if cfg.objective == "rf" else "rf"
-    live, aligned = kind == "repa" and alignment.source == "live", f"with alignment={kind}"
+    live, chosen = kind == "repa" and alignment.source == "live", f"with alignment={kind}"
     judge = cfg.judges_demo and built_in == "emoji" and scored.demo_samples
     inception = scored.fid_every or judge or (live and alignment.encoder == "inception")
     read = {  # setting → whether anything reads it, and where nothing does
@@ -338,10 +338,10 @@ def settings_warnings(cfg: Settings) -> list[str]:
         "train.class_token_weight": (cfg.model.class_token, "without model.class_token"),
         "train.routes_until": (cfg.model.routes, "without routes"),
         "wandb.project": (cfg.tracker == "wandb", "but with tracker=wandb"),
-        "alignment.weight": (kind != "none", aligned),
-        "alignment.gap": (kind == "self", aligned),
-        "alignment.width": (kind == "repa", aligned),
-        "alignment.source": (kind == "repa", aligned),
+        "alignment.weight": (kind != "none", chosen),
+        "alignment.gap": (kind == "self", chosen),
+        "alignment.width": (kind == "repa", chosen),
+        "alignment.source": (kind == "repa", chosen),
     }
     for key in ("betas", "eps", "weight_decay"):
         read[f"optim.{key}"] = key in optim.entry.shared, f"with optim.name={optim.name}"
