@@ -339,7 +339,9 @@ def precision_columns(study: Study, results: Results) -> Columns:
     ends = [{run["seed"]: run["points"][-1] for run in results[arm]} for arm in scaled]
     for metric in ("fid", "kid", "recall"):
         cells = {}
-        for arm in networks_of(study, results).keys() - {first}:
+        for arm in networks_of(study, results):
+            if arm == first:
+                continue
             less = []
             for run in results[arm]:
                 here, known = run["points"][-1], [each[run["seed"]] for each in ends if run["seed"] in each]

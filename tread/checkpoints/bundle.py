@@ -35,7 +35,9 @@ def read_source(module: str) -> Source:
             case ast.Import(names=items) | ast.ImportFrom(names=items):
                 for item in items:
                     statement.names = [item]  # a line of its own for each name
-                    origin = getattr(statement, "module", item.name)
+                    origin, ours = getattr(statement, "module", item.name), getattr(statement, "level", 0)
+                    if ours or item.asname and origin.partition(".")[0] in OURS:
+                        raise ValueError(f"{module} has {ast.unparse(statement)!r}: state the module, without `as`")
                     source.imported[item.asname or item.name.partition(".")[0]] = origin, ast.unparse(statement)
             case (
                 ast.FunctionDef(name=name)
@@ -107,7 +109,11 @@ class Bundle:
 
     def text(self, head: str) -> str:
         """Return the file's text: the docstring `head`, imports, then the definitions, module by module."""
-        parts = [f'"""{head}"""', "\n".join(sorted(self.outside.values()))]
+        imports: dict[str, list[str]] = {}
+        for statement in sorted(self.outside.values()):  # such as "from math import pi" or "import math"
+            origin, word, name = statement.partition(" import ")
+            imports.setdefault(origin + word, []).append(name)
+        parts = [f'"""{head}"""', "\n".join(origin + ", ".join(names) for origin, names in imports.items())]
         for module, source in self.sources.items():
             chosen = {
                 statement: self.instead.get((module, name))

@@ -21,7 +21,7 @@ from tread.diffusion.guidance import Guidance, Schedule
 from tread.diffusion.labels import Label, class_number
 from tread.diffusion.pictures import Output, in_form
 from tread.diffusion.process import Process
-from tread.diffusion.sampling import OnStep, Sampler, draw_pictures
+from tread.diffusion.sampling import OnStep, Sampler, check_ratios, draw_pictures
 from tread.diffusion.solvers import Churn, Solver
 from tread.encoders.autoencoder import Decoder, Decoding, load_decoder
 from tread.evaluation.prompts import encode_prompts, row_labels
@@ -84,9 +84,9 @@ class TrainedModel:
     saved: SavedNetwork
     network: nn.Module
     precision: Precision
-    decoding: tuple[str | None, Decoding]  # the name and precision of the autoencoder, see `load`
-    text_encoder: str | None
-    decoder: Decoder | None = None
+    _decoding: tuple[str | None, Decoding]  # the name and precision of the autoencoder, see `load`
+    _text_encoder: str | None
+    _decoder: Decoder | None = None
 
     @property
     def process(self) -> Process:
@@ -103,7 +103,7 @@ class TrainedModel:
     def to(self, device: torch.device | str) -> "TrainedModel":
         """Move the network to a device, in place; returns the model."""
         self.network.to(device)
-        self.decoder = None
+        self._decoder = None
         if faulty := avoid_faults(self.device):
             warnings.warn(faulty, stacklevel=2)
         return self
@@ -170,7 +170,8 @@ class TrainedModel:
         if not isinstance(churn, Churn | None):
             churn = read({"amount": churn} if isinstance(churn, (int, float)) else churn, Churn, "churn.")
         sampler = Sampler.of(saved.process, *how, churn)
-        text, notes = encode_prompts(saved, prompts, self.device, self.text_encoder) if prompts else (None, ())
+        check_ratios(sampler, *(network and network.without_weights(guide) for network in (saved, other)))
+        text, notes = encode_prompts(saved, prompts, self.device, self._text_encoder) if prompts else (None, ())
         for note in notes:
             warnings.warn(note, stacklevel=2)
         model = replace(saved.with_weights(self.network, guide), prompts=text)
@@ -195,9 +196,9 @@ class TrainedModel:
         return tuple(zip(*(itertools.product(rows, seeds) if labels is None else zip(rows, seeds))))
 
     def _open_decoder(self) -> Decoder:
-        if self.decoder is None:
-            self.decoder = load_decoder(self.saved.latents, self.device, *self.decoding)
-        return self.decoder
+        if self._decoder is None:
+            self._decoder = load_decoder(self.saved.latents, self.device, *self._decoding)
+        return self._decoder
 
 
 def _plain(value: object) -> object:

@@ -111,7 +111,7 @@ def symmetric(triangle: np.ndarray) -> np.ndarray:
     return matrix + np.triu(matrix, 1).T
 
 
-@functools.lru_cache(maxsize=4)  # the reference's are the same for all scored checkpoints
+@functools.lru_cache(maxsize=4)  # the reference's, the same for all scored checkpoints, and the last samples'
 def statistics(what: str, features: ShardStore, kind: str, processes: Processes) -> Statistics:
     """Return mean (D,) and covariance (D, D) of "pool" or "spatial" features; `what` names them in a progress bar."""
     with processes.bar(f"mean and covariance of {what}, {kind}", sum(map(len, features.ranges))) as progress:
@@ -201,13 +201,12 @@ def save_statistics(
     statistics are float32, and only the upper triangles of sigma and sigma_s are stored."""
     if processes.main:
         arrays = {}
-        for kind, (mean_key, covariance_key) in KEYS.items():
-            mean, covariance = statistics("the reference", features, kind, processes)
-            if packed:
-                covariance_key += TRIANGLE
-                covariance = covariance[np.triu_indices(len(mean))].astype(np.float32)
-                mean = mean.astype(np.float32)
-            arrays |= {mean_key: mean, covariance_key: covariance}
+        for kind, keys in KEYS.items():
+            arrays |= zip(keys, statistics("the reference", features, kind, processes))
+        for mean, covariance in KEYS.values() if packed else ():
+            triangle = arrays.pop(covariance)[np.triu_indices(len(arrays[mean]))]
+            arrays[covariance + TRIANGLE] = triangle.astype(np.float32)
+            arrays[mean] = arrays[mean].astype(np.float32)
         with explain_failure(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as partial, partial.open("wb") as file:

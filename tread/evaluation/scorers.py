@@ -34,8 +34,7 @@ Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]  # see Scorer.s
 
 
 class Scorer:
-    """Computes metrics: `prepare` gets pictures batch by batch, then `score` gets all samples. This class computes
-    none, for samples that are only generated and saved; those that compute some inherit from it.
+    """Computes metrics: `prepare` gets pictures batch by batch, then `score` gets all samples.
 
     metrics    names of the metrics that it may compute, the most important one first.
     reference  the reference that samples are compared with, opened from a path; None: the scorer has none.
@@ -58,11 +57,18 @@ class Scorer:
     def score(self, samples: ShardStore) -> Scores:
         """Score a store of samples: pictures, labels and the arrays of `prepare`. Returns {metric: value}, {metric: why
         it has no value}, and {metric: number of pictures} where that is not the number of samples."""
-        return {}, {"fid": "there is no reference"}, {}
+        raise NotImplementedError
 
     def warnings(self, samples: int) -> list[str]:
         """Return warnings to record with a score of `samples` samples."""
         return []
+
+
+class Unscored(Scorer):
+    """Computes nothing: for samples that are only generated and saved."""
+
+    def score(self, samples: ShardStore) -> Scores:
+        return {}, {"fid": "there is no reference"}, {}
 
 
 class ReferenceScorer(Scorer):

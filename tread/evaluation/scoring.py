@@ -34,7 +34,7 @@ from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, ope
 from tread.evaluation.reference import SHIPPED, Reference, check_size, save_statistics
 from tread.evaluation.sample_files import describe_drawing
 from tread.evaluation.score_files import ScoreFiles, add_line, table
-from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, open_scorer
+from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, Unscored, open_scorer
 from tread.preparing import cifar10
 from tread.preparing.images import Crop
 from tread.runtime import schema
@@ -207,7 +207,7 @@ class ScoringPlan:
     count           number of samples to draw.
     compiled        whether the networks' blocks are compiled for sampling.
     decoder         a text that identifies the decoder of the network's latents; "pixels": there is none.
-    judge           scorer to use without a reference: DigitsJudge, EmojiJudge, or Scorer, which computes nothing.
+    judge           scorer to use without a reference: DigitsJudge, EmojiJudge, or Unscored, which computes nothing.
     prompts         the captions to draw samples for, if the network takes texts; else None.
     flops           FLOPs of the networks for one sample, over all steps.
     flops_relative  these FLOPs divided by those of the same steps without guidance, on all tokens.
@@ -273,7 +273,8 @@ class ScoringPlan:
 def _decisive(part: Process | Route) -> dict:
     """Return the fields of a diffusion process or a route, {name: value}. Fields that older scores did not record are
     left out if they have their default value, so that older scores are still found."""
-    added = ("direction", "shift", "train_shift", "predicts", "loss_of", "clamp", "contrastive", "rejoin")
+    added = ("direction", "shift", "train_shift", "predicts", "loss_of", "clamp", "contrastive")  # of a process
+    added += ("rejoin",)  # of a route
     return {key: value for key, value in asdict(part).items() if key not in added or value != getattr(type(part), key)}
 
 
@@ -287,7 +288,7 @@ def plan_scoring(
     kind = (dataset.embedded, saved.cfg.model.takes_text)
     judged = kind in EMBEDDED and not (options.reference or options.prompts or options.clip)
     count = options.num_samples or (EMBEDDED_COUNT if judged else TEXT_COUNT if saved.text else COUNT)
-    judge = EMBEDDED[kind](saved, count, options.inception) if judged else Scorer()
+    judge = EMBEDDED[kind](saved, count, options.inception) if judged else Unscored()
     prompts = judge.prompts or _settle_prompts(options, saved)
     if judge.prompts:
         options = replace(options, labels="balanced")

@@ -110,9 +110,9 @@ def find_again(
     """Find the photos from which a dataset (training or held-out) was made, as recorded in its report.json. `source`,
     `root` and `labels` must be the options that scripts/prepare_latents.py was given.
 
-    Returns what open_source does, without the dataset. The function that reads pictures uses worker processes; it
-    raises ValueError if a photo can no longer be read, OSError if a worker dies. Raises ValueError or OSError if there
-    is no such record, or if names, labels or classes have changed.
+    Returns a function that reads pictures as open_source's does, by worker processes, their side in pixels, and a text
+    that says where they are. The function raises ValueError if a photo can no longer be read, OSError if a worker dies.
+    Raises ValueError or OSError if there is no such record, or if names, labels or classes have changed.
     """
     report = data.folder / "report.json"
     made = json.loads(report.read_text()) if report.is_file() else {}

@@ -134,8 +134,8 @@ def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
     """Raise ValueError if pictures left out of the shards as damaged are still in the source; it lists these."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
-    damaged = [(name, why) for _, name, _, why in faults if name in there]
-    for text in told("damaged pictures", damaged, DAMAGED):
+    if damaged := [(name, why) for _, name, _, why in faults if name in there]:
+        (text,) = told("damaged pictures", damaged, DAMAGED)
         how = "Replace or remove them and start the same command again, or leave such files out with on_error=skip"
         raise ValueError(f"{photos.where}: {text}\n{how}")
 

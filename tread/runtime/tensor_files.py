@@ -62,7 +62,8 @@ def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
         for key in keys:
             if isinstance(content, dict) and isinstance(content.get(key), dict):
                 weights = _flat(content[key]).get(kind, content[key])
-                parts.setdefault(kind, (weights, f"{path}, under {key!r},"))
+                parts[kind] = weights, f"{path}, under {key!r},"
+                break
     return parts or {kind: (part, str(path)) for kind, part in (_flat(content) or {None: content}).items()}
 
 
