@@ -56,8 +56,7 @@ def loss(
 
 
 class Inputs(NamedTuple):
-    """A training step's inputs: all that can differ between steps with the same routes and tensor shapes, with tensors
-    on the run's device. Comments in the source explain the fields."""
+    """All that can differ between steps with the same routes and tensor shapes. Comments in the source explain it."""
 
     draws: Draws  # for the global batch
     batches: list[Batch]  # this process's micro-batches
