@@ -308,7 +308,8 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
 def balance_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the final FID against precision, and of precision against recall. A line joins the means of a
     network's scores at several guidance scales, and its last scale is written next to the point. Its means are over the
-    same seeds (small dots). Scales with fewer seeds, or other sample counts than without guidance, are left out."""
+    same seeds (small dots). Scales with fewer seeds, or other sample counts than without guidance, are left out, and so
+    is a network whose scales share no seed."""
     networks, panels, colour = networks_of(study, results), [], colours(study)
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, drawn = defaultdict(dict), []
@@ -321,7 +322,8 @@ def balance_panels(study: Study, results: Results) -> list[Panel]:
         for (network, name), scales in lines.items():
             most = max((len(ends) for arm, ends in scales.items() if arm not in networks), default=0)
             joined = {arm: ends for arm, ends in scales.items() if len(ends) >= most}
-            seeds = set.intersection(*map(set, joined.values()))
+            if not (seeds := set.intersection(*map(set, joined.values()))):
+                continue
             each = [[[ends[seed][key] for seed in seeds] for key in (across, up)] for ends in joined.values()]
             means = [[statistics.mean(values) for values in pair] for pair in each]
             dots = tuple(chain(*(zip(*pair) for pair in each))) if len(seeds) > 1 else ()

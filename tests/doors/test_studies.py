@@ -576,6 +576,8 @@ def test_scales_of_guidance_are_joined_over_the_same_seeds():
     assert (
         line.x == [0.5, 0.5] and line.labels == ["", "2"] and sorted({*line.dots}) == [(0.1, 10), (0.5, 50), (0.9, 90)]
     )
+    apart = {"dense 12": [end(0, 0.1)], "dense 12, cfg 2": [end(1, 0.3)], "TREAD": unguided}
+    assert [each.x for each in figures.balance_panels(read, apart)[0].lines] == [[0.5]]
 
 
 def test_packed_pictures_come_out_as_they_were(tmp_path):
