@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import threading
 from collections import Counter
 from functools import partial
 from typing import get_args
@@ -11,6 +12,7 @@ import pytest
 import torch
 from conftest import CPU, assert_refused, contents, write_json
 
+from tread.data import section_writer
 from tread.data.captions import add_captions, parse_captions, read_captions
 from tread.data.columns import TextSpec
 from tread.data.dataset import LatentDataset
@@ -261,6 +263,21 @@ def test_text_that_is_not_what_was_said_is_not_written(made, folder):
     assert torch.equal(kept.mask, made[1][FROZEN.encoder].mask)
 
 
+def test_sections_that_are_published_at_the_same_time_are_both_kept(folder, monkeypatch):
+    """The second waits until the first, held before its index.json is written, has written it."""
+    going, sync = threading.Event(), section_writer.sync
+    monkeypatch.setattr(section_writer, "sync", lambda place: (going.wait(20), sync(place)))
+    specs = [TextSpec(name, "hash", T, 8, 6) for name in ("one", "other")]
+    threads = [threading.Thread(target=write_text, args=(folder, spec, encoded(spec))) for spec in specs]
+    for thread in threads:
+        thread.start()
+    threads[0].join(1)
+    going.set()
+    for thread in threads:
+        thread.join()
+    assert read_index(folder)["text"].keys() >= {"one", "other"}
+
+
 def test_work_that_was_stopped_goes_on_and_other_work_is_not_lost(folder):
     spec = TextSpec("later", "hash", T, 8, 6)
     text, writer = encoded(spec), TextWriter(folder, spec, COUNTS, 13)
@@ -275,3 +292,11 @@ def test_work_that_was_stopped_goes_on_and_other_work_is_not_lost(folder):
     assert writer.is_finished() and not (folder / ".text-later.unfinished").exists()
     with pytest.raises(ValueError, match="holds other text of later: again=true(?s:.*)fingerprint: hash there, other"):
         other.is_finished()
+    index = read_index(folder)
+    del index["text"]["later"]["shards"]
+    write_json(folder / "index.json", index)
+    with pytest.raises(ValueError, match="index.json is damaged"):
+        writer.is_finished()
+    assert not writer.is_finished(again=True)
+    write_text(folder, spec, text)
+    assert writer.is_finished()

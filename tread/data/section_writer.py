@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from tread.data.columns import FeatureSpec, TextSpec, latents_hash, open_features, open_text
-from tread.data.index import read_index
+from tread.data.index import explain_damage, read_index
 from tread.data.shards import Stream
 from tread.data.store import ShardStore, differences, pieces_of
 from tread.models.conditions import Text, join
 from tread.runtime.distributed import Processes
-from tread.runtime.files import explain_failure, plain_name, sync, write_json
+from tread.runtime.files import Lock, explain_failure, plain_name, sync, write_json
 
 SHARD = 1 << 28  # approximate bytes of a shard of text
 Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → for each, a part for SectionWriter.write
@@ -78,7 +78,8 @@ class SectionWriter(ShardStore, ABC):
         try:
             if differ:
                 raise ValueError(f"{self.folder} holds other {self._what}: again=true replaces it\n{differ}")
-            self.open(index, again)
+            with explain_damage(self.folder / "index.json"):
+                self.open(index, again)
         except (ValueError, OSError):
             if not again:
                 raise
@@ -129,25 +130,27 @@ class SectionWriter(ShardStore, ABC):
         """Move all shards into the dataset's folder, and list them in index.json. OSError if shards are missing."""
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
-        path, index = self.folder / "index.json", read_index(self.folder)
-        around, key = self._around(index)
-        with explain_failure(path):
-            if before := around.pop(key, None):
-                write_json(path, index)  # without the section while its files change
-                for name in section_files(before):
-                    (self.folder / plain_name(name, path)).unlink(missing_ok=True)
-            for name in section_files(section):
-                if (self.data / name).exists():  # else it was moved before an interruption
-                    (self.data / name).rename(self.folder / name)
-            sync(self.folder)
-            around[key] = section
-            write_json(path, index)
+        path = self.folder / "index.json"
+        with Lock(self.folder / ".index.lock", None):  # another section may be published at the same time
+            index = read_index(self.folder)
+            around, key = self._around(index)
+            with explain_failure(path):
+                if before := around.pop(key, None):
+                    write_json(path, index)  # without the section while its files change
+                    for name in section_files(before):
+                        (self.folder / plain_name(name, path)).unlink(missing_ok=True)
+                for name in section_files(section):
+                    if (self.data / name).exists():  # else it was moved before an interruption
+                        (self.data / name).rename(self.folder / name)
+                sync(self.folder)
+                around[key] = section
+                write_json(path, index)
         self.remove()
 
 
 def section_files(section: dict) -> list[str]:
     """Return the names of all files that a section of index.json names."""
-    entries = [{"file": section.get("counts")}, *section["shards"], section.get("null", {})]
+    entries = [{"file": section.get("counts")}, *section.get("shards", ()), section.get("null", {})]
     return [entry[kind] for entry in entries for kind in ("file", "lengths", "pooled") if entry.get(kind)]
 
 

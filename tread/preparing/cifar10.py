@@ -49,8 +49,7 @@ def prepare_cifar10(folder: Path, archive: str | None = None) -> None:
     """
     if folder.exists() and heldout_of(folder).exists():
         return
-    lock = Lock(folder.with_name(f".{folder.name}.lock"), None)
-    try:
+    with Lock(folder.with_name(f".{folder.name}.lock"), None):
         parts = {heldout_of(folder): [TEST], folder: TRAIN}
         missing = [place for place in parts if not place.exists()]
         needed = sum(len(parts[place]) for place in missing) * RECORDS * (RECORD + 8)
@@ -64,8 +63,6 @@ def prepare_cifar10(folder: Path, archive: str | None = None) -> None:
             other["archive"] = archive or URL
             with explain_failure(place):
                 write_dataset(place, MEANING, [pictures_of(files[name]) for name in parts[place]], once=True, **other)
-    finally:
-        lock.release()
 
 
 def pictures_of(content: bytes) -> tuple[np.ndarray, np.ndarray]:

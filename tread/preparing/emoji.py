@@ -214,12 +214,9 @@ def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
         captions, labels = [sample.captions for sample in samples], np.zeros(len(samples), dtype=np.int64)
         write_dataset(folder, MEANING, [(stored, labels)], captions, once=True, **fields, attribution=ATTRIBUTION)
     if encoder is not None and read_spec(folder, read_index(folder), encoder) is None:
-        lock = Lock(folder / ".text.lock", None)
-        try:
+        with Lock(folder / ".text.lock", None):
             if read_spec(folder, read_index(folder), encoder) is None:
                 _write_text(folder, encoder)
-        finally:
-            lock.release()
 
 
 def _write_text(folder: Path, name: str) -> None:

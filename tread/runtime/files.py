@@ -8,7 +8,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PureWindowsPath
 
 
@@ -162,7 +162,7 @@ def _forget_inherited_locks() -> None:
 os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 
-class Lock:
+class Lock(AbstractContextManager):
     """An exclusive lock on the file `path` (made if missing), held until `release` or the end of this process. If
     another process holds it, raises FileExistsError(busy) or, with busy=None, waits. Some file systems ignore locks."""
 
@@ -185,3 +185,6 @@ class Lock:
 
     def release(self) -> None:
         self._file.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
