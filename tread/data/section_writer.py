@@ -131,7 +131,8 @@ class SectionWriter(ShardStore, ABC):
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path = self.folder / "index.json"
-        with Lock(self.folder / ".index.lock", None):  # another section may be published at the same time
+        held = self.folder / ".index.lock"
+        with Lock(held, None):  # another section may be published at the same time
             index = read_index(self.folder)
             around, key = self._around(index)
             with explain_failure(path):
@@ -145,6 +146,7 @@ class SectionWriter(ShardStore, ABC):
                 sync(self.folder)
                 around[key] = section
                 write_json(path, index)
+            held.unlink(missing_ok=True)
         self.remove()
 
 
