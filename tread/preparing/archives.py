@@ -1,7 +1,7 @@
 """Stores of files: a folder, zip, tar or several tars, read in any order by several processes, without unpacking.
 
-A store has `names` (the sorted names of its files), `folders` (the names of its folders; a tar may omit some) and
-`read(name, most)`, which returns the first `most` bytes of a file, by default all of them, or raises OSError.
+A store has `names` (the sorted names of its files), `folders` (the names of its folders; an archive may omit some)
+and `read(name, most)`, which returns the first `most` bytes of a file, by default all of them, or raises OSError.
 """
 
 import functools
@@ -20,7 +20,7 @@ BESIDE_TARS = (".json", ".parquet", ".txt", ".csv", ".md", ".idx")  # tables and
 
 
 class Folder:
-    """The files of a folder and its subfolders, read like an archive's (see the module)."""
+    """The files of a folder and its subfolders, without hidden folders. Raises OSError if a folder can't be listed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.names, self.folders = Path(path), [], []
@@ -70,8 +70,8 @@ def _opened_zip(path: Path, process: int) -> zipfile.ZipFile:
 
 
 class Tar:
-    """The files of an uncompressed tar, by names without a leading "./". Opening it reads the headers of all files.
-    Raises ValueError for a tar that is compressed, damaged or truncated, or holds sparse files or broken links."""
+    """The files of an uncompressed tar, by names without a leading "./". The constructor reads all headers. Raises
+    ValueError if it is compressed, damaged or truncated, or has sparse files or links to anything but its files."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.folders, links = Path(path), [], {}

@@ -44,8 +44,9 @@ def prepare_cifar10(folder: Path, archive: str | None = None) -> None:
     archive  the official archive, or a folder of its .bin files; None: it is downloaded once, and kept beside `folder`;
              "standin": 120 synthetic pictures, to try code with. index.json records the value, or the URL for None.
 
-    Files of another length than the official ones are accepted only if the name of `folder` has "standin" in it. Raises
-    FileNotFoundError, ValueError or OSError before a dataset is written, and OSError if the disk is full later.
+    Files shorter or longer than the official ones, as the synthetic ones are, need "standin" in the name of `folder`.
+    Raises FileNotFoundError if the archive is missing or can't be downloaded, ValueError if it is damaged or of another
+    kind, both before a dataset is written; OSError if the disk is too small or becomes full.
     """
     if folder.exists() and heldout_of(folder).exists():
         return

@@ -25,7 +25,7 @@ def open_coco(source: Path, root: str | None) -> Photos | None:
     root  a split (train2014) or a year (2014) to take; None: all splits. If train and val are taken, val is held out.
 
     Raises ValueError if no split matches `root`, if two years of one split match (train2014 and train2017), if a
-    split has no pictures, or if a captions file is damaged.
+    split has neither a folder nor a zip of pictures, or if a captions file is damaged.
     """
     files = _captions_files(source)
     if not files:
@@ -75,8 +75,8 @@ def _pictures(source: Path, split: str) -> tuple[Store, str]:
 
 
 def read_coco(path: Path, read: Callable[[], bytes]) -> dict[str, list[str]]:
-    """Parse the captions file whose content `read` returns. Returns {picture's file name: captions}, ordered by picture
-    id. Raises ValueError with `path`, that of the file, if it is damaged or is not an MS-COCO captions file."""
+    """Parse a captions file. `read` returns its content; `path` is its name in messages. Returns {picture's file name:
+    captions, or []}, ordered by picture id. Raises ValueError if the file is unreadable, damaged or of another kind."""
     try:
         tree = json.loads(read())
         listing, notes = tree["images"], [(note["image_id"], note["caption"]) for note in tree["annotations"]]

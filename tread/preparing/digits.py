@@ -24,7 +24,7 @@ def digits_parts() -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def prepare_digits(folder: Path, part: str) -> None:
-    """Write "train" or "heldout" as a dataset of pixels in −1..1, unless it exists. Processes may call this at once."""
+    """Write "train" or "heldout" as a dataset of pixels in −1..1, unless `folder` exists. Concurrent calls are safe."""
     if not folder.exists():
         pixels, labels = digits_parts()[part]
         write_dataset(folder, MEANING, [(pixels.reshape(-1, 1, 1, 8, 8) / 8 - 1, labels)], once=True)

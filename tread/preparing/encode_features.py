@@ -45,8 +45,8 @@ class FeatureOptions:
 
 
 def prepare_features(options: FeatureOptions, processes: Processes) -> None:
-    """Write an encoder's features of a dataset's pictures into its folder: check everything, then encode this
-    process's share of the shards; the main process adds the shards of all processes to the dataset."""
+    """Write an encoder's features of a dataset's pictures into the dataset's folder. All processes must call this: each
+    checks everything, then encodes its share of the shards; the main process adds all shards to the dataset."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     data, pictures, size, where = open_source(options, index, processes)
@@ -83,9 +83,9 @@ def open_source(
 ) -> tuple[LatentDataset, Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
     """Find a dataset's pictures, in options.source if given, else in the dataset (`index` is its parsed index.json).
 
-    Returns the dataset, a function that reads pictures, their side in pixels, and a text that says where they are. The
-    function takes batches of sample indices, and yields a tuple of pictures (B, 3, H, W) uint8 per batch, one per view
-    (plain, flipped). Raises ValueError or OSError if pictures are missing or are not those of the dataset.
+    Returns the dataset, a function that reads pictures, the pictures' side in pixels, and a text on where they lie. The
+    function takes batches of sample indices; for each batch it yields a tuple with pictures (B, 3, H, W) uint8 of each
+    view (plain, flipped). Raises ValueError or OSError if pictures are missing or are not those of the dataset.
     """
     folder = Path(options.dataset.path)
     if options.source is not None:
@@ -108,11 +108,11 @@ def find_again(
     data: LatentDataset, source: Path, root: str | int | None, labels: str | None, workers: int
 ) -> tuple[Callable[[Sequence[range]], Iterator[tuple[Tensor, ...]]], int, str]:
     """Find the photos from which a dataset (training or held-out) was made, as recorded in its report.json. `source`,
-    `root` and `labels` must be the options that scripts/prepare_latents.py was given.
+    `root` and `labels` are options of scripts/prepare_latents.py that lead to these photos, which may have been moved.
 
-    Returns a function that reads pictures as open_source's does, by worker processes, their side in pixels, and a text
-    that says where they are. The function raises ValueError if a photo can no longer be read, OSError if a worker dies.
-    Raises ValueError or OSError if there is no such record, or if names, labels or classes have changed.
+    Returns a function that reads pictures like open_source's, in worker processes; the pictures' side in pixels; and a
+    text on where they lie. The function raises ValueError if a photo can no longer be read, OSError if a worker dies.
+    Raises ValueError or OSError if no photos are recorded, or if their names, labels or classes have changed.
     """
     report = data.folder / "report.json"
     made = json.loads(report.read_text()) if report.is_file() else {}

@@ -1,8 +1,8 @@
 """Encodes photos as a dataset of latents and writes a report on it (`prepare_latents`).
 
 All checks run before the long work. Processes share the shards; the same command, run again, makes the missing ones.
-Batches never cross a shard, so a shard depends only on its pictures, the autoencoder, the device and the batch size
-(on a CPU, its last bits also depend on the number of threads).
+Batches never cross a shard, so a shard depends on its pictures, the options and the device, but not on the process that
+makes it (on a CPU, its last bits also depend on the number of threads).
 """
 
 import itertools
@@ -84,8 +84,9 @@ def end_with(process: int, worker: int) -> None:
 def read_crops(
     photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
-    """Read batches of photo indices in worker processes. Yields for each batch the readable pictures (n, 3, size, size)
-    uint8, or None, and [reason or "", photo size] of all photos. Raises OSError if a worker dies."""
+    """Read photos in worker processes. Yields, for each of the `batches` of photo indices, the readable pictures as one
+    tensor (n, 3, size, size) uint8, or None if there are none, and a list of [reason or "", photo size] of all photos
+    in the batch, see `Crops`. workers=0: this process reads. Raises OSError if a worker dies."""
     try:
         yield from DataLoader(
             Crops(photos, crop),
@@ -131,7 +132,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError if pictures left out of the shards as damaged are still in the source; it lists these."""
+    """Raise ValueError if pictures left out as damaged are still in the source; the message lists them."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -227,8 +228,8 @@ class PhotoOptions:
 
 
 def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
-    """Check everything, then make this process's share of the shards. In the main process, also finish the datasets and
-    write their reports. ValueError for unsuitable options or pictures, OSError for unreadable or unwritable files."""
+    """Check everything, then make this process's share of the shards; all processes must call this. The main one also
+    finishes datasets and reports. Raises ValueError for unsuitable options or pictures, OSError for unusable files."""
     photos = processes.from_main(lambda: open_photos(options))  # one list for all, even if pictures are still arriving
     heldout = photos.heldout or options.heldout  # see `held_out` for both forms
     use_precision(options.precision, processes.device)
@@ -278,7 +279,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
 
 
 def open_photos(options: PhotoOptions) -> Photos:
-    """Open and check the pictures of options.source. ValueError or OSError for unsuitable pictures or options."""
+    """Open and check the pictures of options.source. Raises ValueError or OSError if they or the options do not fit."""
     out, source = Path(options.out), Path(options.source)
     if source.is_dir() and source.resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"out {out} lies inside source {source}, among its pictures; choose another place")
@@ -353,7 +354,7 @@ def finish(
     processes: Processes,
 ) -> None:
     """Assemble the datasets of `work`, the unfinished ones among `writers`; write their reports, move them to their
-    final names, and print a summary. `writers` is {"train": writer, "heldout": writer} or has only the former."""
+    final names, and print a summary. `writers` is {"train": writer, "heldout": writer} or has only "train"."""
     made = {
         part: look_at(part, photos, writers, options, processes.device)
         for part, writer in writers.items()
@@ -430,7 +431,7 @@ def dataset_numbers(data: LatentDataset) -> dict:
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
     """Decode stored samples to pictures (n, 1 or 3, H, W) uint8. If the dataset stores a posterior's moments, the mean
-    is decoded. Raises FileNotFoundError or ValueError if the autoencoder can't be loaded."""
+    is decoded. Raises ValueError if the autoencoder is unknown, can't be loaded, or hasn't the recorded hash."""
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()

@@ -42,8 +42,9 @@ class TextOptions:
 
 
 def prepare_text(options: TextOptions, processes: Processes) -> None:
-    """Encode the captions of a dataset and of its held-out dataset. If options.like names another dataset, the number
-    of tokens and the vocabulary are taken from that one, and held-out captions are not encoded."""
+    """Encode the captions of a dataset and of its held-out dataset, after adding those in the file options.captions to
+    the former. If options.like names another dataset, the number of tokens and the vocabulary are those of its text and
+    no held-out captions are encoded; else held-out captions take both from the text of their training data."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:

@@ -36,8 +36,8 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
     alpha        "white": lay transparent pixels on white; "drop": drop the alpha channel, as ADM does.
 
     Grey and palette pictures are expanded, CMYK is converted. 16-bit grey is divided by 257 and rounded; 16-bit
-    colours keep their upper 8 bits, as in Pillow. Raises ValueError or OSError for a damaged picture, other pixel types
-    (32-bit grey, floating point), or more pixels than Pillow's limit.
+    colours keep their upper 8 bits, as in Pillow. Raises ValueError or OSError for a damaged picture, pixels of other
+    types (grey beyond 16 bits, floating point), or more pixels than Pillow's limit.
     """
     with opened(content) as image:
         if orientation == "exif":
@@ -56,7 +56,7 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
 
 @contextlib.contextmanager
 def opened(content: bytes, decode: bool = True) -> Iterator[Image.Image]:
-    """Context manager: a picture opened by Pillow (decode=False: just its header). ValueError or OSError on failure."""
+    """Context that yields a picture opened by Pillow, decoded if `decode`. ValueError or OSError if this fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about damaged EXIF data and palettes that lose transparency
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the refused number of pixels
@@ -99,7 +99,7 @@ def centre_crop(image: Image.Image, size: int) -> np.ndarray:
     """Return ADM's centre crop, (size, size, 3) uint8.
 
     The picture is halved by averaging 2×2 boxes while its shorter side is at least 2·size; then it is resized
-    bicubically until that side equals `size`, and cropped at the centre. If a picture must be enlarged and its longer
+    bicubically to a shorter side of `size`, and cropped at the centre. If a picture must be enlarged and its longer
     side is over 16 times its shorter one, only the part that is kept is enlarged. That saves memory, and changes the
     result by at most one or two levels of 255.
     """

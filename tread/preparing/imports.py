@@ -17,7 +17,8 @@
                   in the order of their MS-COCO ids. Padding is not marked, so all tokens count as words.
 
 Each reader states what its numbers mean, and index.json records that; nothing is guessed from their values.
-Names, headers and sizes of all files are checked before the first latent is read.
+Before the first latent is read, labels and file names are checked, for uvit_coco also the sizes of files, and for
+lightningdit the shapes of tensors. Other faults of a latent are found when it is read.
 """
 
 import functools
@@ -77,13 +78,13 @@ class ForeignText:
 
 @dataclass
 class ForeignSamples:
-    """Another project's latents, in their source's order.
+    """Another project's latents, in the order in which the dataset will store them.
 
     labels       (n,) int64.
-    read         function: index → (views, C or 2C, S, S), as stored; the second view, if any, is mirrored.
+    read         function: index → the source's numbers (views, C or 2C, S, S); the second view, if any, is mirrored.
     name         function: index → the sample's name in messages.
     spread       meaning of the second C of 2C channels, "logvar" or "std"; None: C channels, posterior samples.
-    scaled       whether the stored numbers are already multiplied by `scale`.
+    scaled       whether the source's numbers are already multiplied by `scale`.
     scale        factor from the autoencoder's latents to the network's, unless the options give another one.
     autoencoder  Hugging Face id of the autoencoder, unless the options name another one.
     normalize    whether training should normalise the latents by channel, by the option dataset.normalize=true.
@@ -288,7 +289,7 @@ def _check_header(path: Path, file: safe_open, views: Sequence[str]) -> tuple[in
 
 
 def read_statistics(path: Path, channels: int) -> dict[str, list[float]]:
-    """Read the unscaled latents' {"mean", "std"} per channel from latents_stats.pt; only tensors are unpickled. Raises
+    """Read the unscaled latents' {"mean", "std"} per channel from a latents_stats.pt; no pickled code is run. Raises
     ValueError for another number of channels, a number that is not finite, or a std that is not positive."""
     tensors = read_kind(path, "any")[1]
     statistics = {key: tensors[key].double().flatten().tolist() for key in ("mean", "std") if key in tensors}

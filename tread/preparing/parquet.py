@@ -1,4 +1,4 @@
-"""Reads pictures, with classes or captions, from parquet files as Hugging Face's `datasets` writes them."""
+"""Reads pictures, with classes, captions or both, from parquet files as Hugging Face's `datasets` writes them."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ def _rows(path: Path, group: int, column: str) -> list:
 
 
 def _read(place: tuple[Path, int, str, int]) -> bytes:
-    """Return the picture file at `place` (file, row group, column, row). Raises OSError if there is none."""
+    """Return the picture file stored at `place` (file, row group, column, row). Raises OSError if none is stored."""
     *rows, row = place
     content = _rows(*rows)[row]
     if not isinstance(content, dict) or not content.get("bytes"):
@@ -48,9 +48,9 @@ def parquet_files(source: Path) -> list[Path]:
 
 
 def open_parquet(source: Path, paths: list[Path], split: str | None, captions: str | None) -> Photos:
-    """Open the pictures in the parquet files `paths` of `source`, with their classes or captions.
+    """Open the pictures in the parquet files `paths` of `source`, with their classes, captions or both.
 
-    split     the split to take, if there are several (train-00000-of-…, validation-…).
+    split     the split to take, such as train of train-00000-of-…; None: the only one.
     captions  the column of captions; None: "caption", "captions" or "text", if any; "none": ignore captions.
 
     Raises ValueError if the split or the columns are missing or ambiguous.

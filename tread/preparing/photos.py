@@ -22,7 +22,7 @@ DECODED = 10_000  # up to this many are all decoded before an error is raised, s
 THREADS = 16  # number of threads that check first bytes
 ONE_CLASS = ("all",)  # for captioned pictures without classes
 Faults = list[tuple[str, str]]  # (name, why)
-DAMAGED = " can't be read as a picture ({})"  # a line of `told`
+DAMAGED = " can't be read as a picture ({})"  # the argument `line` of `told`
 
 
 @dataclass
@@ -33,8 +33,9 @@ class Photos:
     names     the pictures' names, for messages and to recognise the same pictures in a later run.
     labels    (n,) int64, indices into classes.
     files     (read, key) per picture: read(key) returns the file's content or raises OSError. None: a removed file.
-    faults    (name, reason) of files left out: not a picture, a picture without captions, captions without a picture.
-    captions  at least one text per picture; None: the source has no captions.
+    faults    (name, reason) of files left out: not a picture, outside the class folders, a picture without captions,
+              captions without a picture.
+    captions  at least one text per picture, [] for a removed file; None: the source has no captions.
     heldout   prefix of the names of pictures that the source itself holds out; None: it holds out none.
     heads     whether read(key, n), which returns the first n bytes alone, is supported.
     """
@@ -182,8 +183,9 @@ def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
 
 
 def split_texts(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the names of files other than captions, and {name without suffix: name} of captions (a.txt beside a.jpg).
-    Other files named like a picture (a.json) are dropped. If there are no captions, returns all names and {}."""
+    """Return the names of files other than captions, and {name without suffix: name} of captions. All .txt files count
+    as captions if one of them lies beside its picture (a.txt beside a.jpg); other files named like a picture (a.json)
+    are dropped then. Without captions, returns all names and {}."""
     pictures = {_stem(name) for name in names if is_picture(name)}
     texts = {_stem(name): name for name in names if name.lower().endswith(".txt")}
     if not pictures & texts.keys():

@@ -1,8 +1,8 @@
 """Finds pictures, their classes and captions in folders, zips, tars and parquet files; images.py decodes them.
 
 class folders  train/n01440764/1.jpg in a folder, zip or tar; the sorted folder names are the classes
-labels file    EDM's dataset.json or a CSV with the columns file and label, beside pictures in a flat folder or tar
-captions       a.txt beside a.jpg, also in webdataset tars; there is one class, unless there are class folders
+labels file    EDM's dataset.json or a CSV with the columns file and label, which names all pictures, flat or in folders
+captions       a.txt beside a.jpg, also in webdataset tars; one class, unless there are class folders or a labels file
 MS-COCO        its pictures and captions_….json (coco.py)
 parquet        picture datasets as Hugging Face writes them (parquet.py)
 """
@@ -38,12 +38,12 @@ def find_photos(
     """Find the pictures of a folder, a zip, tars, a parquet file or a folder of parquet files.
 
     root      folder inside the source that holds the pictures, or the split of parquet files and MS-COCO; a number is
-              taken as a name. None: the innermost folder that holds all of them.
-    labels    labels file beside or inside the source; None: dataset.json, labels.csv or metadata.csv beside the
-              pictures, if there is one, else class folders.
+              taken as a name. None: found automatically, see _prefix; the only split of parquet files; all of MS-COCO.
+    labels    path of a labels file, or its name inside the source; None: dataset.json, labels.csv or metadata.csv in
+              the folder of the pictures, if there is one, else class folders.
     captions  column of captions in parquet files; "none": captions are ignored; None: they are read if there are any.
 
-    Raises FileNotFoundError if a file is missing, ValueError if the source does not fit; the message lists what it has.
+    Raises FileNotFoundError if a file is missing, ValueError if the source does not fit the options or is damaged.
     """
     source, root = Path(source), None if root is None else str(root)
     if root is not None and tar_paths(source / root):
@@ -111,10 +111,11 @@ def _hidden(name: str) -> bool:
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
-    """Return the folder of pictures inside the source, as a prefix of names ("" or "…/"): the outermost one ending in
-    `root`; ValueError if none, or several at the same depth, do. If `root` is None: the innermost folder with all files
-    or, if this is a class folder, its parent. It counts as a class folder if it directly holds files, but no labels
-    file, unless `labels` is None, captions are absent and most pictures lie in folders below it: all three at once."""
+    """Return the folder of pictures inside the source, as a prefix of names ("" or "…/"): the outermost one whose path
+    ends in `root`; ValueError if there is none, or several at the same depth. With root=None: the innermost folder with
+    all files or, if that is a class folder, its parent. The folder counts as a class folder if files, but no labels
+    file, lie directly in it. The exception, with labels=None: a folder without captions, most of whose pictures lie in
+    folders below it, holds class folders."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
@@ -184,8 +185,8 @@ def check_table(where: str, table: dict[str, int | str], files: set[str]) -> Non
 
 
 def label_table(name: str, content: bytes) -> dict[str, int | str]:
-    """Parse a labels file, a CSV or EDM's JSON, into {picture: number or name of its class}. A CSV has the columns
-    label and file (or file_name, as Hugging Face's do). Raises ValueError for other content."""
+    """Parse a labels file into {picture: number or name of its class}: a CSV, if `name` ends in .csv, else EDM's JSON.
+    A CSV has the columns label and file (or file_name, as Hugging Face's do). Raises ValueError for other content."""
     try:
         text = content.decode("utf-8-sig")
         if name.endswith(".csv"):
