@@ -1,7 +1,7 @@
 """Measures where the time of training and sampling goes on a GPU: python benchmarks/gpu_check.py part=steps [options]
 
 Seven parts measure why a step is slower than its FLOPs would allow. A part begins no further measurement after its
-time limit. Each number is printed next to its prediction, and written at once to a file that all parts share.
+time limit. Each number is printed, next to any prediction, and written at once to a file that all parts share.
 If a measurement fails, or lacks memory or a package, the reason is recorded and the next measurement follows.
 
     part=…     null: all in this order: machine (limits of the device), host (time to launch kernels), steps (with and
@@ -11,7 +11,7 @@ If a measurement fails, or lacks memory or a package, the reason is recorded and
                others stay, with their commit and time. null: the part's own sizes; all of its numbers are replaced
     pairs=6    number of rounds; each round times every function of a comparison once
     --cpu      run everything in tiny sizes on a CPU, as a rehearsal
-    out=…      the file; null: benchmarks/results/gpu_<device>.json, but no file with --cpu
+    out=…      the file; null: benchmarks/results/gpu_<device>.json, but no file on a CPU
 
 python benchmarks/gpu_check.py --cpu
 python benchmarks/gpu_check.py part=steps sizes=[XL,S]
@@ -56,7 +56,7 @@ from tread.training.draws import active_routes
 from tread.training.run import Run
 from tread.training.settings import Settings
 
-PREDICTED_STEPS = {  # size → images/s of dense and routed steps (Route.fp32 "off"), and their ratio, at batch 256
+PREDICTED_STEPS = {  # GPU → size → images/s of dense, of routed steps (Route.fp32 "off"), and their ratio, at batch 256
     "H200": {"S": (5800, 8000, 1.37), "B": (2400, 3350, 1.40), "L": (815, 1345, 1.65), "XL": (570, 980, 1.71)},
     "H100": {"S": (5100, 7000, 1.37), "B": (2100, 2950, 1.40), "L": (730, 1180, 1.65), "XL": (515, 875, 1.71)},
 }
@@ -239,8 +239,8 @@ def opened(*words: str) -> Iterator[Run]:
 
 
 def host(check: Check) -> None:
-    """Time steps of networks as deep as DiT-S and DiT-XL, but so narrow that kernel launches and Python take most of
-    the time. The times show how much a step can gain from a CUDA graph."""
+    """Time steps of networks so narrow that kernel launches and Python take most of the time.
+    They are as deep as DiT-S and DiT-XL. The times show how much a step can gain from a CUDA graph."""
     predicted = {("S", "compiled"): 13, ("S", "eager"): 28}  # ms
 
     def steps_of(size: str, how: str) -> None:
@@ -317,8 +317,8 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check) -> None:
-    """Time token gathering and the EMA update. Then time steps with the default settings, with one setting of torch or
-    train.py changed at a time, and with the defaults again."""
+    """Time token gathering, the EMA update, and steps with one setting of torch or train.py changed at a time.
+    Steps with the default settings are timed before and after these."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -349,7 +349,7 @@ def variants(check: Check) -> None:
 
 def gather_and_average(check: Check, size: str) -> None:
     """Time, for a DiT of `size` ("XL"): gathering tokens by elements, and by rows as gather_tokens does; the EMA update
-    of its weights, and the lower bound of that, one lerp over a flat tensor of as many numbers."""
+    of its weights, and its lower bound, one lerp over a flat tensor of as many numbers."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = torch.randn(batch, tokens, SIZES[size], device=DEVICE, requires_grad=True)
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values

@@ -1,6 +1,7 @@
 """Measures how fast latents reach the device: python benchmarks/loader.py [folder=…] [rounds=5]
 
-Times these ways of bringing 4×32×32 float16 latents to the device in batches of 256, each way once a round:
+Times these ways of bringing 4×32×32 float16 latents to the device in batches of 256, and a plain copy, each once a
+round:
 
   ours        tread.data.loader.Loader, with the dataset mapped from disk (mmap), in RAM (ram) or on the device (device)
   webdataset  a tar of the same latents, read with the webdataset library, in one process and with 2 workers
@@ -83,7 +84,7 @@ def through(batches: Iterable) -> None:
 
 
 def tar(folder: Path, workers: int) -> Iterable:
-    """Return webdataset's loader of latents.tar in `folder`, read by `workers` processes: batches (latents, labels)."""
+    """Return webdataset's loader of latents.tar in `folder`, read by `workers` processes (0: this one)."""
     pipe = webdataset.WebDataset(str(folder / "latents.tar"), shardshuffle=False, empty_check=False).shuffle(1000)
     pipe = pipe.decode().to_tuple("latent.npy", "cls").batched(BATCH, partial=True)
     return webdataset.WebLoader(pipe, batch_size=None, num_workers=workers)

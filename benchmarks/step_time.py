@@ -5,7 +5,7 @@ Prints for each kind of step the median time, images/s, FLOP/s, MFU and peak mem
 its confidence interval; and the speedup divided by the ratio of FLOPs. Then prints which fractions of a step loading,
 forward, backward, optimizer and EMA take. If one kind of step fails, the others go on. Overrides are train.py's, and
 
-    beside=dit    further models to time, separated by commas; they ignore overrides that not all models take
+    beside=…      further models to time, separated by commas; they ignore overrides that not all models take
     pairs=24      measurements of each kind of step; each is of one step (on a GPU of 5, to hide kernels' launch time)
     out=…         a JSON file to write as well
 

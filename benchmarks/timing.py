@@ -102,7 +102,7 @@ def take_turns(
 ) -> dict[str, Turns]:
     """Measure the functions in `calls` {name: function}. A round calls each once; every other round goes in reverse
     order. Two rounds give Turns.first and held, then `rounds` more give Turns.seconds. If a function fails, this raises
-    ValueError or, if `failed` is given, puts the error's text in failed[name] and calls the function no more."""
+    ValueError or, if `failed` is given, puts the error's text in failed[name] and leaves the function out."""
     costs, held = {name: [] for name in calls}, {}
     watched = -2 if DEVICE.type == "cuda" else -1  # the turn that gives Turns.held
     for turn in range(-2, rounds):
@@ -168,7 +168,7 @@ def circumstances() -> dict[str, str]:
 
 
 def command() -> str:
-    """Return this process's command line, absolute paths made relative to this checkout or, outside it, base names."""
+    """Return the command line; absolute paths become relative to this checkout or, outside it, base names."""
     words = []
     for word in sys.argv[1:]:
         key, equals, value = word.rpartition("=")

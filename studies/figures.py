@@ -22,7 +22,7 @@ from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
 from tread.evaluation.metric_table import METRICS, feature_metrics
 from tread.runtime.files import explain_failure, write_whole
 
-Columns = dict[str, dict[str, str]]  # title → arm → cell
+Columns = dict[str, dict[str, str]]  # title → row (an arm, or the name of a pair) → cell
 Dots = Sequence[tuple[float, Sequence[float]]]  # x, a value per seed
 
 
@@ -109,7 +109,7 @@ def networks_of(study: Study, results: Results) -> Results:
 
 
 def grid(columns: Columns, names: Iterable[str]) -> list[str]:
-    """Return a Markdown table's lines for {title: {row name: cell}} and rows `names`, then an empty one; [] if none."""
+    """Return the lines of a Markdown table of {title: {row: cell}} with the rows `names`, then ""; [] without rows."""
     rows = [[*columns], *([cells.get(name, "–") for cells in columns.values()] for name in names)]
     head, *lines = [f"| {' | '.join(row)} |" for row in rows]
     return [head, "|---" * len(columns) + "|", *lines, ""] if lines else []
@@ -130,7 +130,7 @@ def pair_table(study: Study, results: Results, metrics: Sequence[str]) -> list[s
     """Return the lines of a table of differences between compared arms, paired by seed. Columns are each metric at
     equal training images, FLOPs and seconds; rows are the pairs with runs to compare."""
     columns: Columns = {}
-    seeds: dict[str, int] = {}  # the most of a row's cells
+    seeds: dict[str, int] = {}  # pair → the largest number of seeds in its row
     for metric, equal in product(metrics, EQUAL):
         column = {}
         for arm, other in study.pairs:
@@ -171,8 +171,8 @@ def outcome(study: Study, results: Results) -> list[str]:
 
 
 def paired_columns(study: Study, results: Results, metric: str) -> Columns:
-    """Return a column for the metric at an equal number of training images, FLOPs and seconds each. A cell is an arm's
-    metric minus that of the arm it is compared with, as Estimate.signed writes it."""
+    """Return three columns of the metric: at equal training images, at equal FLOPs and at equal seconds. A cell is an
+    arm's metric minus that of the arm it is compared with, as Estimate.signed writes it."""
     columns: Columns = {}
     for equal in EQUAL:
         column = columns[f"{METRICS[metric].title} against its pair, at equal {equal}"] = {}
@@ -194,8 +194,9 @@ OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#
 
 
 def colours(study: Study) -> dict[str, str]:
-    """Return {arm: colour}: the colour that its overrides have in COLOURS, else the next one of OTHERS. Arms that
-    differ only in how they are scored, or in a setting whose value trial runs choose (Study.trials), share a colour."""
+    """Return {arm: colour}: the colour that its overrides have in COLOURS, else the next one of OTHERS. Overrides that
+    most arms have do not count, except model=…. Arms that differ only in how they are scored, or in a setting whose
+    value trial runs choose (Study.trials), share a colour."""
     tried = {word.partition("=")[0] for trials in study.trials.values() for word in trials}
     own = {n: frozenset(w for w in a.overrides if w.partition("=")[0] not in tried) for n, a in study.arms.items()}
     counts = Counter(chain(*own.values()))
@@ -307,9 +308,9 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
 
 def balance_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the final FID against precision, and of precision against recall. A line joins the means of a
-    network's scores at several guidance scales, and its last scale is written next to the point. Its means are over the
-    same seeds (small dots). Scales with fewer seeds, or other sample counts than without guidance, are left out, and so
-    is a network whose scales share no seed."""
+    network's scores at several guidance scales; the last scale is written next to its point. All means of a line are
+    over the same seeds (small dots). Scales with fewer seeds, or with another sample count than without guidance, are
+    left out, and so is a network whose scales share no seed."""
     networks, panels, colour = networks_of(study, results), [], colours(study)
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, drawn = defaultdict(dict), []
@@ -335,7 +336,8 @@ def balance_panels(study: Study, results: Results) -> list[Panel]:
 
 def precision_columns(study: Study, results: Results) -> Columns:
     """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision,
-    which is interpolated between the first arm's scores at several cfg scales. Outside their range a cell is empty."""
+    which is interpolated between the first arm's scores at several cfg scales. A cell leaves out the seeds whose
+    precision lies outside the range of these scores."""
     first, columns = next(iter(study.arms)), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
     ends = [{run["seed"]: run["points"][-1] for run in results[arm]} for arm in scaled]
@@ -412,7 +414,7 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
 
 def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
     """Return one run's training "flops" or "steady_seconds" (`axis`, as in jobs.py), divided by another's; None if
-    either is unknown, or if seconds were not measured on the same device."""
+    either is unknown, or for seconds on different devices or beside different numbers of runs (Made.timed_on)."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     ends = [max(curve(each, "loss", axis), default=0) for each in (run, other)]
