@@ -44,7 +44,7 @@ def main(composed: dict) -> None:
 
 
 def train(run: Run) -> bool:
-    """Train up to step train.steps, with logs, evaluations and checkpoints. Returns False if it was asked to stop."""
+    """Train up to step train.steps, with logs, evaluations and checkpoints. Returns False if stopped before the end."""
     cfg, say = run.cfg, run.say
     if run.step >= cfg.train.steps:
         say(f"{run.folder} is finished: train.steps above {run.step} trains on, name=… starts another run")

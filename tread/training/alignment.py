@@ -8,7 +8,7 @@ kind "self"  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the p
 
 Tokens may skip an aligned block (see Route in routing_module.py): only the kept tokens are then compared, with the
 targets at their positions. The projector is an MLP without a norm before it. Several aligned blocks share the projector
-and the targets, and the loss is the mean over them. Sampling needs neither projector nor targets.
+and the targets, and the loss is the mean over the blocks. Sampling needs neither projector nor targets.
 
 Shapes: B samples, N tokens, K of them in the aligned block, D hidden size, z channels of the targets.
 """
@@ -159,7 +159,7 @@ class Aligner:
 
         x, y, noise  clean latents, conditions and noise of the network; the teacher, its EMA copy, gets the same ones.
         normal       (B,) standard normal numbers, which process.noise_level maps to the network's noise levels.
-        back         (B,) in [0, 1): process.cleaner lowers the teacher's noise levels by alignment.gap · back.
+        back         (B,) in [0, 1): process.cleaner lowers the teacher's levels by alignment.gap · back; "repa": None.
         token_noise  (B, channels) noise of the class tokens; None: there are none.
         """
         if self.teacher is None:

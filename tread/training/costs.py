@@ -2,10 +2,10 @@
 
 A step's predicted time is the sum of the times of matrix products, attention, the blocks' other reads and writes, the
 embedding and the last layer, the optimizer and the EMA. It is at least the time that the host needs to launch the
-step. The constants are estimates for compiled networks in bf16; benchmarks/gpu_check.py measures the real values.
+step. The default constants are estimates for compiled networks in bf16; benchmarks/gpu_check.py measures real ones.
 
-A step's memory is traced: its passes run on torch's fake tensors, which have shapes, types and storage sizes but no
-numbers, and after each operation the bytes of all storages in use are counted.
+The memory of a compiled step is computed from tables. An uncompiled step is traced: its passes run on torch's fake
+tensors, which have sizes and types but no numbers, and after each operation the bytes of all storages are counted.
 """
 
 import time

@@ -20,7 +20,7 @@ from tread.training.step import loss, training_step
 
 @dataclass
 class Launch:
-    """What train.py's work and `launched` tell each other."""
+    """The state that `launched` shares with the work inside its context."""
 
     stop: Stop
     finished: bool = False  # whether all steps are done; if not, the exit code is INTERRUPTED
@@ -29,8 +29,8 @@ class Launch:
 
 @contextlib.contextmanager
 def launched() -> Iterator[Launch]:
-    """Context of train.py's work, which sets `run` and `finished`. It listens for stop signals, turns expected errors
-    into exit code 1 and a message without traceback, and exits with INTERRUPTED if a signal stopped the run."""
+    """Context for train.py's work, which sets `run` and `finished` of the Launch. The context listens for stop signals,
+    turns expected errors into exit code 1 and a message without traceback, and exits with INTERRUPTED if stopped."""
     launch = Launch(Stop())
     try:
         yield launch

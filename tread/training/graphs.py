@@ -46,7 +46,7 @@ class Graphs:
     def __init__(self, run: Run, stream: "torch.cuda.Stream | None", record: Callable[[Replay], Replay]) -> None:
         self.run, self.stream, self.record = run, stream, record
         self.kinds: dict[tuple, StepKind] = {}  # by routes, and shapes and types of tensors
-        self.usual = 3 if run.processes.count == 1 else 11  # DDP changes its buckets at first
+        self.usual = 3 if run.processes.count == 1 else 11  # steps before a kind's graph; DDP changes buckets at first
 
     def take(self, inputs: Inputs) -> None:
         """Do a training step: directly if it is one of the first with its routes and shapes, else by a CUDA graph."""
@@ -88,8 +88,8 @@ class Graphs:
         here. `inputs` are a step's inputs, `tensors` the tensors in them. The run's weights do not change.
 
         All processes raise an error if, in any of them, recording fails, or losses or gradient norms with the graph
-        differ from those without it (AssertionError in that process). An error in a trial step, before recording or in
-        a replay, is raised only in the process where it happens, as Failure if the run has several processes.
+        differ from those without it (AssertionError in that process). An error in a trial step (before recording, or in
+        a replay) is raised only in the process where it happens, as Failure if the run has several processes.
         """
         run, cloned = self.run, tree_map_only(Tensor, torch.clone, inputs)
         kind.buffers = [leaf for leaf in tree_leaves(cloned) if torch.is_tensor(leaf)]

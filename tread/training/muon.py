@@ -31,7 +31,7 @@ def block_matrices(network: nn.Module) -> list[nn.Parameter]:
 
 
 def groups_of(parameters: Iterable[nn.Parameter], network: nn.Module) -> list[dict]:
-    """Return two parameter groups of an optimizer: block_matrices(network), which Muon orthogonalises, and the rest."""
+    """Split parameters into two groups for an optimizer: those in block_matrices(network), for Muon, and the rest."""
     matrices, own, rest = set(block_matrices(network)), [], []
     for parameter in parameters:
         (own if parameter in matrices else rest).append(parameter)
@@ -57,7 +57,7 @@ class Muon(torch.optim.AdamW):
     multiplies lr by that group's entry lr_factor (muon_lr / lr) before a step, as optimizer_step does.
 
     Like fused AdamW it divides gradients by `grad_scale`, changes nothing if `found_inf` is 1 (both 0-d, or None), and
-    takes rates as tensors. Matrices of one shape are orthogonalized together, in bf16 on a GPU and in fp32 on a CPU,
+    takes rates as tensors. Updates of one shape are orthogonalized together, in bf16 on a GPU and in fp32 on a CPU,
     which may emulate bf16. Raises ValueError for a momentum outside [0, 1), or if steps is not a positive integer.
     """
 

@@ -19,9 +19,9 @@ from tread.training.muon import Muon, Scale, block_matrices, groups_of
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer for optim.name; checkpoints save its `state` and `param_groups`, which skipped steps don't change.
-    `make` gets the parameters (if it `splits`, as muon.groups_of's two groups) and, by keyword, lr, optim's settings in
-    `shared`, and optim.options. `copies` maps optim.options to the count of state numbers per parameter value."""
+    """An optimizer for optim.name. `make` gets the parameters (in groups if it `splits` or optim.groups is set) and, by
+    keyword, lr, optim's settings in `shared`, and optim.options. Checkpoints save the optimizer's `state` and, except
+    for lr, what has changed in its `param_groups`; skipped steps change neither."""
 
     make: Callable[..., torch.optim.Optimizer]
     copies: Callable[[dict], float]  # function of optim.options: how many numbers of state a parameter value has
@@ -165,8 +165,8 @@ class Optim:
         return int(self.matrix_copies * matrices + self.copies * (trained - matrices))
 
     def split(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return a text to follow the optimizer's name: with optim.groups, how many parameters have which rate; with an
-        optimizer that treats block matrices apart, such as Muon, how many parameters these have; otherwise ""."""
+        """Return a text to follow the optimizer's name: for one that treats block matrices separately, as Muon, how
+        many parameters these have; for others, with optim.groups, how many parameters have which rate; else ""."""
         if self.entry.splits:
             own, rest = ([parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups)
             return f" for {len(own)} block matrices ({sum(own):,} parameters), AdamW for the other {sum(rest):,}"

@@ -70,7 +70,7 @@ class Clock:
             run.say(forecast(run, seconds))
 
     def advance(self) -> None:
-        """Add the training since the last call to the run's seconds and FLOPs. The device must have finished it."""
+        """Add training since the last call or pause to run.seconds and run.flops. The device must have finished it."""
         run, (step, since) = self.run, self.counted
         self.counted = run.step, time.perf_counter()
         self.seconds += self.counted[1] - since
@@ -116,9 +116,9 @@ def log(run: Run, clock: Clock) -> str:
 
 
 def read_statistics(run: Run) -> dict:
-    """Return StepStatistics.read's sums and record of bad steps, those whose loss or gradient was not finite, with
-    lists of each process's sum as "loss" (and "alignment", if the run has it). Raises Failure if more than
-    train.max_bad_steps steps in a row were bad or, at later steps and at the end, more than half of the last 100."""
+    """Return StepStatistics.read's values, but "loss" (and "alignment", with an aligner) as a list of each process's
+    sum. Raises Failure if more than train.max_bad_steps steps in a row were bad (loss or gradient not finite) or, after
+    at least train.max_bad_steps steps and at the end, over half of the last 100. All processes must call this."""
     sums, most = run.statistics.read(), run.cfg.train.max_bad_steps
     for name in ("loss", "alignment") if run.aligner else ("loss",):
         sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.device)).tolist()
@@ -147,8 +147,8 @@ def recent_bad_steps(run: Run, sums: dict) -> list[int]:
 
 
 def explain_bad_steps(run: Run, steps: Sequence[int], where: str) -> str:
-    """Return a message on steps whose loss or gradient was not finite: their noise levels, samples with bad numbers,
-    and advice. `where` names the steps in the message. Waits for a checkpoint in progress."""
+    """Return a message on steps whose loss or gradient was not finite: their noise levels, samples with non-finite
+    numbers, and advice. `where` names the steps in the message. Waits for a checkpoint in progress."""
     process = run.model.process
     normal = [step_draws(run.cfg, run.data.latents, step, run.device).level for step in steps[:100]]  # as used before
     levels = process.noise_level(torch.cat(normal))
@@ -200,7 +200,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
     """Do all work that is due after run.step steps, and save if an earlier save was `postponed`. Returns (whether
     training goes on, whether a save is postponed now). Saves are postponed while loss or gradients are not finite.
 
-    If the work raises another error than Failure, such as OSError for a file, the step is saved first.
+    If the work raises an error other than Failure, such as OSError for a file, the step is saved first, if possible.
     """
     try:
         full = False
@@ -233,7 +233,7 @@ def save_due(run: Run, asked: bool) -> bool:
 
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
     """Do the evaluation, FID and sample grid due after run.step steps, except those in `done`, as done_before names
-    them. Returns False if asked to stop meanwhile. Raises Failure or ValueError if the loss is not finite."""
+    them. Returns False if asked to stop. If the loss is not finite, raises Failure or, for bad samples, ValueError."""
     metric, cfg = run.model.process.evaluation, run.cfg
     if run.heldout is not None and run.due(cfg.every.evaluate) and metric not in done:
         with run.timed("eval"):
@@ -354,10 +354,10 @@ def sampler(run: Run, samples: int) -> Sampler:
 
 
 def save(run: Run) -> bool:
-    """Copy what a checkpoint holds, let a thread write it, and return True. Returns False, without saving, if
-    loss or gradient was not finite in this step or in over half of the last 100. A run's last step is saved even then,
-    but no older checkpoint is removed. First waits until the previous checkpoint is written; raises OSError if that
-    failed, and Failure if the weights are not finite."""
+    """Copy what a checkpoint holds, let a thread write it, and return True. Returns False, without saving, if loss or
+    gradient was not finite in this step or in over half of the last 100. After a bad last step of the run, saves its
+    unchanged weights, but removes no older checkpoint. First waits until the previous checkpoint is written. Raises
+    OSError if that failed, and Failure as read_statistics does, or if the weights are not finite."""
     with run.timed("save"):
         finish_saving(run)
     counted = read_statistics(run)
@@ -417,7 +417,7 @@ def finish_saving(run: Run, wait: bool = True) -> None:
 
 def judge_demo(run: Run) -> None:
     """Draw run.demo_samples digits or emoji with the EMA weights, and record their scores, unless recorded already.
-    Raises ValueError or OSError if the weights that eval.inception names can't be read."""
+    Raises ValueError or OSError if the Inception weights that score emoji are named or cached, but can't be read."""
     count = run.demo_samples
     if not run.main or not count or "demo_samples" in done_before(run):
         return

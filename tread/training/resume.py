@@ -24,15 +24,15 @@ GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment":
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
     """Return (the config with which train.py starts, warnings). A new run starts with `composed`. A continued run keeps
     its recorded config, but keys that were typed or are not recorded take their values from `composed`. Warnings name
-    the other keys whose values differ in `composed` and, if the run is finished, typed keys that have no effect.
+    other keys that differ in `composed` (with run=…, only config.yaml's) and typed keys that a finished run ignores.
 
-    composed   the config that Hydra made from today's files and the command line.
+    composed   the config that Hydra made from today's files and the command line; ~ in paths is expanded in place.
     arguments  the command line, which shows the keys typed. If it names another model, dataset, experiment or alignment
-               than the run has, all keys set in that choice's file count as typed.
-    configs    the folder of config.yaml and of those files.
+               than the run has, keys set in that choice's file count as typed, except those left open (null, auto).
+    configs    the folder of config.yaml, and of the choices' files, such as model/dit.yaml.
 
-    Raises FileNotFoundError if run=… names no run; ValueError if name=… or results=… is typed as well, or if the record
-    has settings unknown to this code.
+    Raises FileNotFoundError if run=… names no run; ValueError if name=… or results=… is typed beside run=…, or, unless
+    plugins=… is typed, if the record has settings unknown to this code.
     """
     typed = dict(match.groups() for match in map(re.compile(r"[+~]*([^-+~=\s][^=\s]*)=(.*)").match, arguments) if match)
     warnings = [
@@ -142,7 +142,7 @@ def leaves(key: str, value: object) -> list[str]:
 
 
 def keys_of(configs: Path, name: str) -> set[str]:
-    """Return the dotted keys set in a config file (if it exists) or in the files that it names by `override /…`."""
+    """Return the dotted keys set in configs/<name>.yaml, if it exists, and in files that it names by `override /…`."""
     path = configs / f"{name}.yaml"
     tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
     lists = [item for item in tree.pop("defaults", ()) if isinstance(item, dict)]
@@ -154,7 +154,7 @@ def keys_of(configs: Path, name: str) -> set[str]:
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
     """Return `recorded`, the config or its part at dotted `key`, with `composed`'s values for dotted keys in `typed`
-    and for keys that it lacks. Lists and train.ratio_schedule stay as recorded unless a key in them is typed."""
+    and for keys that `recorded` lacks. Lists and train.ratio_schedule stay as recorded if no key in them is typed."""
     below = [name for name in typed if name.startswith(f"{key}." if key else "")]
     if key in typed:
         return composed
@@ -172,5 +172,5 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 def _left_open(key: str, value: object) -> bool:
     """Return whether `value` is null or "auto" for a setting of dataset, text, rf or MaskDiT's decoder. Its value is
-    then filled in later: from the dataset's folder, the encoder's size or the latents' shape, or by the user."""
+    then filled in later, from the dataset's folder, model.hidden_size or the latents' shape, or left to the user."""
     return key.startswith(("dataset.", "model.decoder_", "rf.", "text.")) and value in (None, "auto")

@@ -70,7 +70,7 @@ class StepStatistics:
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
     def restart(self) -> None:
-        """Zero the sums, but not the current count of consecutive bad steps (loss or gradient not finite)."""
+        """Zero the sums, except the current count of bad steps in a row, which is also the new log's longest so far."""
         self.sums[:4] = self.sums[6:] = 0.0
         self.sums[5] = self.sums[4]
 
@@ -138,8 +138,8 @@ class Run:
 
     def wrap(self) -> None:
         """Set `aligns` to whether the next step (self.step) uses the alignment loss, and `wrapped` to the module that
-        it calls, in DDP if there are several processes: aligner.module or, without alignment, the network alone, as DDP
-        does not allow parameters that get no gradient, such as the projector's then."""
+        the step calls, in DDP if there are several processes: aligner.module or, without alignment, the network alone,
+        as the projector's parameters would get no gradient, which DDP does not allow."""
         # a graph can't record hooks that were made on the default stream
         graphed = self.cfg.train.cuda_graphs is True and self.device.type == "cuda"
         self.aligns, self.wrapped = self.aligner_at(self.step) is not None, None  # frees DDP's buckets
@@ -178,7 +178,7 @@ class Run:
         return {f"{what}_seconds": round(seconds, 3) for what, seconds in spent.items()}
 
     def record(self, **values: float) -> None:
-        """Append values to metrics.jsonl, with step, FLOPs and seconds of training, and what `timed` has measured."""
+        """Append values to metrics.jsonl, in the main process, with step, FLOPs, seconds, and what `timed` measured."""
         if self.main:
             values |= {"flops": self.flops, **self.take_spent()}
             if self.seconds is not None:
@@ -204,7 +204,7 @@ def leave(run: Run, finished: bool) -> None:
 
 
 def note_failure(run: Run | None, reason: str) -> None:
-    """Write to status.json why the run failed, if the disk can be written to. run=None (none has begun): do nothing."""
+    """Write to status.json why a run failed, if possible, and unlock its folder. None (none has begun): do nothing."""
     if run is not None:
         with contextlib.suppress(OSError):
             time.sleep(0 if run.main else 2)  # for a failure in all processes, the main one's is recorded

@@ -74,7 +74,7 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
 
 def migrate(config: dict) -> dict:
     """Convert a config recorded by older code to today's keys; missing ones get their defaults. Section `recipe` is
-    dropped, wandb.enabled becomes tracker, and train.activation_checkpointing=true becomes train.memory."""
+    dropped, wandb.enabled becomes tracker, train.activation_checkpointing=true becomes train.memory=checkpointing."""
     kept = {key: value for key, value in config.items() if key != "recipe"}
     if "enabled" in config.get("wandb", {}):
         kept["tracker"] = "wandb" if config["wandb"]["enabled"] else "none"

@@ -246,9 +246,9 @@ def complete(config: dict) -> tuple[Settings, dict]:
 
     dataset.channels, size and num_classes are read from the dataset where they are null, and so are the text settings
     of a text-conditional network. dataset.heldout=auto becomes the held-out data prepared with the dataset, or null.
-    Section `model` of the dict keeps only the chosen architecture's keys, and its null sizes become numbers.
-
-    Raises ValueError for settings that do not fit together, FileNotFoundError for missing data.
+    Section `model` of the dict keeps only the chosen architecture's keys. MaskDiT's null sizes and rf's "auto" shifts
+    become numbers, and paths of plugins absolute. Raises ValueError for settings that do not fit together, and
+    FileNotFoundError if data must be read but is missing.
     """
     config = as_recorded(config)
     cfg = read(config)

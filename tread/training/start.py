@@ -112,7 +112,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
     """Return `cfg` and `config`, of a run with init_positions=scaled, with model.position_scale set: to the recorded
-    scale if the run exists already, else to that of init_from's weights times their number of token rows / the new one.
+    scale if the run exists already, else to that of init_from's weights, times their number of token rows over the new.
     Raises ValueError if `cfg` states another scale (1, the default, counts as not stated)."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, cfg.init_weights, run, side)
@@ -177,7 +177,7 @@ def prepare_blocks(
 
 
 def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDataset) -> None:
-    """Raise ValueError unless `data` has the LatentSpec and number of samples that a checkpoint was trained on."""
+    """Raise ValueError unless `data` has the LatentSpec, sample count and class tokens that `earlier` records."""
     made = {"samples": earlier.info["samples"], "class_token": earlier.info.get("class_token")}
     now = vars(data.latents) | {"samples": len(data), "class_token": data.class_fingerprint}
     if changed := differences(vars(LatentSpec.from_json(earlier.info["latents"])) | made, now):
@@ -187,7 +187,7 @@ def check_data(cfg: Settings, earlier: checkpoint.Checkpoint, data: LatentDatase
 
 
 def check_memory(cfg: Settings, device: torch.device) -> None:
-    """Raise ValueError if training the blocks alone exceeds the device's memory; needs no network."""
+    """Raise ValueError if training the blocks alone exceeds the device's memory. The network need not be built yet."""
     model, frozen = cfg.model, not all(group.lr for group in cfg.optim.groups)  # frozen: no gradients, no moments
     copies = 1 if cfg.lora.rank else 2 + (not frozen) * (1 + cfg.optim.matrix_copies) + len(cfg.ema.power)
     least = int(model.depth * model.hidden_size**2 * (2 + model.mlp_ratio))  # of all architectures; most have more
@@ -212,7 +212,7 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
 
 def take_folder(run: Run, claimed: Claim) -> None:
     """Record the start in the run's folder, and remove results after the step at which the run continues. Call it in
-    the main process only. Raises OSError, also if no checkpoint would fit the disk; ValueError if no tracker opens."""
+    the main process only. Raises OSError, also if a checkpoint would not fit the disk; ValueError if wandb fails."""
     say, optim = run.processes.say, run.cfg.optim
     needed = checkpoint_bytes(run.cfg, run.network, run.aligner) if run.step < run.cfg.train.steps else 0
     check_place(run.folder, needed)
@@ -374,8 +374,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 def data_warnings(run: Run) -> list[str]:
     """Return warnings for: held-out files that are also trained on; held-out photos decoded with other options than the
-    training photos; a dataset made of another archive than dataset.archive; an encoder or plugin that has changed
-    since the run's last checkpoint."""
+    training photos; a dataset made of another archive than dataset.archive; an encoder that has changed since the run's
+    last checkpoint; a plugin that has changed since the run began."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data.folder)), files_of(run.heldout.folder) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
@@ -412,7 +412,7 @@ ALIKE = ("classes", "autoencoder", "fingerprint", "scale", "shift")  # must agre
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
     """Open the training data, placed and normalised as cfg.dataset says, and the held-out data, or None. Raises
-    ValueError or FileNotFoundError if they do not fit the model, the batch or each other."""
+    FileNotFoundError, or ValueError if the data does not fit the model or batch, or one part the other."""
     data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
     if data.feature_spec is not None:
         check_grid(data.feature_spec.grid, cfg.dataset.size // cfg.model.patch_size, f"features in {data.folder}")
@@ -440,9 +440,9 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open part "train" or "heldout" of a dataset, after making it if it is missing and built in, such as digits.
-    Its files are memory-mapped or, with placement "ram" or "device", copied to RAM or to `device`. Raises
-    FileNotFoundError, or ValueError if the data does not fit the model."""
+    """Open the folder `path`, part "train" or "heldout" of a dataset, after making it if it is missing and built in,
+    such as digits. Its files are memory-mapped or, with placement "ram" or "device", copied to RAM or to `device`.
+    Raises FileNotFoundError, or ValueError if the data does not fit the model."""
     prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None

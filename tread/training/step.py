@@ -30,7 +30,7 @@ def loss(
     """Return each sample's losses, a list of one or two (B,) fp32: the denoising loss, plus the weighted loss of class
     tokens if there are any; and, with an aligner, the alignment loss without its weight.
 
-    network  the run's network, or aligner.module if there is an aligner; wrapped in DDP if there are several processes.
+    network  the run's network or, with an aligner, aligner.module; either may be wrapped in DDP.
     latents  describes the numbers in `batch`: their shape, scale, and whether they are latents or moments.
     null     the condition that replaces dropped labels or texts, for one sample.
     """
@@ -94,7 +94,7 @@ def step_inputs(run: Run) -> Inputs:
 
 
 def step_on(run: Run, inputs: Inputs) -> list[Tensor]:
-    """Do a training step on the device; returns its mean losses and the gradients' norm, each 0-d. A CUDA graph of one
+    """Do a training step; returns this process's mean losses and the gradients' norm, each 0-d. A CUDA graph of one
     call is replayed for later steps, so any value that differs between steps must be a tensor in `inputs`."""
     cfg, latents, null = run.cfg, run.data.latents, run.network.null(1)
     weights, aligner = ((1.0,), None) if inputs.alignment is None else ((1.0, inputs.alignment), run.aligner)
