@@ -19,7 +19,7 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
     `captions` is not as described below, or if the dataset has other captions already and `again` is False.
 
     folder    the folder of a finished dataset, or the attribute `data` of a DatasetWriter after its method `assemble`.
-    captions  for each sample of the dataset, in order, a sequence of at least one caption, none of them blank.
+    captions  for each sample of the dataset, in order, a list or tuple of at least one caption, none of them blank.
     again     replace other captions. Text encoded from the old ones is kept, but reading it then raises ValueError.
     """
     path = folder / "index.json"
@@ -39,7 +39,8 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
 
 
 def check_captions(captions: object, whose: str) -> None:
-    """Raise ValueError unless `captions` is a list of one or more strings, none blank. `whose` begins the message."""
+    """Raise a ValueError that begins with `whose` unless `captions` is a list or tuple of one or more strings, none of
+    them blank or with half of a surrogate pair."""
     if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
     if any("\ud800" <= sign <= "\udfff" for sign in "".join(captions)):  # half of a surrogate pair, as JSON may hold
@@ -49,8 +50,8 @@ def check_captions(captions: object, whose: str) -> None:
 
 
 def read_captions(folder: Path, index: dict) -> list[list[str]]:
-    """Return a list of captions for each sample. `index` is the parsed index.json in `folder`. Raises ValueError if it
-    lists no captions or their file was changed, FileNotFoundError if their file is missing."""
+    """Return a list of captions for each sample. `index` is the parsed index.json in `folder`. Raises ValueError if
+    `index` lists no captions or their file was changed, FileNotFoundError if their file is missing."""
     entry = index.get("captions")
     if entry is None:
         how = f"python scripts/prepare_text.py dataset={folder} captions=<file> encoder=…"

@@ -12,7 +12,7 @@ FeatureSpec. Both are many times larger than the latents, and stay on disk even 
 Encoded captions are in the order of the samples, but their files are not split as the shards are. For encoder "clip-l":
 
     text-clip-l-00000.npy           (n, T, C) float16; for the encoder "words": (n, T) int32 indices into a vocabulary
-    text-clip-l-00000.lengths.npy   (n,) int32: the number of tokens of each caption; the rest of its T are padding
+    text-clip-l-00000.lengths.npy   (n,) int32: the number of tokens of each caption; the rest of the T are padding
     text-clip-l-00000.pooled.npy    (n, P) float16, if the encoder has a pooled output
     text-clip-l-counts.npy          (samples,) int32: how many captions each sample has
     text-clip-l-00007.npy           the last file (here number 7), which holds the encoded empty caption alone: n = 1
@@ -39,7 +39,7 @@ from tread.models.conditions import Text
 from tread.runtime.files import content_hash
 from tread.runtime.schema import Count, read
 
-LOOKED_AT = 32  # rows that are checked when a dataset is opened
+LOOKED_AT = 32  # rows of each kind that are checked when a dataset is opened, unless all are
 
 
 def check_rows(arrays: Sequence[np.memmap], full: bool, make: str, vocabulary: Sequence[str] | None = None) -> None:
@@ -68,7 +68,7 @@ class FeatureSpec:
     """The encoder and shape of stored features: the section "features" of index.json without the list of its files.
 
     encoder      its name, as encoder_name in tread/encoders/vision.py returns it.
-    fingerprint  hash of the encoder's weights, or of its source; None if unknown.
+    fingerprint  hash of the encoder's weights and, for module:function, of its source; None if unknown.
     grid         tokens along each side of the picture; there are grid² in all.
     width        number of channels z of each token.
     of           latents_hash of the dataset for which the features were computed.
@@ -90,7 +90,7 @@ def latents_hash(index: dict) -> str:
 
 
 def check_grid(grid: int, side: int, whose: str) -> None:
-    """Raise ValueError beginning with `whose` unless features have as many tokens per side as the network (`side`)."""
+    """Raise a ValueError that begins with `whose` unless `grid`, features' tokens per side, is the network's `side`."""
     if grid != side:
         raise ValueError(f"{whose} have {grid}×{grid} tokens, but the network has {side}×{side}: take grid={side}")
 
@@ -99,9 +99,9 @@ def open_features(
     folder: Path, index: dict, encoder: str | None, full: bool, pooled: int | None = None
 ) -> tuple[FeatureSpec, ShardRows]:
     """Open a dataset's patch features or, if `pooled` is given, its feature vectors of whole pictures, which must have
-    `pooled` channels. Checks that they are finite, fit the present latents, and were made by `encoder` (None: any).
-    `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are checked. Raises
-    FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
+    `pooled` channels. Checks that they are finite, fit the present latents, and were made by `encoder`, a name as in
+    FeatureSpec (None: any). `full` checks all numbers and hashes; otherwise only headers, sizes and some samples are
+    checked. Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
     section = index.get("features")
     named = encoder or (section["encoder"] if section else "…")
     make = f"python scripts/prepare_features.py dataset={folder} encoder={named}"
@@ -192,7 +192,7 @@ class TextSpec:
 class EncodedText:
     """A dataset's captions, encoded by one encoder and opened for reading.
 
-    counts   (samples,) number of captions of each sample. Captions are numbered from 0, sample after sample.
+    counts   (samples,) int64: number of captions of each sample. Captions are numbered from 0, sample after sample.
     lengths  (captions,) int64: number of tokens of each caption, without padding.
     rows     a list: ShardRows of the tokens and, if the encoder has pooled outputs, ShardRows of the pooled outputs.
     null     the encoded empty caption, a Text of one sample.
@@ -208,7 +208,7 @@ class EncodedText:
         self.firsts = np.cumsum([0, *self.counts])[:-1]
 
     def numbers(self, indices: np.ndarray, uniform: np.ndarray | float = 0.0) -> np.ndarray:
-        """Return, for each sample index, the number of its first caption or, by random `uniform` in [0, 1), of any."""
+        """Return one caption number per sample index: `uniform` in [0, 1) picks one of the sample's, 0 the first."""
         counts = self.counts[indices]
         return self.firsts[indices] + np.minimum((np.asarray(uniform) * counts).astype(np.int64), counts - 1)
 
@@ -222,7 +222,7 @@ class EncodedText:
 
 
 def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
-    """Build a Text from tokens (B, T, C) or (B, T), CPU `lengths` (B,) without padding, and pooled outputs (B, P)."""
+    """Build a Text from tokens (B, T, C) or (B, T), `lengths` (B,) without padding, on the CPU, and pooled (B, P)."""
     mask = (torch.arange(spec.tokens) < lengths[:, None]).to(tokens.device)
     return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
 
@@ -238,7 +238,7 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
     """Open a dataset's captions, encoded by `encoder`. Checks that they are complete, finite, and made for the present
-    latents and captions. `full` checks all numbers and hashes, otherwise only lengths and some captions. Raises
+    latents and captions. `full` checks all numbers and hashes, otherwise headers, lengths and some captions. Raises
     FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
     sections = index.get("text", {})
     make = f"python scripts/prepare_text.py dataset={folder} encoder={encoder}"

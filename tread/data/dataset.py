@@ -1,7 +1,7 @@
 """Reads datasets of latents or pixels: folders that are checked when opened, and memory-mapped or copied to memory.
 
     index.json               what the numbers mean, and the files with their hashes
-    shard-00000.npy          (n, views, channels, S, S) float16 or float32, uint8 for pixels; S is the latents' side
+    shard-00000.npy          (n, views, channels, S, S) float16, float32 or, for pixels only, uint8; S: latents' side
     shard-00000.labels.npy   (n,) int64
 
 In index.json, `content` is "latents" (also for pixels, with `autoencoder` "pixels") or "moments": a posterior's mean
@@ -69,14 +69,15 @@ def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 class LatentDataset:
     """A dataset of latents, read by (seed, step) or index. Raises FileNotFoundError or ValueError, naming the bad file.
 
-    verify     "open" checks headers and sizes of all opened files, and the labels' hashes; "full" checks all hashes.
+    verify     "open" checks headers and sizes of all opened files, hashes of labels, caption counts and lengths, and
+               some rows of features and text; "full" checks all hashes, and all rows of features and text.
     placement  "mmap": memory-mapped, so that the operating system keeps in memory what it can; "ram": copied to this
-               process's memory; "device": copied to the memory of `device`. Text is placed like the latents; features
-               and pictures are always memory-mapped.
+               process's memory; "device": copied to the memory of `device`. Text is placed like the latents; features,
+               class tokens and pictures stored beside the latents are always memory-mapped.
     features   the name of an encoder whose stored features are read too; `feature_spec` describes them.
     pictures   also read pictures, stored ones or the latents if they are pixels; `picture_size` is the side in pixels.
     text       the name of a text encoder whose encoded captions (`encoded`) are read too; `text_spec` describes them.
-    flip       `batch` mirrors each sample with probability ½; for datasets of pixels with a single stored view only.
+    flip       `batch` mirrors each sample with probability ½; only for pixels stored in one view, without features.
     class_token  the number of channels of the stored feature vectors of whole pictures, which are then read too; None:
                  they are not read.
     """
@@ -189,8 +190,8 @@ class LatentDataset:
         expect: bool = False,
     ) -> Batch:
         """Return `rows` (a slice or indices) of the global batch of step `step` (0, 1, …); for `pin`, see `read`.
-        (seed, step) determines samples, views and captions; no sample occurs twice in a batch or an epoch. With
-        `expect`, the operating system is first asked to load all of it from disk, rather than row by row."""
+        Seed, step and batch_size determine samples, views and captions; no sample occurs twice in a global batch or an
+        epoch. With `expect`, the operating system is asked to load all the rows from disk before the first is read."""
         indices, views, captions = self._chosen(seed, step, batch_size, rows)
         if expect:
             for column in self._columns.values():
@@ -225,8 +226,8 @@ class LatentDataset:
         captions  for each sample, which caption to read: its number among all captions of the dataset; None: each
                   sample's first.
 
-        Tensors are in CPU memory. With placement "device", latents and text are on the device, and so are pictures if
-        they are the latents themselves (pixels).
+        Tensors are in CPU memory, with one exception: with placement "device", latents and text are on the device, and
+        so are pictures if they are the latents themselves (pixels).
         """
         indices, views = np.asarray(indices), np.asarray(views)
         if len(indices) and not (0 <= indices.min() <= indices.max() < len(self) and 0 <= views.min()):

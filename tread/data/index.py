@@ -31,9 +31,9 @@ def read_index(folder: Path) -> dict:
 
 
 def beside(folder: Path, name: object) -> Path:
-    """Return the folder of a related dataset: `name` in `folder`'s index.json, a path relative to `folder`. If `folder`
-    is a symbolic link, ".." in `name` is the folder that holds the link or, if that leads nowhere, the folder that
-    holds the link's target."""
+    """Return the folder of a related dataset. `name` is its path relative to `folder`, as `folder`'s index.json has it.
+    If `folder` is a symbolic link, ".." in `name` is the folder that holds the link or, if that leads nowhere, the
+    folder that holds the link's target."""
     place = Path(folder) / str(name)
     plain = Path(os.path.normpath(place))
     return plain if plain.exists() else place

@@ -29,7 +29,7 @@ class LatentSpec:
 
     shape                         (C, S, S) of the latents of one view; moments are stored with 2C channels.
     classes                       class names; a label is an index into them.
-    autoencoder                   the model that encodes and decodes latents: a hub id, folder or file, or "pixels".
+    autoencoder                   what encodes and decodes latents: a hub id, folder or file; "pixels"; "unknown".
     content, spread               "latents" and None, or "moments" (a posterior's mean and spread) and "logvar"/"std".
     scale, shift, scale_applied   x = (z − shift)·scale; whether this was applied before storing.
     views                         stored views per sample: 1, or 2 with the flipped one.
@@ -79,7 +79,8 @@ class LatentSpec:
 
     @classmethod
     def from_json(cls, tree: dict) -> "LatentSpec":
-        """Build a spec from a parsed index.json or a checkpoint's info.json["latents"]. KeyError if it lacks a key."""
+        """Build a spec from a parsed index.json or a checkpoint's info.json["latents"]. KeyError if it lacks a key that
+        all versions of these files have; keys that were added later have defaults."""
         # the first files of version 1 lack these keys
         later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
@@ -113,7 +114,7 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
 
 def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
     """Return mean and standard deviation of the latents (z − shift)·scale, each (…, C, S, S) fp32; if latents are
-    stored, not moments, return them and None. No other function applies shift and scale to stored numbers."""
+    stored, not moments, return these and None. No other function applies shift and scale to stored numbers."""
     scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":
         z = stored.float() / 127.5 - 1 if stored.dtype == torch.uint8 else stored.float()

@@ -1,7 +1,7 @@
 """Reads batches ahead, so that they are on the device before the training step asks for them.
 
 Threads read the samples of coming steps while the device computes, and copy them to a GPU from page-locked memory on a
-separate stream. A step's samples depend on (seed, step) alone, so reading ahead changes only the speed.
+separate stream. A step's samples depend on seed, step and batch size alone: reading ahead changes only the speed.
 """
 
 import sys
@@ -26,7 +26,8 @@ class Loader:
     beyond         samples to add to each micro-batch: the next ones of the global batch, starting over at its end.
     steps          the number of training steps, beyond which nothing is read ahead; by default without limit.
     ahead          steps to read ahead; None: 4 on a GPU, 0 on a CPU, which would have to do the reading itself.
-    bare_from      the first step for which neither features nor pictures are read; None: they are read for all steps.
+    bare_from      the first step for which neither features nor pictures are read (class tokens still are); None: all
+                   that `data` was opened with is read for all steps.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class SectionWriter(ShardStore, ABC):
     folder     the folder of a finished dataset, or the attribute `data` of a DatasetWriter after its `assemble`.
     place      the keys in index.json that lead to the section: ("text", encoder) or ("features",).
     stem       the first part of the files' names.
-    facts      the section's entries other than its shards, as JSON; an existing section with other facts is outdated.
+    facts      the section's entries except those about its files, as JSON; other facts make it a different section.
     ranges     the rows of each shard.
     row_bytes  bytes of a row, to check the free disk space.
     """
@@ -53,15 +53,16 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the section's entry "shards" and, for text, "null" and "counts", whose file this writes. `entries` has
-        a dict per shard: {"count": rows, "file": name, "file_sha256": hash}; likewise "lengths" and "pooled" if any."""
+        """Return the section's entries about files: "shards" and, for text, "null" and "counts" with its hash, whose
+        file this writes. `entries` has a dict per shard: {"count": rows, "file": name, "file_sha256": hash}; likewise
+        "lengths" and "pooled" if any."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
-        """Write shard `number`, whose rows come in parts (Text or arrays, depending on the subclass)."""
+        """Write shard `number`, whose rows come in parts (Text or pairs of arrays, depending on the subclass)."""
 
     def _around(self, index: dict) -> tuple[dict, str]:
-        """Return the dict in `index`, a parsed index.json, that holds this section, and the section's key in it."""
+        """Return the dict in `index`, a parsed index.json, that holds this section (added if missing), and its key."""
         for key in self._place[:-1]:
             index = index.setdefault(key, {})
         return index, self._place[-1]
@@ -127,7 +128,8 @@ class SectionWriter(ShardStore, ABC):
             self.write(number, parts(shard))
 
     def publish(self) -> None:
-        """Move all shards into the dataset's folder, and list them in index.json. OSError if shards are missing."""
+        """Move all shards into the dataset's folder, replacing the files of an older section, and list them in
+        index.json. Raises OSError if shards are missing."""
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path = self.folder / "index.json"
@@ -159,7 +161,7 @@ def section_files(section: dict) -> list[str]:
 class TextWriter(SectionWriter):
     """Writes a dataset's captions, encoded by one encoder. The last shard has one row, the empty caption.
 
-    counts      (samples,) number of captions of each sample, at least 1, else ValueError.
+    counts      (samples,) number of captions of each sample. ValueError if one is below 1, or for a wrong length.
     shard_size  captions in a shard; an interrupted shard is made anew. None: as many as fit into 256 MiB.
     """
 
@@ -204,7 +206,7 @@ class TextWriter(SectionWriter):
 
 
 class FeatureWriter(SectionWriter):
-    """Writes a dataset's features; `spec` states their encoder and shape."""
+    """Writes a dataset's features; `spec` states their encoder and shape, and its `pooled` must not be None."""
 
     def __init__(self, folder: Path, spec: FeatureSpec) -> None:
         index = read_index(folder)

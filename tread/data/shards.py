@@ -21,8 +21,8 @@ Placement = Literal["mmap", "ram", "device"]
 
 @dataclass(frozen=True)
 class Stream:
-    """An array that is written part by part along its first axis. Each part is made when it is written, so that memory
-    holds one at a time. `shape` is that of the whole array."""
+    """An array that is written part by part along its first axis. If `parts` is a generator, each part is made when it
+    is written, so that memory holds one at a time. `shape` is that of the whole array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -97,7 +97,7 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
     the row at which each shard starts.
 
     The matrix spans the memory from the first shard to the last: row i holds elements i to i + width − 1 of this
-    memory. Rows overlap, and most lie between the shards: only rows within a shard may be read.
+    memory. Rows overlap, and many may lie outside the shards: only rows within a shard may be read.
     """
     size = shards[0].itemsize
     starts = [shard.ctypes.data for shard in shards]

