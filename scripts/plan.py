@@ -2,10 +2,10 @@
 
 Prints parameters, FLOPs, device memory by part, how activation memory is saved (train.memory), the largest micro-batch
 that fits, images/s, hours, money and disk: a column for all tokens, and one for routes (some tokens skip some blocks).
-An encoder that runs in training is included. No GPU is needed, nor a dataset if the config states its shape and, for
-models that take text, text.tokens and text.width. device=this measures forward and backward passes on this machine.
-For other devices, predictions are for compiled blocks in bf16 (tread/training/costs.py), with the speeds that
-benchmarks/gpu_check.py measured, if it has run. All options: configs/plan.yaml.
+An encoder that runs in training is included. No GPU is needed, nor a dataset if the config states its shape, its
+number of classes and, for models that take text, text.tokens and text.width. device=this measures forward and backward
+passes on this machine. For other devices, memory is predicted for bf16, and times for compiled blocks in bf16
+(tread/training/costs.py), at speeds that benchmarks/gpu_check.py has measured, if any. All options: configs/plan.yaml.
 """
 
 if __name__ == "__main__":
@@ -57,7 +57,7 @@ def main(tree: dict) -> None:
 
 
 def show(cfg: Settings, options: Options) -> None:
-    """Print the plan without and, if any, with routes. Raises ValueError if devices doesn't divide the batch size."""
+    """Print the plans without and with routes (if any). Raises ValueError if devices doesn't divide the batch size."""
     if cfg.train.batch_size % options.devices:
         raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
     with torch.device("meta"):

@@ -114,7 +114,7 @@ class Job:
 
 
 def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
-    """Return {step: training seconds so far} by metrics.jsonl's `records`, less each launch's slow first step."""
+    """Return {step: training seconds so far} from metrics.jsonl's `records`, without each launch's slow first step."""
     found, first = {}, 0.0
     for record in records:
         first += record.get("first_step_seconds", 0.0)

@@ -142,7 +142,7 @@ def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) 
     return found
 
 
-EQUAL = {  # quantity at which two runs are compared → the function that does it, and its argument `axis`
+EQUAL = {  # quantity at which two runs are compared → the function that does it, and its argument `axis`, if any
     "images": (at_equal_images,),
     "FLOPs": (at_equal, "flops"),
     "seconds": (at_equal, "steady_seconds"),

@@ -19,7 +19,7 @@ class Made(TypedDict):
     seed: int
     points: list[dict]  # over training, each with images, FLOPs and metrics
     scores: list[dict]  # JSON of the scoring scripts
-    timed_on: tuple | None  # device, and number of runs that shared it; None: unknown, so seconds can't be compared
+    timed_on: tuple | None  # device, number of runs that shared it; None: not known or varied, so don't compare seconds
 
 
 Results = Mapping[str, list[Made]]  # arm → its runs

@@ -9,11 +9,11 @@
     arms=[dense]   only these arms (the kinds of run that the study compares), with all their trials and scores
     part=train     only train; part=score: only score finished trainings
     rehearse=true  a short trial of everything with a tiny network, where the study's file says how (cifar10)
-    data=data      the folder that holds imagenette/ (scale=small) or imagenet256/ (scale=paper)
+    data=data      the folder that holds the data, e.g. imagenette/ (scale=small) or imagenet256/ (scale=paper)
     results=results/studies   the folder to which the runs are written
 
 A study is studies/<name>.yaml. Its runs are ordinary runs of train.py and fid.py in results/studies/<name>/<scale>/.
-Started again after a stop, it goes on; when it stops, it draws what exists. Without study=, all studies are listed.
+Run again after a stop, this goes on; whenever it ends, it draws what exists. Without options, it lists all studies.
 """
 
 import re

@@ -293,7 +293,7 @@ def _trials(study: Study) -> set[str]:
 
 def _chosen(study: Study, name: str, made: Mapping[str, dict] | None) -> Arm | None:
     """Return the arm `name`. If overrides are tried for it, add the best by the records `made` {key of a training: its
-    record} (None: the first). Return None if one of them has not been tried yet."""
+    record} (None: the first). Return None if a trial is not trained yet."""
     arm, trials = study.arms[name], study.trials.get(name, {})
     if not trials:
         return arm

@@ -19,11 +19,11 @@ from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH
 
 APART = ("seed", "report", "tracker", "wandb", *LAUNCH)  # settings in which runs of a SeedGroup may differ
-UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that groups' names leave out
+UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that groups' names and cautions leave out
 # evaluations and FIDs are comparable only if these are equal; other keys of their sections don't affect them
 COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective")
 COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
-FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # may be unfair where they differ
+FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # differences may be unfair
 AXES = {"step": "steps", "flops": "FLOPs", "seconds": "time"}
 TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
@@ -41,7 +41,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """Runs that differ only in their seed, under a unique name."""
+    """Runs that differ only in their seed and other settings in APART, under a unique name."""
 
     name: str
     runs: Sequence[Found]
@@ -69,8 +69,8 @@ class SeedGroup:
 
 
 def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
-    """Open runs, given as folders or glob patterns, and group those that differ only in the seed. Raises
-    FileNotFoundError if a pattern matches no run, or if a run's settings or metrics can't be read."""
+    """Open runs, given as folders or glob patterns, and group them as group_runs does. Raises FileNotFoundError
+    if a pattern matches no run, or if a run's settings or metrics can't be read."""
     runs = [find_run(folder) for folder in folders_of(patterns)]
     for run in runs:
         if not run.config or not run.records:
@@ -79,7 +79,7 @@ def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
 
 
 def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
-    """Group runs that differ only in their seed or in how they log and launch, and name the groups. Keeps the order."""
+    """Group runs that differ only in APART's settings (seed, logging, launch), and name the groups. Keeps the order."""
     groups: dict[str, list[Found]] = {}
     for run in runs:
         key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
@@ -203,7 +203,7 @@ def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
-    """Return a sentence on when `run` first reaches the last value of `other`, in steps, FLOPs and time."""
+    """Return a sentence on when `run` first reaches the last value of `other`, in steps, FLOPs and time, if it does."""
     called, better = METRICS[metric].title, METRICS[metric].best
     curve, goal = run.curve(metric), other.curve(metric)[-1]
     best, spread = better(point.value for point in curve), (goal.spread or 0) + (curve[-1].spread or 0)

@@ -20,7 +20,7 @@ class Score(NamedTuple):
 
 
 def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
-    """Return (scores, messages): a run's scores sorted by time, without guidance sweeps; which files are unreadable."""
+    """Return (scores, messages): a run's scores by time, without those of guidance sweeps; and what can't be read."""
     scores, problems = {}, []
     swept = {path.parent for path in _below(folder, "sweep.csv")}
     for path in [*_below(folder, "*fid*.json"), *_below(folder, "fid*.csv")]:

@@ -27,7 +27,7 @@ class Found:
     records   a dict of finite numbers per readable line of metrics.jsonl: "step", "seconds" and "flops" since the start
               of training, and metrics.
     starts    entries of run.json, one per start: "step", "config", "versions" and "warnings".
-    status    content of status.json; {}: there is none.
+    status    content of status.json; {}: it is missing or damaged.
     problems  messages about what could not be read.
     """
 

@@ -97,7 +97,7 @@ def disk(cfg: Settings, network: Backbone, aligner: Aligner | None) -> str:
 
 
 def describe_outcome(run: Run) -> str:
-    """Return lines with the last value of each metric of samples or held-out data, and the paths of the results."""
+    """Return lines with the last values of metrics of samples or held-out data (main process only) and result paths."""
     lines, records = [], run.log.records() if run.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
         last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)

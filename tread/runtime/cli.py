@@ -56,8 +56,8 @@ def open_door(
     decorated. Every such script accepts plugins=[…]. Hydra's errors end the script without a traceback, unless
     HYDRA_FULL_ERROR=1 is set.
 
-    known    dotted keys that overrides may set, or a function that returns them, called after plugins may have added
-             keys; None: the keys of the dataclass that `door` was given.
+    known    dotted keys that overrides may set, or a function that returns them, called once plugins are imported, as
+             these may add keys; None: the keys of the dataclass that `door` was given.
     literal  keys whose values Hydra must not parse, as they may hold commas, quotes, braces or $.
     spell    function that gets the overrides and returns them as Hydra needs them, e.g. spell_folder.
     """

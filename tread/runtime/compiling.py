@@ -16,7 +16,7 @@ GRAPHS = 64  # per block, more than any run needs; torch's default limit, 8, is 
 
 
 def why_not(device: torch.device) -> str | None:
-    """Compile a small layer to see whether torch.compile works on a device. Return None, or the error in one line."""
+    """Try torch.compile on a small layer. Return None if it works on the device, else the error in one line."""
     layer, x = nn.LayerNorm(8, device=device), torch.ones(2, 8, device=device)
     return why_failing(lambda: torch.compile(layer, dynamic=False)(x).sum().backward())
 

@@ -1,4 +1,4 @@
-"""Numerical precision, CPU threads, synchronisation and peak speed of a device."""
+"""Numerical precision, CPU threads, memory, synchronisation and peak speed of a device."""
 
 import os
 import weakref
@@ -126,7 +126,8 @@ def memory_of(device: torch.device) -> int:
 
 
 class Alive(TorchDispatchMode):
-    """Context that counts bytes of live storages that operators in it return, save `earlier` ones: `now` and `peak`."""
+    """Context that counts the bytes of tensor storages that operators inside it have returned: `now`, of those that
+    are still in memory, and their `peak`. Storages of the tensors `earlier` are not counted."""
 
     def __init__(self, earlier: Iterable[Tensor] = ()) -> None:
         super().__init__()

@@ -167,8 +167,8 @@ class Processes:
 
     @contextlib.contextmanager
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
-        """Context that all processes enter, in which the main process holds the lock file `path`. If another launch
-        holds that lock, the main process raises FileExistsError with the message `busy` or, with busy=None, waits."""
+        """Context that all processes enter; the main one holds the lock file `path`, the others don't wait for it. If
+        another launch holds the lock, the main process raises FileExistsError(busy) or, with busy=None, waits."""
         held = None
         if self.main:
             try:

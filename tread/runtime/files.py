@@ -123,7 +123,7 @@ def check_place(folder: Path, needed: int) -> None:
 
 
 def check_file(name: str) -> Path:
-    """Return Path(name) and make its parent. Raises OSError if `name` is a folder or its parent is not writable."""
+    """Return Path(name), and create its parent. Raises OSError if `name` is a folder or its parent is not writable."""
     if name.endswith("/") or Path(name).is_dir():
         raise Unwritable(f"{name} could not be written: it names a folder, but must name a file")
     check_place(Path(name).parent, 0)
@@ -163,7 +163,7 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 
 class Lock(AbstractContextManager):
-    """An exclusive lock on the file `path` (made if missing), held until `release` or the end of this process. If
+    """An exclusive lock on the file `path` (created if missing), held until `release` or the end of this process. If
     another process holds it, raises FileExistsError(busy) or, with busy=None, waits. Some file systems ignore locks."""
 
     def __init__(self, path: Path, busy: str | None) -> None:

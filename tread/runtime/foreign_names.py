@@ -46,7 +46,7 @@ objective | loss_type path_type prediction prediction_type parameterization prec
 
 
 def ours(key: str, known: Sequence[str]) -> str | None:
-    """Return a hint, "here it is 'optim.lr'", if `key` is another codebase's name for a key in `known`, else None."""
+    """Return a hint, e.g. "here it is 'optim.lr'", if `key` is a foreign name for a key in `known`, else None."""
     section, _, name = key.lower().replace("-", "_").rpartition(".")
     if section and any(other.rpartition(".")[2] == name for other in known):
         return None  # our own name under a misspelt section

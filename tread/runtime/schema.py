@@ -37,15 +37,16 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 class Chosen(NamedTuple):
     """Marks a section of the settings whose dataclass depends on a choice in it: the section's value at `key` names an
-    entry of `table`. Keys that only other entries' dataclasses have must hold their default values, and are dropped."""
+    entry of `table`. Keys that only other entries' dataclasses have must hold their defaults, if there are any, and
+    are dropped."""
 
     key: str
     table: Mapping[str, type]
 
     def settle(self, section: object, where: str) -> tuple[type, dict]:
         """Return the dataclass that a section of the settings names, and a copy of the section: defaults are added, and
-        keys that only other entries of the table have are left out. Raises ValueError if such a key does not have its
-        default, or if the section names no entry. `where` is the section's dotted key, for messages."""
+        keys that only other entries of the table have are left out. Raises ValueError if such a key has a default and
+        another value, or if the section names no entry. `where` is the section's dotted key, for messages."""
         if not isinstance(section, dict) or self.key not in section:
             raise ValueError(f"{where} is {section!r}, but must be a section that has {self.key}")
         check(f"{where}.{self.key}", section[self.key], Annotated[Literal[tuple(self.table)], "or a plugin's"])
@@ -88,7 +89,7 @@ def _entries(hint: Any) -> list[type]:
 
 
 def add_unstated(words: Iterable[str], kind: type) -> list[str]:
-    """Return the command-line overrides `words` with Hydra's ++ ("add this key") before keys that may be missing from
+    """Return the command-line overrides `words` with Hydra's ++ ("add or change") before keys that may be missing from
     config files, such as options of one architecture. `kind` is the dataclass of the settings."""
     keys = set()
     for name, hint in _hints(kind).items():
@@ -102,7 +103,7 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """Return the error for an unknown key, with a hint: our key for another codebase's name or the most similar key."""
+    """Return an unknown key's error, with a hint: our key for another codebase's name, a similar key or --help all."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
@@ -121,7 +122,8 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
 
 def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
     """Raise ValueError for the first override that is not key=value, has a key not in `known`, has two dashes before a
-    known key, or has a value that names a key twice, like {a:1,a:2}. Options like --cfg and their values pass."""
+    known key, or has a value that names a key twice, like {a:1,a:2}. Options like --cfg and their values pass, and so
+    do hydra.… and ~key."""
     overrides = list(overrides)
     for before, override in zip(["", *overrides], overrides):
         if not re.search("^[-~]|=", override) and not before.startswith("-"):  # after an option: its value
@@ -138,7 +140,8 @@ def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
 
 
 def fill(tree: dict, kind: type) -> dict:
-    """Return a copy of the settings `tree` in which missing keys, at any depth, have dataclass `kind`'s defaults."""
+    """Return a copy of the settings `tree` in which missing keys, at any depth, have dataclass `kind`'s defaults.
+    In Chosen sections, keys that only other entries have are dropped. Raises ValueError as Chosen.settle does."""
     filled = dict(tree)
     for item, hint in zip(fields(kind), _hints(kind).values()):
         value = tree.get(item.name, item.default)
@@ -174,7 +177,7 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return a copy of `tree` with an int (1000 for 1e3) where `built`, made by read(tree, …), has one; lists stay."""
+    """Return a copy of `tree` with an int (1000 for 1e3) where `built`, from read(tree, …), has one; not in lists."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree
@@ -205,8 +208,9 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
 
 
 def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
-    """Check a value against a type annotation and return it, with sections as dataclasses; whole numbers pass as floats
-    and whole floats as ints. Raises ValueError; its text calls the value `key` and may suggest a key in `known`."""
+    """Check a value against a type annotation and return it, with sections as dataclasses, lists as tuples, and whole
+    numbers as the annotation's float or int. Raises ValueError; its text calls the value `key` and may suggest a key in
+    `known`."""
     for choice in _choices(hint):
         hint, value = choice.settle(value, key)
     if is_dataclass(hint):

@@ -7,10 +7,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: Tensor) -> None:
     """Call optimizer.step(), but leave parameters and optimizer state bit for bit unchanged if `bad`, a 0-d bool
-    tensor, is true; `gradients`, the parameters' gradients, are then set to 0 in place.
+    tensor, is true; `gradients`, the parameters' gradients, are then set to 0 in place. Call this under no_grad.
 
-    The choice between the values before and after the step is made on the device. The host must wait for the device in
-    two cases: if the step creates state, as the first one does, or if it changes Python numbers or tensors on another
+    The choice between the values before and after the step is made on the device. The host must wait for the device
+    if the step creates state, as the first one does, or changes Python numbers, or if the state has tensors on another
     device. For parameters on a GPU, torch's optimizers have such a tensor, state["step"], unless capturable or fused.
     """
     for gradient in gradients:

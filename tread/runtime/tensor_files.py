@@ -2,8 +2,8 @@
 
 Layouts that are read: weights alone; {"model": …, "ema": …, "opt": …, "args": …} (public DiT, SiT);
 {"model_state_dict": …, "ema_state_dict": …} (released TREAD); ema_pytorch's "ema_model.…" and "online_model.…".
-Prefixes of wrappers are removed: "module." (DDP), "model." (a preconditioned network), "_orig_mod." (torch.compile,
-anywhere in a name). The class embedding of released MaskDiT, a matrix for one-hot labels, becomes an embedding table.
+Prefixes of wrappers are removed, such as "module." (DDP) and "model." (a preconditioned network), and "_orig_mod."
+(torch.compile) anywhere in a name. Released MaskDiT's class matrix, for one-hot labels, becomes an embedding table.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 Weights = Literal["ema", "model"]  # averaged and raw weights
-KEYS = {  # where training code keeps averaged and raw weights
+KEYS = {  # keys under which training code keeps averaged and raw weights
     "ema": ("ema", "ema_state_dict", "model_ema", "ema_model"),
     "model": ("model", "model_state_dict", "state_dict", "module"),
 }
@@ -50,7 +50,7 @@ def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, T
 
 
 def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
-    """Read all weights in a file: {"ema", "model" or None (unknown kind): state dict}. Raises ValueError if none."""
+    """Read all weights in a file: {"ema", "model" or None (unknown): state dict}. Raises ValueError if it has none."""
     return {kind: plain_names(_tensors(*part)) for kind, part in _parts(path).items()}
 
 
@@ -68,7 +68,8 @@ def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
 
 
 def _read(path: Path) -> object:
-    """Load a file of tensors. Pickled objects other than plain values and argparse.Namespace raise ValueError."""
+    """Load a file of tensors. Raises ValueError if that fails, also for pickled objects other than tensors, plain
+    values and argparse.Namespace."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -123,8 +124,8 @@ def _flat(content: object) -> dict[str, dict]:
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors under the unwrapped network's names, without EMA wrappers' counters. The prefix to remove is
-    what precedes "x_embedder.proj.weight" in a name; where that is missing, only "_orig_mod." is removed. MaskDiT's
-    class matrix becomes an embedding table. Raises ValueError if two entries get the same name."""
+    what precedes "x_embedder.proj.weight" if WRAPPERS matches it; else only "_orig_mod." is removed. MaskDiT's class
+    matrix becomes an embedding table. Raises ValueError if two entries get the same name."""
     names = {name: name.replace("_orig_mod.", "") for name in state}
     heads = [name.removesuffix(FIRST) for name in names.values() if name.endswith(FIRST)]
     head = min((head for head in heads if WRAPPERS.fullmatch(head)), key=len, default=None)
@@ -138,8 +139,8 @@ def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert released MaskDiT's label matrix (D, classes), for one-hot labels, to an embedding table (classes + 1, D).
-    The last row, for the null class, is zero, since MaskDiT embeds dropped labels as zeros. A square matrix whose last
-    row is zero counts as a table already."""
+    The table's last row, for the null class, is zero, since MaskDiT embeds dropped labels as zeros. A square matrix
+    whose last row is zero counts as a table already."""
     if not {MASKDIT, LABELS, FIRST} <= state.keys():
         return state
     matrix = state[LABELS]
