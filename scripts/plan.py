@@ -73,8 +73,8 @@ def show(cfg: Settings, options: Options) -> None:
     some = "" if trained == parameters else f", {trained:,} of them trained"
     print(f"{cfg.name}: {parameters:,} parameters{some}, {network.num_tokens} tokens, batch {cfg.train.batch_size}")
     print("\n" + " " * 34 + "".join(f"{head:>14}" for head in ("all tokens", "routed")[: len(columns)]))
-    for name in columns[0]:
-        print(f"{name:<34}" + "".join(f"{each[name]:>14}" for each in columns))
+    for name in dict.fromkeys(name for each in columns for name in each):  # a column that does not fit has fewer
+        print(f"{name:<34}" + "".join(f"{each.get(name, '–'):>14}" for each in columns))
     stored, each = ("uint8", 1) if cfg.dataset.embedded == "cifar10" else ("fp16", 2)  # bytes of a number
     view = size_text(cfg.dataset.channels * cfg.dataset.size**2 * each)
     stored += ", twice that as moments" * (cfg.dataset.channels not in (1, 3))

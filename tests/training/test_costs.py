@@ -111,7 +111,7 @@ def test_compiled_blocks_save_less_than_eager_ones(xl):
     assert (one.weights, one.optimizer) == pytest.approx((eager.weights, eager.optimizer), rel=0.01)
 
 
-def test_a_plan_says_what_a_run_takes(tmp_path):
+def test_a_plan_says_what_a_run_takes(tmp_path, monkeypatch):
     """XL/2 needs micro-batches of 128 on an H100 without its route, unless it saves memory; twice the devices take half
     the hours, but for the optimizer, which each of them runs."""
     words = ["experiment=imagenet256_xl2", "model=tread", "device=h100", "price=2"]
@@ -125,6 +125,15 @@ def test_a_plan_says_what_a_run_takes(tmp_path):
     assert both == pytest.approx(alone / 2, rel=0.03) and routed < alone / 1.6
     assert float(rows[0]["price"][0].replace(",", "")) == pytest.approx(2 * alone, abs=1)
     assert "674,816,272 parameters" in said[0] and not any(tmp_path.iterdir())
+    saved = []
+
+    def largest(few, *given) -> int:  # nothing fits without a route
+        saved.append(few.saved)
+        return 4 if few.saved < saved[0] else 0
+
+    monkeypatch.setattr(costs, "largest_micro_batch", largest)
+    text = launch_door(plan.main, "plan", tmp_path, *words, "train.memory=plain")
+    assert re.search(r"micro-batch a device +none fits +4 of 256\n(?s:.*)\ndevice-hours +– +[\d,.]+\n", text)
 
 
 def test_a_plan_counts_a_live_encoder(tmp_path):

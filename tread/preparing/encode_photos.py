@@ -372,7 +372,7 @@ def finish(
                 processes.say(text)
             continue
         processes.say(report_text(report))
-        if options.decode:
+        if (folder / "report.png").exists():
             processes.say(f"  pictures  {folder / 'report.png'}: photo, decoded latents")
         processes.say(f"  dataset   {folder}: train with dataset=folder dataset.path={folder}")
         if photos.captions is not None:
@@ -406,9 +406,9 @@ def look_at(
         "much_enlarged": [name for note in notes for name in note["much_enlarged"]],
         "left_out": [*photos.faults, *left_out] if part == "train" else left_out,
     }
-    if options.decode:
-        chosen, crops = spread_indices(len(data), options.decode), Crops(photos, options.crop)
-        read = {index: pixels for index in chosen if (pixels := crops[kept[index]][0]) is not None}  # still there
+    shown, crops = spread_indices(len(data), options.decode), Crops(photos, options.crop)
+    read = {index: pixels for index in shown if (pixels := crops[kept[index]][0]) is not None}  # still there
+    if read:
         chosen, before = np.array([*read]), torch.stack([*read.values()]).numpy()
         after = decode_samples(data, chosen, device)
         if data.latents.autoencoder != "pixels":  # pixels come back unchanged
