@@ -1,10 +1,10 @@
 """Rectified flow: straight paths x_t = (1−t)·x + t·ε and their velocity ε − x (Liu et al. 2022, arXiv 2209.03003).
 
 It follows SiT (Ma et al. 2024, arXiv 2401.08740), except that t is logit-normal (Esser et al. 2024, arXiv 2403.03206)
-as in the released TREAD code, not uniform. All random numbers are arguments. RF has the same interface as EDM
+by default, as in the released TREAD code, not uniform. All random numbers are arguments. RF has the interface of EDM
 (tread/diffusion/edm.py), defined in tread/diffusion/process.py, so training, guidance and sampling work with both.
 
-Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64.
+Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64, or a Text.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class RF(Process):
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
     evaluation = "eval_velocity"
     conventions = ("time_scale", "reverse", "predicts", "clamp")
-    data_std = 1.0  # standard deviation of latents after dataset.normalize; nothing else depends on it
+    data_std = 1.0  # standard deviation that dataset.normalize gives the latents; no formula here needs it
 
     time: Time = "logit_normal"
     time_mean: float = 0.0
@@ -156,7 +156,7 @@ class RF(Process):
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
         """Return each sample's mean squared error of the velocity for clean x, (B,) fp32, whatever the training loss.
-        If the network predicts data or noise, the velocity is computed from that."""
+        If the network predicts data or noise, the velocity is computed by dividing by at least `clamp`."""
         v = self.velocity(network, self.noised(x, t, noise), t, y, routes)
         return (v - (noise - x)).square().mean(dim=(1, 2, 3))
 
@@ -180,8 +180,8 @@ class RF(Process):
         steps: int = 50,
         solver: str = "euler",
     ) -> Tensor:
-        """Draw samples (B, C, S, S) float64 of classes y from standard normal noise by the solver "euler" or "heun".
-        null_class, the label for "no class", turns on guidance: D_null + scale·(D_y − D_null), where D_null and D_y are
+        """Draw samples (B, C, S, S) of classes y, float64 (on MPS float32), from standard normal noise by the solver
+        "euler" or "heun". null_class, the label for "no class", turns on guidance: D_null + scale·(D_y − D_null) with
         the data predicted for null_class and y. Without null_class, a scale other than 1 raises ValueError."""
         if null_class is None and scale != 1:
             raise ValueError(f"scale is {scale}, but without null_class there is no guidance")
@@ -200,8 +200,8 @@ class RF(Process):
         solver: str = "euler",
         weak_y: Condition | None = None,
     ) -> Tensor:
-        """Draw samples (B, C, S, S) float64 by Sparse Guidance (arXiv 2601.01608). It combines two predictions of the
-        data by one network with different routes: D_weak + scale·(D_strong − D_weak).
+        """Draw samples (B, C, S, S), float64 (on MPS float32), by Sparse Guidance (arXiv 2601.01608). It combines two
+        predictions of the data by one network with different routes: D_weak + scale·(D_strong − D_weak).
 
         strong, weak  the routes of each prediction: pairs (Route, indices (B, K) of the kept tokens), or a function
                       from the index of the denoiser call (0, 1, …) to such pairs.

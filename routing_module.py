@@ -26,7 +26,7 @@ Grid = tuple[int, int]  # rows and columns of tokens
 
 class Table(dict):
     """A dict of named entries, to which users may add. An entry must be an instance of `kind`; with kind=None it may be
-    any object but a class. Adding any other entry raises TypeError."""
+    any object but a class. table[name] = entry and table |= entries raise TypeError for any other entry."""
 
     def __init__(self, kind: type | None, entries: Mapping | tuple = ()) -> None:
         super().__init__(entries)
@@ -57,8 +57,9 @@ class Route:
                      "next" the one after, "off" none; "auto" is "end" if at most 3 blocks follow the route, else "off".
     select           name of the rule that chooses the kept tokens, a key of RULES (tread/routing/ids.py).
     rejoin           index of a block, at most `start` (None: `start`; negative ones count from the end). The skipped
-                     tokens are saved before this block and put back, unchanged, after block `end`. "stale": all tokens
-                     run, but after block `end` the skipped ones return to their values from before block `start`.
+                     tokens are saved before this block and put back, unchanged, after block `end`. Or a key of REJOINS:
+                     "stale" lets all tokens run, but after block `end` the skipped ones return to their values from
+                     before block `start`.
     """
 
     start: int
@@ -172,8 +173,8 @@ def draw_ids(noise: Tensor, selection_ratio: float, sort: bool = True) -> Tensor
 
 
 def check_ids(ids_keep: Tensor, batch: int, tokens: int | None) -> None:
-    """Raise ValueError unless ids_keep is (batch, K) int64, K > 0, and a sample's indices are distinct and below
-    `tokens` (None: N is unknown). Index values are checked on a CPU only, to avoid a GPU synchronisation."""
+    """Raise ValueError unless ids_keep is (batch, K) int64, K > 0, and a sample's indices are distinct and lie in
+    0..`tokens` − 1 (None: N is unknown). Index values are checked on a CPU only, to avoid a GPU synchronisation."""
     shape, most = tuple(ids_keep.shape), "" if tokens is None else f", K at most {tokens} tokens"
     fits = ids_keep.ndim == 2 and shape[0] == batch and 0 < shape[1] <= (tokens or shape[1])
     if not fits or ids_keep.dtype != torch.int64:
@@ -223,7 +224,7 @@ class GatherRows(torch.autograd.Function):
 
 def gather_tokens(tokens: Tensor, ids_keep: Tensor) -> Tensor:
     """Gather the kept tokens in the order of ids_keep: (B, N, …), (B, K) → (B, K, …). Raises ValueError unless ids_keep
-    is int64 and, checked on a CPU only, each sample's indices are distinct and below N."""
+    is int64 and, checked on a CPU only, each sample's indices are distinct and lie in 0..N − 1."""
     given, batch = len(ids_keep), len(tokens)
     if given != batch:
         raise ValueError(f"ids of {given} samples for tokens of {batch}: each sample needs its own row (see expand)")
@@ -270,7 +271,7 @@ REJOINS = Table(Rejoin, {  # value of Route.rejoin → how tokens return; the en
 
 def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
     """Return (rows, columns) of the kept tokens for a route that keeps whole rows of a token grid. Raises ValueError
-    for routes with other rules, and if ids_keep (B, K) is not whole rows in raster order (checked on a CPU only)."""
+    for other rules, and if ids_keep (B, K) is not whole rows in raster order (on a GPU, only if K does not fit)."""
     width = grid[1]
     if route.select in RULES and not RULES[route.select].keeps_grid:
         named = f"the route {route.start}→{route.end} selects by {route.select!r}"

@@ -111,7 +111,7 @@ class Guidance:
     checkpoint    path of the weak branch's network; None: the strong branch's network.
     weights       weights to load from that checkpoint, "ema" or "model".
     same_ids      True: both branches choose the tokens that skip by the same random numbers.
-    force         True: allow likely mistakes, such as a network trained without token routes, or strong above weak.
+    force         True: allow likely mistakes: skipped tokens in a network trained without routes, or strong above weak.
     """
 
     kind: str = "none"
@@ -228,8 +228,8 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """Return a tuple per route. Two branches can run as one batch if theirs are equal. It holds the indices' shape and
-    the Route's fields that affect a run or, if the network chooses by random numbers, their shape and the Route."""
+    """Return a tuple per route; two branches with equal tuples can run as one batch. A tuple holds the indices' shape
+    and the Route's fields that affect a run; if the network chooses by random numbers, their shape and the Route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

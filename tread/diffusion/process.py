@@ -11,7 +11,7 @@ from tread.diffusion.guidance import Routes
 from tread.models.conditions import Condition
 
 Network = Callable[..., Tensor]  # (x, time (B,), y, routes=) → (B, C or 2C, S, S)
-CLEANEST = 0.001  # the lowest quantile of training noise levels that `cleaner` returns
+CLEANEST = 0.001  # the quantile of training noise levels below which `cleaner` lowers no level
 
 
 def per_sample(level: Tensor | float, x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class Process(Protocol):
     variance_exploding             True if x_l = x + l·noise, so that a sampler may add noise between steps.
     data_std                       standard deviation of the latents' channels with the setting dataset.normalize=true.
     conventions                    names of the settings that decide what a trained network's input and output mean.
-    beyond                         samples after a micro-batch that its loss needs too: 1 with rf.contrastive, else 0.
+    beyond                         how many samples after a micro-batch its loss needs: 1 with rf.contrastive, else 0.
     evaluation                     name of the evaluation loss in metrics.jsonl; compare only runs that share it.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text.
@@ -53,7 +53,8 @@ class Process(Protocol):
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
         """Return lower noise levels than noise_level(normal), elementwise. Each level's quantile among the training
-        levels falls by `step` (0 to 1), but not below 0.001; levels whose quantile is lower already do not change."""
+        levels falls by `step` (0 to 1), but not below 0.001; levels whose quantile is lower already do not change. RF
+        lowers t by `step` instead."""
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 

@@ -256,9 +256,10 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Return a function from the index of a denoiser call to its routes, pairs (Route, indices of the kept tokens).
-    On each route the fraction ratios[call] of the tokens skips blocks; routes on which none skips are left out. Each
-    sample's indices are drawn from its seed and the name `stream`, even if all of a batch shared them in training."""
+    """Return a function from the index of a denoiser call to its routes, pairs (Route, indices of the kept tokens, or
+    random numbers if the network chooses them). On each route the fraction ratios[call] of the tokens skips blocks;
+    routes on which none skips are left out. Each sample's tokens are drawn from its seed and the name `stream`, even if
+    all of a batch shared them in training."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     if not any(ratios):

@@ -54,7 +54,7 @@ def reconstruction_error(denoised: Tensor, noisy: Tensor, ids: Sequence[Tensor],
     """Compute the squared error on the patches that a route skips, averaged over patches and routes: (B,).
 
     denoised  (B, C, S, S), the network's estimate of the data, taken as the reconstruction.
-    noisy     (B, C, S, S), the network's input. The target is each of its patches, scaled to mean 0 and variance 1.
+    noisy     (B, C, S, S), the noisy data. The target is each of its patches, scaled to mean 0 and variance 1.
     ids       indices (B, K) of each route's kept patches. If a route keeps all patches, its term is 0.
     """
     target = to_patches(noisy, patch_size)

@@ -1,7 +1,7 @@
 """The architectures: the options of each, how its network is built, and whatever else depends on the choice.
 
 ARCHITECTURES maps the values of model.architecture to dataclasses, into which the section `model` of the settings is
-read. Fields without a default are required; attributes without a type annotation are not settings.
+read. Fields without a default are required; attributes without a type annotation, or with ClassVar, are no settings.
 """
 
 import re
@@ -67,9 +67,9 @@ class NetworkOptions:
     masks       True: sampling must run all tokens, since mask tokens would replace skipped ones (MaskDiT).
     along_grid  True: the blocks use neighbours in the token grid, so routes select whole rows.
     needs_mlp   True: mlp_ratio can't be 0.
-    constants   names of fixed attributes, options in other architectures, that affect a trained network's output.
+    constants   names of fixed attributes (options in other architectures) that affect a trained network's output.
     undecisive  names of options that do not affect a trained network's output.
-    marks       tensor names; a state dict that has one of them is of this architecture.
+    marks       tensor names by which `knows` recognises this architecture's state dicts; by default any one suffices.
     """
 
     name: str
@@ -165,8 +165,8 @@ class NetworkOptions:
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """Return {option: value} for mlp_ratio and the options that not all architectures share, where `shapes`, the
-        shapes of a state dict's tensors by name, determines them."""
+        """Return {option: value} for mlp_ratio and the options that not all architectures share, as far as the shapes
+        of a state dict's tensors determine them. The shapes must be of this architecture (see `knows`)."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": _ratio_of(width[0], hidden_size)} if width else {}
 
@@ -371,5 +371,5 @@ AnyOptions = Annotated[NetworkOptions, CHOSEN]  # the type of the settings' sect
 
 
 def recognize(shapes: Shapes) -> str:
-    """Return the architecture of a state dict, recognised by its tensors' names; "dit" if no other one matches."""
+    """Return the architecture of a state dict: the last one in ARCHITECTURES whose `knows` returns True, else "dit"."""
     return next((name for name, kind in reversed(ARCHITECTURES.items()) if kind.knows(shapes)), "dit")

@@ -1,7 +1,7 @@
 """The parts that all networks share: latents → tokens → blocks → latents. A route lets some tokens skip some blocks.
 
 Parameter names and initialisation of the embedders (embedders.py) and of the last layer are those of the public DiT
-code. The blocks are in dit.py, lightning.py, rwkv.py and mamba.py. A forward pass draws no random numbers: the caller
+code. The blocks are in dit.py, text_dit.py, rwkv.py and mamba.py. A forward pass draws no random numbers: the caller
 draws ids_keep, the indices of the tokens that do not skip, and for label dropout passes the null class as a label.
 
 Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
@@ -78,9 +78,10 @@ class Backbone(nn.Module):
     """The network F(x; t, y) (see forward): embedders, blocks and last layer. Arguments are named as in public DiT.
 
     make_block   function () → block, a module that maps tokens (B, N, D), the tensors of the network's along(B),
-                 conditioning (B, D) and, if the network's needs_grid is set, grid=(rows, columns) to tokens. It has
-                 a linear layer adaLN_modulation[1] and a method multiply_adds like DiTBlock's (dit.py). It draws no
-                 random numbers (no dropout): they would differ when activations are recomputed or a run is resumed.
+                 conditioning (B, D), the `further` inputs that `embed` returns and, if the network's needs_grid is
+                 set, grid=(rows, columns) to tokens. It has a linear layer adaLN_modulation[1] and a method
+                 multiply_adds like DiTBlock's (dit.py). It draws no random numbers (no dropout): they would differ
+                 when activations are recomputed or a run is resumed.
     input_size   height and width S of the latents; a multiple of patch_size.
     num_classes  labels are 0..num_classes−1; num_classes itself is the null class. None: `embedder` is given instead.
     learn_sigma  True: twice the output channels, as in public DiT; the second half is unused here.
@@ -214,7 +215,8 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S).
 
-        routes       pairs (Route, ids_keep (B, K)): a route's blocks run only on the K tokens with these indices.
+        routes       pairs (Route, ids_keep (B, K)): a route's blocks run only on the K tokens with these indices. Or
+                     pairs (Route, uniform draws (B, N)), from which the rule Route.select chooses ids_keep.
         record       receives each route's ids_keep, the outputs of the blocks in record.blocks, and the velocity that
                      the network predicts for the class token, if it has one.
         class_token  (B, z) noised feature; required if the network has a class token.

@@ -27,8 +27,8 @@ Condition = Tensor | Text
 
 
 def each(function: Callable[..., Tensor], *given: Condition) -> Condition:
-    """Return function(*given) for labels. For texts call it once for each field, on the tokens, the masks and the
-    pooled outputs (None stays None) of all of them, and return the results as a Text."""
+    """Return function(*given) for labels. For texts, call `function` once on the tokens of all texts, once on their
+    masks and once on their pooled outputs (None stays None), and return the results as a Text."""
     if not isinstance(given[0], tuple):
         return function(*given)
     return Text(*(None if parts[0] is None else function(*parts) for parts in zip(*given)))

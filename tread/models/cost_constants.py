@@ -65,7 +65,8 @@ SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # hidden sizes of DiTs
 
 
 def block_bytes(architecture: str, width: int, value_residual: bool = False) -> BlockBytes:
-    """Return the BlockBytes of a block of hidden size `width`; other architectures, such as MaskDiT, count as DiT."""
+    """Return the BlockBytes of a block of hidden size `width`. Architectures not in BLOCK_BYTES, such as MaskDiT, count
+    as DiT. value_residual=True: the block mixes in the first block's values."""
     known, fixed = BLOCK_BYTES.get(architecture, BLOCK_BYTES["dit"]), TOKEN_BYTES.get(architecture, (0, 0, 0, 0))
     mixing = VALUE_BYTES if value_residual else (0, 0, 0, 0)
     return BlockBytes(*(each + further + more / width for each, further, more in zip(known, mixing, fixed)))

@@ -72,7 +72,7 @@ class LightningDiT(DiT):
 
 
 def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Remove a public checkpoint's rotary tables from state_dict; ValueError if they differ from the network's."""
+    """Remove public rotary tables from state_dict. Raises ValueError unless they are the network's at scale 1."""
     tables = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
     check_tables(tables, network.num_tokens, "the state dict")
     for name, table in tables.items():

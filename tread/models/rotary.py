@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 TABLES = ("feat_rope.freqs_cos", "feat_rope.freqs_sin")  # names of rotary tables in public checkpoints
-ROUNDING = 0.01  # tolerance for a file's tables; rounding to bf16 changes them by up to half of it
+ROUNDING = 0.01  # tolerance for a file's tables; rounding to bf16 changes them by up to 0.002
 
 
 def rotary_angles(head_dim: int, side: int, scale: float = 1.0) -> Tensor:

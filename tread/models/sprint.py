@@ -2,7 +2,7 @@
 
 f is the first two blocks, h the last two, and g the blocks between. Learned mask tokens take the places of the tokens
 that skipped g. Then the outputs of f and g are concatenated and projected back to D channels for h. Training can drop g
-in some samples (path_drop): mask tokens then replace all of g's output. Blocks are lightning.py's, by default with
+in some samples (path_drop): mask tokens then replace all of g's output. Blocks are LightningDiT's, by default with
 DiT's norm, MLP and positions. Tokens that run in g keep their positions in the full grid.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size.

@@ -41,7 +41,7 @@ class CrossAttention(nn.Module):
 
 
 class TextBlock(DiTBlock):
-    """DiT's block with cross-attention to a text between self-attention and MLP. FLOPs are counted for text_tokens."""
+    """DiT's block with cross-attention to a text before the MLP. FLOPs are counted for a text of text_tokens tokens."""
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float, norm: Norm, mlp: MlpKind, qk_norm: bool, text_tokens: int
@@ -164,7 +164,7 @@ class TextDiT(LightningDiT):
             self.null_pooled.copy_(text.pooled)
 
     def null(self, count: int) -> Text:
-        """Return the encoded empty caption for `count` samples."""
+        """Return the empty caption for `count` samples, stored by take_null or loaded; in a new network zeros."""
         held = Text(self.null_tokens, self.null_mask, self.null_pooled)
         return each(lambda part: part.expand(count, *part.shape[1:]), held)
 

@@ -18,7 +18,7 @@ raises ValueError; the caller can pass two functions instead:
     select(args, kwargs, ids_keep) → args, kwargs    a block's inputs, with everything along a token axis gathered
     join(output, saved, ids_keep) → output           a block's output, put back among all tokens. `saved` is the
                                                      block's (args, kwargs) as they were before `select`; after the
-                                                     last block of a route with Route.rejoin=r, those of block r
+                                                     last block of a route with Route.rejoin=r, r < start, block r's
 
 With attach_routes(tokens=…), both functions get the tokens as args[0], however the model called the block. With
 attach_routes(output=…), join gets and returns only the tokens, not the block's whole output tuple.
@@ -83,7 +83,7 @@ def _written(*inputs: Any) -> list[int]:
 
 
 def _in_forward() -> bool:
-    """Return False in compiled graphs and in a backward pass, in which activation checkpointing calls blocks again."""
+    """Return whether this is a forward pass, not compiled and not repeated in backward by activation checkpointing."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
 
@@ -96,7 +96,7 @@ def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
 
 
 class Routing:
-    """Hooks on a model's blocks, made by attach_routes. They act only inside the contexts `on` and `on_ids`."""
+    """Hooks on a model's blocks, as attach_routes adds them. They act only inside the contexts `on` and `on_ids`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Routing:
         self._ran = False  # whether a block on a route was called in the context that is on
         self._waiting = False  # whether `on` was called, and its context not entered since
         self._unwatched = {index for route in routes for index in range(route.start + 1, route.end + 1) if verify}
-        self._entered: tuple[int, Tensor] | None = None  # a block, and all tokens as it got them
+        self._entered: tuple[int, Tensor] | None = None  # the routed block called last, and all its tokens
         for index, block in enumerate(blocks) if any(route.rejoin < route.start for route in routes) else ():
             self._handles.append(block.register_forward_pre_hook(partial(self._call, index)))
         for number, route in enumerate(routes):  # before the hooks below, which take tokens out
@@ -155,7 +155,8 @@ class Routing:
         return args, kwargs
 
     def _call(self, index: int, module: nn.Module, args: tuple) -> None:
-        """Note that block `index` is called. If this begins a new forward pass, forget inputs saved in the last one."""
+        """Note that block `index` is called. If this begins a new forward pass, forget inputs saved in the last one, or
+        raise RuntimeError as _check_rejoined does."""
         if self._ids is not None and _in_forward():
             if index < self._last:
                 self._check_rejoined()
@@ -265,8 +266,9 @@ class Routing:
     def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None) -> Iterator[None]:
         """Return a context in which each route's blocks run on the tokens at its ids_keep (B, K) int64, one tensor per
         route. `tokens` is N, or each route's N; if given, blocks called with another number of tokens raise ValueError.
-        So do ids_keep of wrong number, shape or dtype and, on a CPU only, repeated or too large indices. Raises
-        RuntimeError if a Routing of these blocks is active already, or after `remove`. Warns if no routed block ran."""
+        Entering the context raises ValueError for ids_keep of wrong number, shape or dtype and, on a CPU only, for
+        indices that repeat or are out of range; RuntimeError if a Routing of these blocks is active, or after `remove`.
+        Leaving it raises RuntimeError if inputs saved for a rejoin were not used, and warns if no routed block ran."""
         self._waiting = False
         if len(ids_keep) != len(self.routes):
             raise ValueError(f"{len(ids_keep)} sets of ids for {len(self.routes)} routes: each route needs its own")
@@ -307,7 +309,7 @@ class Routing:
         """Return a context in which routes keep tokens chosen by uniform noise (B, N): one tensor per route, or one for
         all. `ratio` replaces each route's selection_ratio. `grid` is (H, W) of the N tokens, for rules that need it.
         `force_keep` (B, N) bool marks tokens to keep. `prefix` further tokens before these N are always kept. Raises
-        ValueError if arguments do not fit, RuntimeError if a Routing of these blocks is active, or after `remove`."""
+        ValueError if arguments do not fit; RuntimeErrors and warnings come from the context, as in `on_ids`."""
         each = noise * len(self.routes) if len(noise) == 1 else noise
         if not all(isinstance(u, Tensor) for u in each):
             raise ValueError("noise must be tensors, one after the other: on(n1, n2), not on((n1, n2))")
@@ -348,7 +350,7 @@ def attach_routes(
     verify        True: blocks raise ValueError if the order of their tokens matters. Of each class of routed blocks the
                   last is checked and, if any differ from it, the one that differs most (see blocks_to_check). A check
                   runs the block twice more, at its first call on a route outside compiled graphs. False: no check,
-                  for blocks that use the order on purpose, such as scans.
+                  for blocks that use the order on purpose (scans), and no warning if tokens change between blocks.
 
     Raises ValueError for routes that do not fit or need run_blocks (select="norm", rejoin="stale"), for a name `tokens`
     other than the first input's, a block listed twice and, with the default `select`, modules with batch_first=False.

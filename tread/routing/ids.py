@@ -65,7 +65,7 @@ class Token:
     keeps_grid = False  # whether the kept tokens form a grid, as blocks that look at neighbours need
     description = ""  # text after the number of tokens in a run's summary
     ratio = None  # the only selection_ratio that the rule supports; None: any
-    scores = None  # or a function from the tokens (B, N, D) before the route to scores (B, N)
+    scores = None  # None, or a function from the tokens (B, N, D) before the route to scores (B, N)
 
     def choose(self, route: Route, draws: Tensor, grid: Grid | None, keep: Some, scores: Some) -> Tensor:
         """Return ids_keep (B, K): the tokens with the largest scores (B, N) or, if scores is None, the smallest uniform
