@@ -1,11 +1,11 @@
 """Sweeps a guidance over ω, intervals and ratios: python scripts/guidance_sweep.py checkpoint=… reference=… out=…
 
-guidance=… chooses the kind (tread/diffusion/guidance.py): D_weak + ω·(D_strong − D_weak) of two predictions, called the
-strong and the weak branch. The ratios are the fractions of tokens that skip blocks in each branch, an interval is the
-range of noise levels with guidance. Set these and ω by sweep.…, not by guidance.…. Each setting is scored as by fid.py,
-in its own folder in `out`; a stopped sweep resumes when started again. Writes sweep.csv, and curves.png, each metric
-against ω. Kinds with ratios also get sweep.png, heat maps over both ratios: of sweep.metric for each ω and interval,
-and of FLOPs for each interval. All options: configs/guidance_sweep.yaml.
+guidance=… chooses the kind (tread/diffusion/guidance.py). Guidance combines the predictions of two branches, a strong
+and a weak one, as D_weak + ω·(D_strong − D_weak). The ratios are the fractions of tokens that skip blocks in each
+branch, an interval is the range of noise levels with guidance. Set these and ω by sweep.…, not by guidance.…. Each
+setting is scored as by fid.py, in its own folder in `out`; a stopped sweep resumes when started again. Writes
+sweep.csv, and curves.png, each metric against ω. Kinds with ratios also get sweep.png, heat maps over both ratios: of
+sweep.metric for each ω and interval, and of FLOPs for each interval. All options: configs/guidance_sweep.yaml.
 """
 
 import sys

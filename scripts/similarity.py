@@ -105,7 +105,7 @@ def main(options: Options) -> None:
 
 
 def as_json(matrix: Tensor) -> list[list[float | None]]:
-    """Convert a matrix to rows of numbers; NaN, where two blocks' outputs share no token, becomes null."""
+    """Convert a matrix to rows of numbers (6 decimals); NaN, where two blocks' outputs share no token, becomes None."""
     return [[None if value != value else round(value, 6) for value in row] for row in matrix.tolist()]
 
 

@@ -15,11 +15,11 @@ NUMBERED = 14  # rows or columns up to which a heat map shows numbers
 
 @dataclass(frozen=True)
 class Line:
-    """A named curve of points (x, y), in the same colour in all panels.
+    """A named curve of points (x, y), in the same colour in all panels. The name "" is left out of the legend.
 
     spread  for each point, half the height of a band around y; in a Panel that sets `names`, half the length of a bar
             along x instead. None: no band and no bars.
-    dashed  True for a curve that must not be compared with solid ones; its points are squares.
+    dashed  True: a dashed curve with square points, for example one that must not be compared with solid curves.
     colour  a matplotlib colour; None: chosen by the name's position among the names in the figure.
     labels  texts beside the points; `dots` are further points (x, y), drawn small and pale.
     """
@@ -133,7 +133,7 @@ def make_logarithmic(axis: object, letter: str) -> None:
 
 def save_curve(path: Path, records: Sequence[dict], routed: bool, evaluations: Mapping[str, str]) -> None:
     """Draw training and evaluation losses over the steps. `records` are parsed lines of metrics.jsonl; `evaluations` is
-    {an evaluation loss's key in them: name in the legend}. routed=True: the legend notes that tokens skipped blocks."""
+    {an evaluation loss's key in these records: its name}. routed=True: the legend notes that tokens skipped blocks."""
     names = {"loss": "training loss" + ", with routes: not comparable to runs without" * routed}
     names |= {key: f"{called}: EMA weights, all tokens, held-out data" for key, called in evaluations.items()}
     lines = []
@@ -153,10 +153,10 @@ def save_heat_maps(
     title: str = "",
     most: int = NUMBERED,
 ) -> None:
-    """Draw matrices (rows, columns) side by side, with numbers in the cells; cells that are NaN stay empty. With more
-    than `most` rows or columns, cells are small, ticks are fewer, and a colour bar takes the place of numbers.
+    """Draw matrices (rows, columns) side by side into a PNG file, with numbers in the cells; cells that are NaN stay
+    empty. With more than `most` rows or columns, cells are small, ticks are fewer, and a colour bar replaces numbers.
 
-    panels         {title: matrix}; these matrices share one colour scale.
+    panels         {title: matrix}, at least one; these matrices share one colour scale.
     others         {title: matrix}; each of these has a colour scale of its own.
     columns, rows  tick labels.
     labels         titles of the x and the y axis.

@@ -1,7 +1,7 @@
 """Scores how well generated emoji show their prompts: the nearest real emoji should have the prompt as a caption.
 
-All real emoji are candidates, training and held-out ones. They are compared by pixels at 16×16 and, if the weights of
-FID's Inception network are on this machine, also by its features. None of the scores is an FID.
+All real emoji are candidates, training and held-out ones. Samples are compared with them by pixels at 16×16 and, if
+the weights of FID's Inception network are on this machine, also by its features. None of the scores is an FID.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from tread.preparing.emoji import prepare_emoji
 
 SIDE = 16  # side of the pictures that are compared pixel by pixel
 RANKS = (1, 5)
-PARTS = ("seen", "held")  # captions of training emoji; captions of held-out emoji that combine known parts
+PARTS = ("seen", "held")  # captions of training emoji; captions of held-out emoji that combine known traits
 COMPARED = ("", "_real", "_shifted")  # samples; the prompted emoji's real pictures; these shifted by a pixel
 
 
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
     """The n emoji whose first captions serve as prompts.
 
     numbers  (n,) int64, indices into EmojiSet.
-    parts    (n,) "seen" for training emoji, "held" for held-out emoji that combine known parts in a new way.
+    parts    (n,) "seen" for training emoji, "held" for held-out emoji that combine known traits in a new way.
     texts    the n encoded prompts.
     """
 
@@ -49,8 +49,8 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Open the captions of both emoji datasets, [training, held-out], after writing datasets that are missing. Raises
-    FileNotFoundError or ValueError if one can't be opened, or if `saved` was trained on other text or picture sizes."""
+    """Open the captions of the emoji datasets of `saved`'s run, [training, held-out], after writing what is missing.
+    Raises FileNotFoundError or ValueError if one can't be opened, or has other text or picture sizes than `saved`."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)
     for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):
@@ -69,8 +69,8 @@ def real_emoji(train: LatentDataset, heldout: LatentDataset | None) -> EmojiSet:
 
 
 def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Asked:
-    """Choose `count` emoji whose captions become prompts: half training emoji, evenly spread; half held-out ones that
-    combine known parts in a new way, repeated if too few. If there are none of these, all are training emoji."""
+    """Choose `count` emoji whose first captions become prompts: half training emoji, evenly spread; half held-out ones
+    that combine known traits in a new way (see prepare_emoji), repeated if too few; if none, all are training emoji."""
     compositions = read_index(heldout.folder).get("compositions", 0) if heldout else 0
     held = np.arange(count // 2) % compositions if compositions else np.arange(0)
     seen = np.linspace(0, len(train) - 1, count - len(held)).round().astype(np.int64)
@@ -86,7 +86,7 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
 
     seen_top1, seen_top5  for captions of training emoji: share of pictures whose nearest real emoji (top5: one of the
                           five nearest) has the prompt as a caption.
-    held_top1, held_top5  the same for captions of held-out emoji, which combine known parts in a new way.
+    held_top1, held_top5  the same for captions of held-out emoji that combine known traits in a new way, if any.
     …_real                the same with the prompted emoji's real pictures as samples; below 1 if emoji look alike.
     …_shifted             the same with these real pictures shifted by one pixel, which are good but inexact samples.
     …_inception…          the same shares with distances between Inception features instead of pixels, if `inception` is

@@ -1,8 +1,8 @@
 """Opens sets of pictures to be scored, reads them in parts, and extracts their Inception features.
 
-batch.npz         arr_0 (n, H, W, 3) uint8, as ADM's evaluator reads and writes it
-folder or tar     JPEG, PNG, WebP or TIFF files of one size, sorted by name, with subfolders; photos.tar/val is a
-                  folder inside a tar
+batch.npz         arr_0 (n, H, W, 3) uint8, as ADM's sampling script writes it and its evaluator reads it
+folder or tar     JPEG, PNG, WebP or TIFF files, of one size unless they are cropped, sorted by name, with subfolders;
+                  photos.tar/val is a folder inside a tar
 dataset's folder  the pictures stored beside its latents, or the latents themselves if they are pixels
 """
 
@@ -44,12 +44,13 @@ class Pictures:
     """Pictures in a fixed order, read in parts.
 
     where       their file or folder, for messages.
+    count       number of pictures, including files whose damage shows only in decoding (see extract_all).
     resolution  (H, W)
-    sha256      hash of the file, or of a folder's file names and contents.
+    sha256      hash of an .npz; of the file names, contents and crop in a folder or tar; of a dataset's file hashes.
     read        function (start, stop) → (n, 3, H, W) uint8, fastest in ascending order. Damaged files raise ValueError;
-                with a list as third argument they are skipped, and (name, reason) of each is appended to the list.
-    skip        whether damaged files are left out; if not, they raise ValueError.
-    damaged     (name, reason) of the files that are left out.
+                with a list as third argument, a folder or tar skips them, and the list gets their (name, reason).
+    skip        whether extract_all leaves out damaged files; if not, it raises ValueError for them.
+    damaged     (name, reason) of the files known to be damaged, which are left out.
     """
 
     where: str
@@ -62,11 +63,11 @@ class Pictures:
 
 
 def open_pictures(path: Path, crop: Crop | None, processes: Processes, skip: bool = False) -> Pictures:
-    """Open an .npz, a folder or a tar of pictures; check what needs no decoding. All processes must call it together.
+    """Open pictures (see the module) and check what needs no decoding. All processes must call this together.
 
     crop  how photos of a folder or tar are prepared, as for training: converted to RGB and cropped as ADM does. None:
           pictures must be 8-bit RGB of one size, and are taken as they are.
-    skip  whether damaged files of a folder or tar are left out; if not, ValueError names them (some only in decoding).
+    skip  whether damaged files of a folder or tar are left out; if not, ValueError names them (some in extract_all).
 
     Raises FileNotFoundError if nothing is at `path`, ValueError for unfit or damaged files or fewer than 2 pictures.
     """
@@ -255,8 +256,8 @@ def feature_store(pictures: Pictures, folder: Path, network: Inception) -> Shard
 def extract_all(
     pictures: Pictures, folder: Path, network: Inception, processes: Processes
 ) -> tuple[Pictures, ShardStore]:
-    """Extract the features of all undamaged pictures into a store in `folder`, a share in each process. Returns these
-    pictures and the store. Raises ValueError for damaged pictures or, with pictures.skip, if fewer than 2 are left."""
+    """Extract the features of undamaged pictures that a store in `folder` lacks, a share in each process. Returns all
+    undamaged pictures and the store. Raises ValueError for damaged ones or, with pictures.skip, if under 2 are left."""
     parts = feature_store(pictures, folder, network)
 
     def work(numbers: list[int], done: Callable[[int], object]) -> None:

@@ -1,7 +1,7 @@
-"""The table of all metrics: their names, which direction is better, and how they are computed from Inception features.
+"""The table of all metrics: names, which direction is better, and how those of Inception features are computed.
 
 To add a metric, add a line `METRICS["mine"] = Metric("my metric", "lower")` here or in a file of your own. Scoring,
-records, figures and tables look metrics up here when they run; the order of METRICS is the order of their columns.
+records, figures and tables look metrics up here when they run; the order of METRICS is the order of tables' columns.
 """
 
 import functools
@@ -24,9 +24,9 @@ class Metric:
     long      name where there is room; "": the same as display.
     of        "samples": it is measured on samples, by fid.py and maybe during training; "demo": likewise, but only for
               dataset=emoji; "heldout": it is a loss on held-out data, measured during training, by which runs are
-              compared; "training": it is in each line of the training log.
+              compared; "training": training logs it every few steps.
     compared  whether tables that compare runs have a column for the metric.
-    curve     whether it is measured repeatedly during training, so that a curve can be drawn.
+    curve     False: training measures it only once, at the end, so no curve is drawn.
     log       whether its axis is logarithmic.
     alike     settings that must be equal for two runs' values to be comparable, besides those common to all metrics.
     count     key under which training records the number of samples behind a value; "": none.

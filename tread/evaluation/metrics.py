@@ -1,7 +1,7 @@
-"""Distances between sets of pictures, as pure functions of their features.
+"""Scores of sets of pictures, as functions of their features.
 
-The numbers are those of ADM's evaluator (Dhariwal & Nichol 2021, arXiv 2105.05233): FID and sFID (`frechet_distance`
-of two kinds of features), Inception Score, precision and recall; and KID, which ADM does not have.
+FID and sFID (`frechet_distance` of two kinds of features), Inception Score, precision and recall are computed as in
+ADM's evaluator (Dhariwal & Nichol 2021, arXiv 2105.05233). KID, which ADM does not have, is computed too.
 """
 
 import functools
@@ -111,7 +111,7 @@ def precision_recall(reference: Tensor, samples: Tensor, seen: Seen = unseen) ->
 
 
 def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
-    """Yield squared distances (block, len(columns)) of a block of rows to all columns, then call seen(block size)."""
+    """Yield squared distances (b, m) of b of the `rows` (n, D) at a time to all `columns` (m, D), then call seen(b)."""
     norms = columns.square().sum(dim=1)
     for part in rows.split(max(1, BLOCK_NUMBERS // len(columns))):
         yield torch.addmm(norms, part, columns.T, alpha=-2).add_(part.square().sum(dim=1, keepdim=True)).clamp_(min=0)

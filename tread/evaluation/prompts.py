@@ -1,5 +1,5 @@
 """Reads prompts for text-conditional networks and encodes them with the text encoder used in training; opens captions
-of held-out pictures for scoring. Samplers take labels: for a text-conditional network, indices of the prompts."""
+of a dataset for scoring. Samplers take labels: for a text-conditional network, indices of the prompts."""
 
 import itertools
 import json
@@ -39,10 +39,10 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
 
 
 def row_labels(saved: SavedNetwork, classes: Sequence[int | None] | None, prompts: Sequence[str]) -> list[int]:
-    """Return the labels to sample, one for each row of a grid. For a class-conditional network they are `classes`, in
-    which None means no class; classes=None chooses up to ten classes, evenly spread. For a text-conditional network
-    they are the prompts' indices. Raises ValueError for unknown classes, for prompts given to a class-conditional
-    network, and for classes or no prompts given to a text-conditional one."""
+    """Return the labels to sample, one for each row of a grid. For a class-conditional network they are `classes`, with
+    num_classes in place of None (no class); classes=None chooses up to ten classes, evenly spread. For a
+    text-conditional network they are the prompts' indices. Raises ValueError for unknown classes, for a
+    class-conditional network with prompts, and for a text-conditional one with classes or without prompts."""
     where, count = saved.found.folder, saved.cfg.dataset.num_classes
     if saved.text is not None:
         if classes is not None or not prompts:
@@ -73,6 +73,7 @@ def encode_prompts(
 @dataclass(frozen=True)
 class ScoredPrompts:
     """Captions numbered 0..count−1, in the order of their pictures, that samples are drawn for and scored with.
+    EmojiJudge's are chosen from two datasets: `data` is the held-out one, `sha256` both hashes, one after the other.
 
     data    the captions' dataset.
     count   number of captions.
@@ -89,7 +90,7 @@ class ScoredPrompts:
 
 
 def heldout_folder(saved: SavedNetwork) -> Path:
-    """Return the folder of a run's held-out data. Raises ValueError or FileNotFoundError if there is none."""
+    """Return the held-out data's folder of `saved`'s run. ValueError if the run has none, FileNotFoundError if gone."""
     name, where = saved.cfg.dataset.heldout, saved.found.folder
     if name in (None, "auto"):
         raise ValueError(f"{where} has no held-out data: name a dataset's folder instead of {HELDOUT}")

@@ -4,7 +4,7 @@
     .npz with mu_s, sigma_s  mean and covariance of spatial features too, for sFID
     .npz with sigma_triu     instead of sigma, only its upper triangle, row by row; likewise sigma_s_triu for sigma_s
     .npz with arr_0          pictures; ADM's batches have pictures and all four statistics
-    folder or tar            pictures, as image_sets.py reads them
+    folder or tar            pictures, as image_sets.py reads them; also a dataset's folder
     cifar10                  the statistics of CIFAR-10's 50,000 training pictures, unflipped; included in this package
 
 If a file has statistics and pictures, FID and sFID use the former, precision, recall and KID the latter, as ADM does.
@@ -41,7 +41,7 @@ SHIPPED = {"cifar10": Path(__file__).with_name("cifar10.npz")}  # made by fid.py
 
 @dataclass(frozen=True)
 class Reference:
-    """An opened reference: statistics, pictures, or both. `where` is its path, `sha256` the hash of its content.
+    """An opened reference: statistics, pictures, or both. `where` is its path or name, `sha256` its content's hash.
 
     stated      statistics stored in the file: {kind of features, "pool" or "spatial": (mean, covariance)}.
     pictures    the pictures, from whose features missing statistics are computed; None: there are none.
@@ -67,8 +67,9 @@ class Reference:
 def open_reference(
     path: Path, crop: Crop | None, processes: Processes, sizes: Mapping[str, int], skip: bool = False
 ) -> Reference:
-    """Open a reference, given by a path or the name "cifar10", without decoding its pictures. Raises FileNotFoundError,
-    or ValueError if the file is damaged, has statistics of another Inception network, or holds nothing to compare with.
+    """Open a reference, given by a path or the name "cifar10", without decoding its pictures. All processes call this
+    together. Raises FileNotFoundError, or ValueError if the file is damaged, has statistics of another Inception
+    network, or holds nothing to compare with.
 
     crop   how photos of a folder or tar are cropped; None: its pictures are taken as they are.
     sizes  the numbers of features that stored statistics must have, {"pool": D, "spatial": D}.
@@ -197,8 +198,8 @@ def save_statistics(
     path: Path, pictures: Pictures, features: ShardStore, processes: Processes, packed: bool = False
 ) -> None:
     """In the main process, write an .npz with the pictures' count and resolution, and the mean and covariance of their
-    pool features (mu, sigma) and spatial features (mu_s, sigma_s), which the store `features` holds. With `packed`,
-    statistics are float32, and only the upper triangles of sigma and sigma_s are stored."""
+    pool features (mu, sigma) and spatial features (mu_s, sigma_s), read from the store `features`. With `packed`,
+    statistics are float32, and of sigma and sigma_s only the upper triangles are stored (sigma_triu, sigma_s_triu)."""
     if processes.main:
         arrays = {}
         for kind, keys in KEYS.items():
@@ -215,7 +216,8 @@ def save_statistics(
 
 
 def check_size(where: object, size: tuple[int, ...], reference: Reference) -> None:
-    """Raise ValueError unless pictures of `size` (channels, H, W) from `where` are RGB and of the reference's size."""
+    """Raise ValueError unless pictures of `size` (channels, H, W) are RGB and of the reference's size, if it is known.
+    `where`, their source, begins the message."""
     if size[0] != 3:
         raise ValueError(f"{where} gives grey pictures, but RGB is scored; digits are scored without reference=…")
     if reference.resolution not in (None, size[1:]):

@@ -46,8 +46,8 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """Return how samples were made, as a dict for JSON: networks, NFE, versions and the user's `settings`. `sampler`
-    and `saved` give the values of settings that the user left null. `weak` is the guidance's second network, if any."""
+    """Return how samples were made, as a dict for JSON: networks, NFE, versions and the user's `settings`, with those
+    of `sampler` and the time shift replaced by the values used. `weak` is guidance's second network, if any."""
 
     def network(source: SavedNetwork) -> dict:
         told = {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}
@@ -84,8 +84,8 @@ class SampleFiles:
 
     A file of latents holds `latents` (n, C, S, S) fp32, `seeds` and `labels` (n,); metadata say how they were made.
 
-    out        the path. None: samples.png (latents: samples.safetensors), or samples-1.png, … if that exists.
-    overwrite  whether existing files are replaced; if not, `check` raises ValueError for them.
+    out        the path. None: samples.png (latents: .safetensors) or, if that exists and must stay, samples-1.png, ….
+    overwrite  whether existing files are replaced; if not, `check` raises ValueError for them unless `out` is None.
     seeds      the seeds; the grid has a column for each.
     labels     the labels; the grid has a row for each.
     classes    the dataset's class names, or the prompts. A label ≥ len(classes) means no class.
@@ -131,7 +131,7 @@ class SampleFiles:
 
     def write(self, batches: Iterable[np.ndarray], facts: Mapping) -> tuple[Path, bool]:
         """Write batches of pictures (b, 1 or 3, H, W) uint8, or of latents, in the order of self.pairs; `facts` become
-        metadata. Returns the path, and whether grey pictures were converted to RGB, as an .npz or a folder requires."""
+        metadata (not of an .npz). Returns the path, and whether grey pictures became RGB, as in an .npz or a folder."""
         grey, labels = False, [label for label, _ in self.pairs]
         grid_facts = {**facts, "rows": [self._told(label) | {"seeds": list(self.seeds)} for label in self.labels]}
 
@@ -189,7 +189,7 @@ class SampleFiles:
         return {"prompt": name} if self.prompts else {"class": label, "class_name": name}
 
     def grid(self, pictures: np.ndarray) -> Image.Image:
-        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid, with the names of classes or prompts beside its rows."""
+        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid. Prompts, or class names if not numbers, name its rows."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
         if self.prompts:
             return name_rows(grid, names)

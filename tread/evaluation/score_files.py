@@ -1,4 +1,5 @@
-"""Reads and writes a score's files: fid.json in the checkpoint's folder or beside the pictures, and a line in fid.csv.
+"""Reads and writes a score's files: fid.json in the checkpoint's folder, beside the pictures or in out=…; and, for a
+checkpoint, a line in fid.csv.
 fid.json holds the newest score; older scores with other settings are kept as fid-1.json, fid-2.json, …"""
 
 import csv
@@ -16,8 +17,8 @@ NAMES = ("samples.npz", "fid.png", "fid.json")
 
 @dataclass(frozen=True)
 class ScoreFiles:
-    """The files fid.json, fid.png and samples.npz of the scores in `folder`. Their names begin with `stem`: "" for a
-    checkpoint; "photos." for the pictures of photos.npz or photos/, as one folder may hold scores of several sets."""
+    """The files fid.json, fid.png and samples.npz of the scores in `folder`. Their names begin with `stem`: "photos."
+    beside the pictures of photos.npz or photos/, as one folder may hold scores of several sets; elsewhere ""."""
 
     folder: Path
     stem: str = ""
@@ -53,7 +54,7 @@ class ScoreFiles:
         return None
 
     def make_room(self, settings: dict, scored: str = "") -> None:
-        """Unless the newest score has these settings, rename its files, e.g. to fid-1.json, but not file `scored`."""
+        """Unless the newest score has these settings, rename its files to fid-1.json, …; the pictures `scored` stay."""
         if not self._is(None, settings):
             number = self._free()
             for name in self._there():
@@ -68,8 +69,8 @@ class ScoreFiles:
 
 
 def table(record: dict) -> str:
-    """Format `record`, fid.json's content, as text: a line for each metric, with its value and number of samples or the
-    reason why it has no value, and for each warning or note on damaged pictures."""
+    """Format `record`, fid.json's content, as text: for each metric a line with its value and number of samples, or
+    with the reason why it has no value; then notes on damaged pictures, and the warnings."""
     pictures = f" against {record['reference_count']:,}" if record.get("reference_count") else ""
     against = {"pictures": pictures, "statistics": pictures * (record.get("reference_statistics") == "pictures")}
 
@@ -88,8 +89,8 @@ def table(record: dict) -> str:
 
 
 def sampler_told(values: Mapping) -> str | None:
-    """Return the sampler recorded in `values`, fid.json's content, as text, with the time shift if that is not 1.
-    Returns None if the scored pictures were read from files."""
+    """Return the sampler as text, with the time shift if that is not 1; None if the scored pictures were read from
+    files. `values` is fid.json's content joined with its entry "settings"."""
     shift = values.get("shift")
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 

@@ -34,13 +34,13 @@ Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]  # see Scorer.s
 
 
 class Scorer:
-    """Computes metrics: `prepare` gets pictures batch by batch, then `score` gets all samples.
+    """Computes metrics: `prepare` gets pictures part by part, then `score` gets all samples.
 
-    metrics    names of the metrics that it may compute, the most important one first.
+    metrics    keys in METRICS that `score` may give values for, the most important one first.
     reference  the reference that samples are compared with, opened from a path; None: the scorer has none.
     seconds    seconds that extracting the reference's features took.
     prompts    captions to draw samples for, each equally often; None: the user's options choose labels or prompts.
-    hashes     {"reference": sha256, "inception": sha256} of the files that scores depend on; fid.json records them.
+    hashes     {"reference": sha256, "inception": sha256} of those files that scores depend on; fid.json records them.
     """
 
     metrics: Collection[str] = ()
@@ -55,8 +55,9 @@ class Scorer:
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
-        """Score a store of samples: pictures, labels and the arrays of `prepare`. Returns {metric: value}, {metric: why
-        it has no value}, and {metric: number of pictures} where that is not the number of samples."""
+        """Score a store of samples: pictures, labels and the arrays of `prepare`; of pictures from files, these arrays
+        alone. Returns {metric: value}, {metric: why it has no value}, and {metric: number of pictures} where that is
+        not the number of samples. Only the main process calls this."""
         raise NotImplementedError
 
     def warnings(self, samples: int) -> list[str]:
@@ -133,7 +134,8 @@ def open_scorer(
 ) -> ReferenceScorer:
     """Open a reference, and Inception from the weight file `inception` (None: the file that TREAD_INCEPTION names, else
     pytorch-fid's, downloaded if needed). `crop` says how the reference's photos are cropped (None: not at all); with
-    `skip`, damaged ones are left out. Raises FileNotFoundError or ValueError if either can't be opened."""
+    `skip`, damaged ones are left out. All processes call this together. Raises FileNotFoundError or ValueError if the
+    reference or the weights can't be opened."""
     with processes.main_first():  # one process fetches the weights
         weights = find_weights(inception)
     network = load_inception(weights, processes.device)
@@ -163,7 +165,7 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 class DigitsJudge(Scorer):
-    """Scores pictures of digits by a classifier and by their pixels (judge_digits); neither is FID."""
+    """Scores pictures of digits by a classifier and by their pixels (see judge_digits); neither score is an FID."""
 
     metrics = ("label_agreement", "frechet_pixels")
 
@@ -177,7 +179,7 @@ class EmojiJudge(Scorer):
     whether the real emoji nearest to a sample has the sample's caption. There is no FID.
 
     inception  weight file of an Inception network, whose features are compared in addition to pixels. None: the file
-               that TREAD_INCEPTION names, else pytorch-fid's if it is on the disk; without either, pixels alone.
+               that TREAD_INCEPTION names, else pytorch-fid's if it is in torch's cache; without either, pixels alone.
 
     Raises FileNotFoundError or ValueError if the emoji cannot be opened, or the weight file does not exist.
     """

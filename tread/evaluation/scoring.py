@@ -50,7 +50,7 @@ from tread.runtime.versions import versions
 CLIP = "clip_score"  # the CLIP score's key in METRICS and in stored parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # default numbers of samples
 GRID = 64  # number of pictures in fid.png
-# keys that ScoringPlan.fingerprint leaves out if their values are null or empty
+# keys that ScoringPlan.fingerprint leaves out if their values are null, false or empty
 OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip", "plugins"}
 
 
@@ -120,7 +120,8 @@ class ScoringOptions:
 
 
 def read_options(config: dict) -> ScoringOptions:
-    """Read the options from a config composed by Hydra, expanding ~ in paths. Raises ValueError for wrong options."""
+    """Read the options from a config composed by Hydra, in which ~ in paths is expanded in place. Raises ValueError for
+    wrong options."""
     paths = ("checkpoint", "samples", "reference", "save_reference", "prompts", "clip")
     paths += ("inception", "autoencoder", "out", "cache")
     for section, keys in ((config, paths), (config.get("guidance") or {}, ("checkpoint",))):
@@ -129,9 +130,10 @@ def read_options(config: dict) -> ScoringOptions:
 
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
-    """Check everything, then score each checkpoint, or the pictures options.samples. Returns each checkpoint's fid.json
-    as a dict: an earlier score's in all processes, a new score's in the main process only (None in the others). Without
-    checkpoints, returns []. Raises ValueError or OSError if a check fails."""
+    """Check everything, then write options.save_reference and score each checkpoint, or the pictures options.samples.
+    All processes call this. Returns each checkpoint's fid.json as a dict: an earlier score's in all processes, a new
+    score's in the main process only (None in the others); [] without checkpoints. Raises ValueError or OSError if a
+    check fails."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -184,10 +186,10 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
 
 
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
-    """Find the checkpoints that options.checkpoint names, a path or a pattern with *. Call it once, as the link
-    `latest` may change. Returns the options, with guidance.checkpoint replaced by that checkpoint's folder, and the
-    distinct folders found, sorted by run and step. Raises FileNotFoundError for a missing checkpoint, ValueError for a
-    damaged one."""
+    """Find the checkpoints that options.checkpoint names, a path or a pattern with *. Call it once, in one process, as
+    the link `latest` may change. Returns the options, with guidance.checkpoint, if set, replaced by that checkpoint's
+    folder, and the distinct folders found, sorted by run and step. Raises FileNotFoundError for a missing checkpoint,
+    ValueError for a damaged one."""
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
     if pattern and not Path(pattern).exists():
@@ -327,7 +329,7 @@ def _settle_prompts(options: ScoringOptions, saved: SavedNetwork) -> ScoredPromp
 
 
 def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> ScoringOptions:
-    """Return the options with a named reference replaced by a folder: "cifar10-test" by CIFAR-10's test pictures, which
+    """Return the options with reference names replaced by folders: "cifar10-test" by CIFAR-10's test pictures, which
     are downloaded if missing, "heldout" by the networks' held-out data. If no reference is set, "heldout" is also used
     for text-conditional networks, unless EmojiJudge scores them or save_samples is set. Raises OSError or ValueError if
     the download fails, or if the networks have no held-out data or different ones."""
@@ -359,7 +361,7 @@ def add_shipped_pictures(
 ) -> None:
     """Add CIFAR-10's training pictures, from find_cifar10's folder, to the scorer's reference "cifar10", of which only
     statistics are in this package, for metrics that compare pictures. options.reference_features=True: missing pictures
-    are downloaded, other pictures there raise ValueError. False: add them only if their features are in the cache."""
+    are downloaded, a wrong number raises ValueError. False: add them only if their features are in the cache."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():
@@ -403,7 +405,7 @@ def files_beside(options: ScoringOptions) -> ScoreFiles:
 
 
 def check_target(path: Path, reference: Reference) -> None:
-    """Raise ValueError or OSError unless the reference's statistics can be written to `path`, which must be new."""
+    """Raise ValueError if the reference has statistics or no pictures, OSError unless `path` is new and writable."""
     if reference.pictures is None:
         raise ValueError(f"{reference.where} holds no pictures to make statistics of")
     if reference.stated:
@@ -445,8 +447,8 @@ class CheckpointScoring:
         return record
 
     def check(self, decoder: autoencoder.Decoder) -> None:
-        """Raise ValueError if samples can't be compared with the reference, OSError if the disk has no room for the
-        samples still to be drawn, their features, and the score."""
+        """Raise ValueError if samples can't be compared with the reference; in the main process, OSError if the disk
+        has no room for the samples still to be drawn, their features and a wanted samples.npz."""
         plan, shape = self.plan, self.plan.saved.latents.shape
         picture = decoder(torch.zeros(1, *shape, device=self.processes.device)).cpu()
         if self.scorer.reference is not None:
@@ -484,7 +486,7 @@ class CheckpointScoring:
 
     def _draw(self, decoder: autoencoder.Decoder, numbers: list[int], done: Callable[[int], object]) -> None:
         """Draw samples for the shards `numbers` of the store self.parts, and store them with the arrays that
-        Scorer.prepare returns. `done` is called with the number of samples in each batch."""
+        Scorer.prepare returns and any CLIP scores. `done` is called with the number of samples in each batch."""
         if not numbers:
             return
         plan, guidance, device = self.plan, self.plan.sampler.guidance, self.processes.device
@@ -561,8 +563,8 @@ def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
     """Return the items that every fid.json has: the metrics' values and the number of samples behind each (`count`,
-    unless the scorer gives another one), warnings, the reference, and time, command, device and versions. `pictures`
-    are the samples if they were read from files, to count damaged ones; None: they were generated."""
+    unless the scorer gives another one), why others have none, warnings, the reference, and time, command, device and
+    versions. `pictures` are the samples if they were read from files, to count damaged ones; None: generated ones."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {

@@ -43,8 +43,8 @@ class States(NamedTuple):
 def block_states(
     network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), **more: Tensor
 ) -> tuple[Tensor, States]:
-    """Return a network's output (B, C, S, S) for the arguments of Backbone.forward (latents x, time input t, labels or
-    texts y, pairs (Route, indices of kept tokens), a class token in `more`), and the tokens between its blocks."""
+    """Return a network's output (B, out_channels, S, S) and its States, for the arguments of Backbone.forward: latents
+    x, time input t, labels or texts y, pairs (Route, indices of kept tokens, or draws), a class token in `more`."""
     embedded: list[Tensor] = []
     hook = network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output))
     record = Record(blocks=range(len(network.blocks)))
@@ -114,8 +114,8 @@ def adjacent(matrix: Tensor) -> float:
 
 
 def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
-    """Return the routes `asked` (None: the network's), sorted by start block and with negative indices resolved. Raises
-    ValueError if the network can't run them, or if a route of `asked` skips no token or keeps only one."""
+    """Return the routes `asked` (None: the network's), resolved (Route.resolve) and sorted by start block. Raises
+    ValueError if the network can't run them, or if a selection_ratio above 0 in `asked` skips no token or keeps one."""
     model, grid = saved.cfg.model, (saved.latents.shape[1] // saved.cfg.model.patch_size,) * 2
     routes = model.routes if asked is None else tuple(asked)
     try:
