@@ -4,8 +4,8 @@ python scripts/export_checkpoint.py checkpoint=results/my-run out=exports/my-run
 
 The folder holds ema.safetensors (weights=model: model.safetensors), info.json and config.yaml: a checkpoint that
 sample.py, fid.py and train.py's init_from take. DiT's weights have the official DiT code's parameter names. dtype=fp16
-halves the size, paths=short cuts absolute paths in info.json to their last two names. format=diffusers writes a folder
-for diffusers instead; push=user/name uploads either one to Hugging Face. All options: configs/export_checkpoint.yaml.
+halves the size, paths=short cuts recorded absolute paths to their last two names. format=diffusers writes a folder for
+diffusers instead; push=user/name uploads the folder to Hugging Face. All options: configs/export_checkpoint.yaml.
 """
 
 from pathlib import Path, PurePath

@@ -27,7 +27,8 @@ Positions = Literal["recomputed", "scaled"]
 def new_classes(
     stored: StoredWeights, table: Tensor, asked: str | Mapping[Label, Label], classes: Sequence[str]
 ) -> tuple[StoredWeights, str]:
-    """Return (weights, message): `stored` with a label table for the new `classes`, and a line on its rows' origin.
+    """Return (weights, message): `stored` with a label table for the new `classes`, which its record then
+    lists too, and a line on the origin of the table's rows.
 
     table  the network's newly initialised label table, (len(classes) + 1, D); classes not in `asked` keep its rows.
     asked  {old class: new class} for the rows to copy, each class by name or number; "new": copy no class's row. A
@@ -66,9 +67,9 @@ def _number(label: Label, classes: tuple[str, ...]) -> int:
 
 
 def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[StoredWeights, list[str]]:
-    """Return (weights, messages): `stored` without its fixed position tensors, so that the network's own are used, and
-    lines to print. `side`: token rows in the new grid; `scale`: factor of its rows and columns, model.position_scale.
-    Raises ValueError if the stored positions are not the fixed sines and cosines, or if the old grid is unknown."""
+    """Return (weights, messages): `stored` without fixed position tensors, so that the network's own are used, and with
+    `scale` in its record; lines to print. `side`: token rows in the new grid; `scale`: its model.position_scale. Raises
+    ValueError if stored positions are not fixed sines and cosines at the recorded scale, or the old grid is unknown."""
     before, stretched = old_side(stored), float(stored.recorded().get("model.position_scale", 1.0))
     for name in (name for name in POSITIONS if name in stored.state):
         given = stored.state[name].float()
@@ -92,7 +93,7 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
 
 
 def old_side(stored: StoredWeights) -> int:
-    """Return the number of rows of the token grid that weights were trained on. Raises ValueError if it is unknown."""
+    """Return the number of rows of the token grid on which `stored` was trained. Raises ValueError if it is unknown."""
     told = sizes(stored.state)
     if "dataset.size" not in told:
         raise ValueError(f"init_positions is given, but {stored.where} holds no pos_embed that tells its size")
@@ -100,8 +101,8 @@ def old_side(stored: StoredWeights) -> int:
 
 
 def position_scale(init_from: str, weights: Weights, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled: that of init_from's `weights` ("ema" or "model") times
-    their number of token rows / `side`, the new number. If a run has begun in the folder `run`, return that run's."""
+    """Return model.position_scale for init_positions=scaled: the scale of init_from's `weights` ("ema" or "model"; 1 if
+    not recorded) × their token rows / `side`, the new rows. If a run has begun in folder `run`, return its scale."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
     stored = read_weights(local(init_from), weights)

@@ -17,7 +17,7 @@ Name = tuple[str, str]  # a module and a name in it
 
 @dataclass
 class Source:
-    """A parsed module; the comments say what its fields hold."""
+    """A parsed module: its dotted name, its lines, and what it defines, imports and adds to tables (see comments)."""
 
     module: str
     lines: list[str]

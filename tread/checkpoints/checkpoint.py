@@ -1,13 +1,14 @@
 """Checkpoints: folders of safetensors and JSON files, written atomically, without pickled objects.
 
 results/<run>/step_0001000/
-    model.safetensors      weights, keyed by parameter name
+    model.safetensors      weights and buffers, keyed by their names in the network
     ema.safetensors        averaged weights, same keys
+    projector.safetensors  weights of the projector for representation alignment; only if alignment.kind is not none
     optimizer.safetensors  keyed "<state>/<parameter>": for AdamW exp_avg/…, exp_avg_sq/… and step/…
     powers.safetensors     power-function EMAs (EDM2), keyed "<width>/<parameter>"; only if ema.power is set
     info.json              step, config, versions, and size and sha256 of each file
-results/<run>/latest       symbolic link to the newest checkpoint
-results/<run>/base.safetensors  only if lora.rank is set: the network before training; model and ema hold adapters
+results/<run>/latest       symbolic link to the checkpoint that was written, or resumed from, last
+results/<run>/base.safetensors  only if lora.rank is set: the network before training; model and ema lack frozen weights
 """
 
 import contextlib
@@ -59,7 +60,7 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], info
 
 
 def snapshot(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Return CPU copies of {part: {name: tensor}}, page-locked if the tensors are on a GPU; waits for the copies."""
+    """Return CPU copies of {part: {name: tensor}}, page-locked, if possible, for GPU tensors; waits for the copies."""
     copies = {}
     for name, part in parts.items():
         copies[name] = {key: _room_on_the_host(value).copy_(value, non_blocking=True) for key, value in part.items()}
@@ -106,7 +107,7 @@ class Checkpoint:
 
     @property
     def revision(self) -> str | None:
-        """The hash of the revision on the hub, for a checkpoint fetched from there; else None."""
+        """The hash of the revision, for a checkpoint fetched from the hub; else None."""
         return revision_in(self.folder)
 
     @property
@@ -114,7 +115,7 @@ class Checkpoint:
         return [file.removesuffix(".safetensors") for file in self.info["files"]]
 
     def sha256(self, name: str) -> str:
-        """Return the sha256 that info.json states for a part, such as "model". Raises ValueError for a missing part."""
+        """Return the sha256 of a part, such as "model", by info.json. Raises ValueError if that lists no such part."""
         if name not in self.parts:
             other = {"ema": "model", "model": "ema"}.get(name)
             raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
@@ -145,7 +146,7 @@ class Checkpoint:
         return load_file(self.verify(name))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Load a part, {name: CPU tensor}, with LoRA adapters merged in. Raises ValueError if a file is damaged."""
+        """Load a part, {name: CPU tensor}, with LoRA adapters merged in. ValueError if a file is missing or damaged."""
         stored, adapter = self.stored(name), self.info.get("adapter")
         return merge(self.base(), stored, adapter["scale"]) if adapter and name in ("model", "ema") else stored
 
@@ -161,8 +162,8 @@ class Checkpoint:
 
 def find(path: Path | str) -> Checkpoint:
     """Open the checkpoint at `path`: a checkpoint's folder, a run's link `latest`, a run's folder (for its `latest`,
-    else its newest checkpoint), or hf:user/name[@revision]. Raises FileNotFoundError if there is none, ValueError if it
-    is damaged or was not written by this code."""
+    else its newest checkpoint), or hf:user/name[@revision]. Reads info.json alone. Raises FileNotFoundError if there is
+    no checkpoint; ValueError if `path` is a file, info.json is damaged or missing, or its format is not this code's."""
     path = local(path)
     if path.name == "latest" and not path.is_dir():
         other = newest(path.parent)
@@ -199,7 +200,7 @@ def find(path: Path | str) -> Checkpoint:
 
 
 def containing(path: Path) -> Checkpoint | None:
-    """Return the checkpoint that has the file `path`, or None. Raises ValueError if its info.json is damaged."""
+    """Return the checkpoint that has the file `path`, or None. Raises ValueError if that one's info.json is damaged."""
     folder = path.resolve().parent
     if not (folder / "info.json").is_file() or _parsed(folder).get("format") != "checkpoint":
         return None
@@ -217,7 +218,7 @@ def _parsed(folder: Path) -> dict:
 
 
 def _is_complete(info: dict) -> bool:
-    """Return whether a parsed info.json has all entries that its readers need."""
+    """Return whether a parsed info.json has step, config, files with size and sha256, and as latents a dict or none."""
     sections = [info.get("files"), info.get("config"), info.get("latents", {})]
     if type(info.get("step")) is not int or not all(isinstance(section, dict) for section in sections):
         return False
@@ -268,7 +269,7 @@ def _step(folder: Path) -> int:
 
 
 def _folders(run: Path) -> list[Path]:
-    """Return a run's checkpoint folders, sorted by step, damaged ones too, up to the one that `latest` points to."""
+    """Return a run's checkpoint folders, damaged ones too, by step, up to the one that `latest` points to, if any."""
     folders = [path for path in run.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     latest = [_step(path) for path in folders if path.resolve() == (run / "latest").resolve()]
     return sorted((path for path in folders if not latest or _step(path) <= latest[0]), key=_step)
@@ -281,15 +282,15 @@ def newest(run: Path) -> Path | None:
 
 
 def pinned(source: str) -> str:
-    """Return `source` or, for a run's folder or link `latest`, the checkpoint's folder to which the link points now."""
+    """Return `source` or, if it is a run's folder or link `latest`, the folder to which this link points now."""
     path = Path(source).expanduser()
     path = newest(path) or path
     return str(path.with_name(path.resolve().name)) if path.name == "latest" and path.is_dir() else source
 
 
 def optimized_parameters(network: nn.Module, projector: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) of a run's trained parameters in the optimizer's order: the network's, then those of the
-    projector for representation alignment, if there is one."""
+    """Yield (name, parameter) of a run's trained parameters in the order in which the optimizer is given them: the
+    network's, then, as "projector.<name>", those of the projector for representation alignment, if there is one."""
     yield from (named for named in network.named_parameters() if named[1].requires_grad)
     if projector is not None:
         yield from projector.named_parameters(prefix="projector")
@@ -299,7 +300,7 @@ def optimizer_tensors(
     optimizer: torch.optim.Optimizer, network: nn.Module, projector: nn.Module | None = None
 ) -> dict[str, Tensor]:
     """Return the optimizer's state as tensors, keyed "<state>/<parameter>" or, for state that belongs to no parameter,
-    "<state>/optimizer". Settings in param_groups, except lr, that changed in training are keyed "<key>/group <number>".
+    "<state>/optimizer". Keyed "<key>/group <i>" are entries of param_groups, except lr, that changed or are tensors.
     Values that are not tensors (numbers, text, None, and lists, tuples and dicts of these and of tensors) are stored as
     JSON, in the bytes of a tensor `values`. Raises ValueError for values of other types."""
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
@@ -325,9 +326,9 @@ def optimizer_tensors(
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Convert `value`, entry `key` of parameter `name` in an optimizer's state, to JSON. Containers become
+    """Convert `value`, entry `key` of `name` (a parameter, "group <i>" or "optimizer"), for JSON. Containers become
     ["list", …], ["tuple", …] or ["dict", …]. A tensor is added to `tensors` and becomes ["tensor", its key there,
-    whether it is on a device other than `device`]."""
+    whether it is on a device other than `device`]. Other values are returned unchanged."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]
@@ -340,8 +341,8 @@ def _pack(value: object, key: str, name: str, device: torch.device, tensors: dic
 
 
 def _unpack(value: object, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Rebuild a value that `_pack` converted, removing its tensors from `tensors`. Those that were on the parameters'
-    device go to `device`, others stay on the CPU."""
+    """Rebuild a value that `_pack` converted, removing its tensors from `tensors`. Tensors that were on the parameters'
+    device when they were packed go to `device`, others stay on the CPU."""
     if not isinstance(value, list):
         return value
     kind, *items = value
@@ -357,8 +358,8 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     projector: nn.Module | None = None,
 ) -> None:
-    """Restore `tensors` from optimizer_tensors. Settings in param_groups that are not among them, such as lr, stay. In
-    contrast to optimizer.load_state_dict, state keeps its dtype and device."""
+    """Restore an optimizer's state from `tensors`, as optimizer_tensors returned them. Settings in param_groups that
+    these lack, such as lr, stay. In contrast to optimizer.load_state_dict, state keeps its dtype and device."""
     parameters, tensors = dict(optimized_parameters(network, projector)), dict(tensors)
     groups = {f"group {number}": group for number, group in enumerate(optimizer.param_groups)}
     values = json.loads(bytes(tensors.pop("values", torch.tensor([*b"{}"])).tolist()))
@@ -405,7 +406,7 @@ class Trained:
         return parts | ({"powers": self.power_tensors} if self.powers else {})
 
     def restore(self, checkpoint: Checkpoint, with_optimizer: bool) -> None:
-        """Load a checkpoint's parts into the modules, and its optimizer state if `with_optimizer`."""
+        """Load a checkpoint's parts into the modules and power-function EMAs, and the optimizer if `with_optimizer`."""
         for name, module in self.modules.items():
             kept = {key: value for key, value in module.state_dict().items() if key in self.base}
             module.load_state_dict(kept | checkpoint.stored(name))

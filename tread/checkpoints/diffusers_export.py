@@ -4,7 +4,7 @@
     transformer/                    config.json, model.py and the weights
     vae/                            the autoencoder, unless the network works on pixels or only a hub id is stored
 
-The two Python files need only torch and diffusers; bundle.py collects them from this project's own source.
+The Python files need torch, diffusers and, for a text model, transformers; bundle.py collects their code.
 """
 
 import json
@@ -60,7 +60,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
 
     tensors  the network's state dict, in the dtype to store.
     info     the record to publish, a parsed info.json.
-    inside   hub id, folder or file of the autoencoder whose weights to store. None: store only its recorded hub id.
+    inside   hub id, folder or file of the autoencoder, to store its weights. None: store its recorded hub id, if any.
 
     Raises ValueError if a plugin defines the network or a route's select or rejoin rule, or `inside` can't be loaded.
     """
@@ -139,7 +139,7 @@ def pipeline_file(saved: SavedNetwork) -> str:
 
 
 def network_file(saved: SavedNetwork) -> str:
-    """Return the text of transformer/model.py: the network's class as Python source, with its sizes as defaults."""
+    """Return the text of transformer/model.py: the network's class, and a TreadTransformer with its options."""
     network = saved.cfg.model.network
     bundle = Bundle({("tread.runtime.schema", "check"): CHECK})
     bundle.add(network.__module__, network.__name__)

@@ -87,17 +87,18 @@ class TreadPipeline(DiffusionPipeline):
         callback_on_step_end: Callable | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> ImagePipelineOutput | tuple:
-        """Draw one picture per class label or prompt, or one per seed if there is a single label or prompt. Returns an
+        """Draw one picture per class label or prompt; for a single one, one per seed or listed generator. Returns an
         ImagePipelineOutput with `images`, or the tuple (images,) if return_dict is False.
 
-        class_labels          names or numbers of classes; None in a list draws without a class.
-        prompt                texts, for a network trained on captions.
+        class_labels          names or numbers of classes, one or several; None in a list draws without a class.
+        prompt                texts, one or several, instead of class_labels, for a network trained on captions.
         seeds                 one per picture (same pictures as TREAD's sample.py); None: drawn from torch's global RNG.
-        generator             a torch.Generator, or one per picture, instead of seeds, which would give other pictures.
+        generator             a torch.Generator, or one per picture, instead of seeds; it draws different pictures.
         num_inference_steps   None: 40 steps of Heun's method for EDM, 50 of Euler's for rectified flow.
         guidance_scale        ω in D_weak + ω·(D_strong − D_weak); 1: no guidance; None: 1.5 if `guidance` is given.
-        guidance              what D_weak lacks. "cfg": class or prompt; "sparse": more tokens; "sparse_cfg": both;
-                              "path_drop_class": SPRINT's sparse part; "path_drop": it + class; None: "cfg" if ω given.
+        guidance              what D_weak lacks. "cfg": class or prompt; "sparse": more tokens than D_strong lacks;
+                              "sparse_cfg": both; "path_drop_class": SPRINT's sparse part; "path_drop": that and class.
+                              None: "cfg" if guidance_scale is given and not 1, else no guidance.
         strong, weak          for "sparse…" (Sparse Guidance, arXiv 2601.01608): fractions of the tokens that skip the
                               trained routes' blocks in D_strong and D_weak, strong ≤ weak; None: 0.3 and 0.7.
         interval              (lowest, highest) noise level, σ (EDM) or t (rectified flow), at which guidance is on.
@@ -107,9 +108,10 @@ class TreadPipeline(DiffusionPipeline):
         churn                 S_churn of EDM's stochastic Heun sampler; 0: no noise is added.
         batch_size            most pictures drawn at once.
         text_encoder          hub id or folder of the text encoder; None: the one used in training.
-        output_type           "pil", "np" (n, H, W, C) and "pt" (n, C, H, W) in 0..1, or "latent".
-        callback_on_step_end  called after each step of a batch with the pipeline, the step, the noise level and
-                              {"latents": …}; may return {"latents": …} to continue with.
+        output_type           "pil", "np" (n, H, W, C) and "pt" (n, C, H, W) in 0..1, or "latent", the decoder's input.
+        callback_on_step_end  called after each step of a batch with the pipeline, the step's number, the noise level
+                              before it, and {"latents": …} ({} if callback_on_step_end_tensor_inputs lacks "latents");
+                              may return {"latents": …} to continue with.
 
         Raises ValueError for arguments that do not fit together or with the network.
         """
@@ -179,8 +181,8 @@ class TreadPipeline(DiffusionPipeline):
         return list(range(len(prompts))), encoder_for(spec, self.transformer.device, place).encode(prompts)
 
     def _noise(self, generator: object, seeds: object, count: int) -> tuple[Tensor | None, list[int]]:
-        """Return (noise, seeds). A `generator` (one, or one per picture) draws both: initial noise (count, C, S, S) and
-        seeds for other random numbers. Without one, noise is None, as draw() makes it from `seeds` (None: random)."""
+        """Return (noise, seeds). A `generator` (one, or one per picture) draws both: noise (n, C, S, S) for n pictures,
+        and seeds for other random numbers. Without one, noise is None: draw() makes it from `seeds` (None: random)."""
         if generator is None:
             seeds = torch.randint(2**31, (count,)).tolist() if seeds is None else seeds
             return None, [operator.index(seed) for seed in (seeds if hasattr(seeds, "__len__") else [seeds])]

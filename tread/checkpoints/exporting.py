@@ -1,4 +1,4 @@
-"""Optional changes to an exported checkpoint: half precision, public parameter names, no local paths in its record."""
+"""Optional changes to an exported checkpoint: half precision, public parameter names, shortened paths in its record."""
 
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -39,11 +39,11 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
-    """Return info.json's content for publication, without LoRA's entry, as its adapters are merged. Raises ValueError
-    if `autoencoder` is not a hub id, or is given for a network that works on pixels.
+    """Return info.json's content for publication, without the entry "adapter", as exported weights have LoRA's adapters
+    merged in. Raises ValueError if `autoencoder` is no hub id, or is given for a network that works on pixels.
 
     paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train"; "full": all.
-    autoencoder  hub id to record in place of the present one; the hash of its weights stays. None: no change.
+    autoencoder  hub id to record in place of the present name; the recorded hash of weights stays. None: no change.
     """
     content, latents = {key: value for key, value in info.items() if key != "adapter"}, dict(info.get("latents", {}))
     if autoencoder is not None:

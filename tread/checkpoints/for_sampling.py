@@ -55,13 +55,13 @@ class SavedNetwork:
         return self.cfg.model.routes if elsewhere or config["train"].get("routes_until") != 0 else ()
 
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
-        """Return the network's token routes; without any, its default route if `guidance` skips tokens by force."""
+        """Return the network's token routes; if there are none but guidance.force lets tokens skip, a default route."""
         model = self.cfg.model
         forced = guidance.force and guidance.row.routed and not model.routes
         return (model.usual_route,) if forced else model.routes
 
     def without_weights(self, guidance: Guidance) -> Model:
-        """Build the network on the meta device, with the routes self.routes(guidance), to count tokens and FLOPs."""
+        """Return a Model as `load` does, but on the meta device, to count tokens and FLOPs or to compare shapes."""
         with torch.device("meta"):
             return Model(self.process, build_network(self.cfg), self.routes(guidance))
 
@@ -78,7 +78,7 @@ class SavedNetwork:
         return Model(self.process, network, self.routes(guidance))
 
     def shifted(self, shift: float | None) -> "SavedNetwork":
-        """Return this network with sampling times shifted by `shift` instead of rf.shift; None: as it is. Raises
+        """Return this network with `shift` instead of rf.shift for sampling times; None: the network as it is. Raises
         ValueError for a shift with EDM."""
         if shift is None:
             return self
@@ -89,9 +89,10 @@ class SavedNetwork:
 
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
-    """Open a checkpoint's network without loading `weights` ("ema" or "model"); only the size of their file is checked.
-    `shift` replaces the recorded rf.shift in sampling; None keeps it. Raises ValueError if the file is missing or has
-    another size than recorded, if the record is damaged or has unknown settings, and for a shift with EDM."""
+    """Open a checkpoint's network and import its plugins, without loading `weights` ("ema" or "model"): only the size
+    of their file is checked. `shift` replaces the recorded rf.shift in sampling; None keeps it. Raises ValueError if
+    the file is missing or has another size than recorded, if the record is damaged or has unknown settings, for plugins
+    that read_network refuses, and for a shift with EDM."""
     source.check(weights)
     try:
         config = source.info["config"]
@@ -111,8 +112,8 @@ def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | Non
 
 
 def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
-    """Open the weak branch's network, guidance.checkpoint; None if that is None: `strong` runs both branches. Raises
-    FileNotFoundError if it isn't there, ValueError if the two can't be combined or weren't trained for `guidance`."""
+    """Return the weak branch's network, guidance.checkpoint; None if that is None: `strong` runs both branches. Raises
+    FileNotFoundError if no checkpoint is there, ValueError if the networks don't fit each other or `guidance`."""
     weak = None
     if guidance.checkpoint is not None:
         given = f"guidance.checkpoint={guidance.checkpoint}"
@@ -134,7 +135,7 @@ def open_weak(guidance: Guidance, strong: SavedNetwork) -> SavedNetwork | None:
 
 def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwork | None = None) -> None:
     """Raise ValueError if a branch of `guidance` does what its network was not trained for: skip tokens, run without a
-    class, or without SPRINT's sparse part. guidance.force=True allows the first. weak=None: `strong` runs both."""
+    class, or without SPRINT's sparse part. guidance.force=True allows skipping. weak=None: `strong` runs both."""
     row, other, asks = guidance.row, weak or strong, f"guidance={guidance.kind} runs a network"
     for name, network in (("strong", strong), ("weak", other)):
         if any(ends_of(getattr(guidance, name))) and not network.trained_routes and not guidance.force:

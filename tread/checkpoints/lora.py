@@ -48,8 +48,9 @@ class Lora:
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def adapt(self, network: nn.Module) -> frozenset[str]:
-        """Add adapters to the layers that `targets` matches (A from torch's global generator). Freeze all but these and
-        what `also` matches; return the frozen names. Raises ValueError without peft, or if either matches no name."""
+        """Add adapters to the layers that `targets` matches, with A drawn from torch's global generator. Freeze all
+        other parameters except those that `also` matches, and return the frozen ones' names, as the network with
+        adapters has them. Raises ValueError if peft is not installed, or if `targets` or `also` matches no name."""
         names = [name for name, _ in block_layers(network)]
         chosen = [name for name in names if re.search(self.targets, name)]
         if not chosen:

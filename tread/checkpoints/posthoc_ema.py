@@ -1,6 +1,6 @@
 """Computes weight averages of any EMA width after training, from averages that were stored during training.
 
-A run stores power-function EMAs of one or two widths σ_rel at regular steps. At these steps the average of another
+A run stores power-function EMAs of one or more widths σ_rel at regular steps. At these steps the average of another
 width is nearly a weighted sum of stored ones (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2, App. C).
 
 results/<run>/ema_snapshots/step_0001000.safetensors
@@ -96,7 +96,7 @@ def _header(path: Path) -> Snapshot:
 def usable(run: Path, step: int | None) -> list[Snapshot]:
     """Return the snapshots up to `step` (None: the newest one's step), sorted by step, from which an average at `step`
     is computed. Raises FileNotFoundError if there are no snapshots, ValueError if none is at `step`, if their shapes
-    differ, or if one of the run's files is damaged."""
+    differ, or if any of the run's snapshots is damaged, even one after `step`."""
     snapshots = sorted(map(_header, (run / "ema_snapshots").glob("step_*.safetensors")), key=lambda each: each.step)
     if not snapshots:
         raise FileNotFoundError(f"{run}/ema_snapshots holds no snapshots: ema.power=[0.05,0.1] stores them")

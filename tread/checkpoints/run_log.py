@@ -39,7 +39,7 @@ def check_alike(configs: Sequence[dict]) -> None:
 
 
 def _by_number(value: object) -> dict | None:
-    """Return a dict as it is, a list of dicts as a dict keyed by index, and None for anything else."""
+    """Return a dict as it is, a list of dicts as a dict with keys "0", "1", …, and None for anything else."""
     if isinstance(value, (list, tuple)) and all(isinstance(item, dict) for item in value):
         return {str(number): item for number, item in enumerate(value)}
     return value if isinstance(value, dict) else None
@@ -53,28 +53,30 @@ def value_at(config: dict, key: str) -> object:
 
 
 class RunLog:
-    """A run's metrics.jsonl, run.json and status.json; only the main process writes them. Create the RunLog before
-    reading anything else in the folder: `start` then notices if another process has trained there meanwhile."""
+    """A run's metrics.jsonl, run.json and status.json. The main process writes them; others write only failures, to
+    status.json. Create the RunLog before reading anything else in the folder: `start` then notices if another process
+    has trained there meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None
         self._seen = self._state()
 
     def _state(self) -> tuple[int, Path | None]:
-        """Return the number of starts and the newest checkpoint's path, if any: both change when a process trains."""
+        """Return the number of starts and the newest checkpoint's path, if any. They change when a process trains."""
         checkpoint = newest(self.folder)
         return len(self.starts()), checkpoint and checkpoint.resolve()
 
     def starts(self) -> list[dict]:
-        """Return run.json: a dict for each start (time, step, command, versions, config); [] if it can't be read."""
+        """Return run.json: a dict for each start (time, step, command, versions, config); [] if missing or damaged."""
         starts = self._read("run.json")
         starts = starts if isinstance(starts, list) else []
         return [start for start in starts if isinstance(start, dict) and "config" in start]
 
     def start(self, step: int, config: dict, **facts: object) -> None:
         """Lock the folder, append a start at step `step`, with `config` and further entries `facts`, to run.json, and
-        drop the metrics of later steps, which will be trained again. Raises FileExistsError if another process uses
-        the folder, or has trained in it since this RunLog was created."""
+        drop the metrics of later steps, which will be trained again. Also removes temporary files of killed processes,
+        and writes the status "running". Raises FileExistsError if another process uses the folder, or has trained in
+        it since this RunLog was created."""
         self.versions = versions()  # now: the code on disk may change later
         self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"another process is training in {self.folder}; name=… starts another run"
@@ -104,7 +106,7 @@ class RunLog:
                 (self.folder / "status.json").write_text(json.dumps(content, indent=1) + "\n")
 
     def read_status(self) -> dict:
-        """Return status.json as a dict; {} if it can't be read."""
+        """Return the content of status.json, a dict unless edited; {} if it is missing, empty or not JSON."""
         return self._read("status.json") or {}
 
     def _read(self, name: str) -> list | dict | None:

@@ -21,7 +21,7 @@ from tread.runtime.hub import local
 from tread.runtime.schema import written
 from tread.runtime.tensor_files import EXPAND, FIRST, LABELS, MASKDIT, listed, read_kind
 
-POSITIONS = ("pos_embed", "decoder_pos_embed")  # fixed sines and cosines
+POSITIONS = ("pos_embed", "decoder_pos_embed")  # names of tensors of fixed sines and cosines
 
 
 def _check_numbers(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
@@ -47,7 +47,7 @@ def usual_heads(hidden_size: int) -> int | None:
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
     """Return {dotted name: value} of the settings that a state dict's names and shapes reveal, such as "model.depth".
-    "model.num_heads" and "model.positions" are among them only if the state dict holds rotary tables."""
+    "model.num_heads" and "model.positions" are among them only if it holds rotary tables. {} if it lacks FIRST."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -86,7 +86,7 @@ def describe(settings: Mapping[str, int | float | bool]) -> str:
 
 
 KINDS = {"ema": "averaged (ema)", "model": "raw (model)"}
-PROJECTORS = "projectors."  # prefix of REPA's projectors, which its files hold too; only training uses them
+PROJECTORS = "projectors."  # prefix of names of REPA's projectors in public files; only training uses projectors
 LATENTS = ("autoencoder", "scale", "shift", "channel_shift", "channel_scale")
 
 
@@ -128,12 +128,12 @@ class StoredWeights:
         """Check that the weights fit a network. Return those to load into it, converted to its dtypes.
 
         expected  the network's state dict.
-        model     the network's settings, to check those that shapes do not show by the record; None: unchecked.
-        text      the settings of its text encoder, to check in the same way.
+        model     the network's settings: those that shapes do not show are compared with the record. None: unchecked.
+        text      the settings of its text encoder, compared likewise if `model` is given. None: unchecked.
 
         Position embeddings and rotary tables are constants: if the file lacks them, the network's own are used. Raises
-        ValueError, suggesting settings that fit, if constants, names, shapes or settings differ, or values are not
-        finite. For LoRA's adapters, which were merged into the weights, it doesn't list the tensors that differ.
+        ValueError if constants, names, shapes or settings differ (the message suggests settings that fit), or if values
+        are not finite. For weights with LoRA's adapters merged in, the message doesn't list the tensors that differ.
         """
         state = {name: value for name, value in self.state.items() if not name.startswith(PROJECTORS)}
         texts = text.decisive if model and text and model.takes_text else {}
@@ -193,7 +193,7 @@ class StoredWeights:
     def warnings(self, cfg: Network, latents: LatentSpec, predicts: str | None = None) -> list[str]:
         """Return lines that warn of settings that differ from those of the weights' training, or that were not
         recorded. `latents` describes the network's latents. `predicts`: what the network is to predict now, "noise" (on
-        timesteps 0..999, as in DDPM) or "objective" (the target of cfg.objective); None: as in cfg.edm.predicts."""
+        timesteps 0..999, as in DDPM) or "objective" (the target of cfg.objective); None: what `cfg` says."""
         of_ddpm = cfg.objective == "edm" and cfg.edm.predicts == "ddpm_noise"
         predicts = predicts or ("noise" if of_ddpm else "objective")
         lines = []

@@ -74,7 +74,7 @@ def load(
 
 @dataclass(eq=False, repr=False)
 class TrainedModel:
-    """A trained network with its diffusion process and, once it is needed, its decoder; made by `load`.
+    """A trained network with its diffusion process and, once it is needed, its decoder; returned by `load`.
 
     network  the module, in eval mode: network(x, time, y, routes=()), see Backbone.forward.
     process  EDM or RF; process.denoise(network, x, level, y) predicts the clean latents.
@@ -101,7 +101,7 @@ class TrainedModel:
         return next(self.network.parameters()).device
 
     def to(self, device: torch.device | str) -> "TrainedModel":
-        """Move the network to a device, in place; returns the model."""
+        """Move the network to a device, in place, and return this TrainedModel."""
         self.network.to(device)
         self._decoder = None
         if faulty := avoid_faults(self.device):
@@ -140,7 +140,7 @@ class TrainedModel:
         seeds     numbers, or text such as "0-7", both ends included.
         prompts   for a text-conditional network, instead of classes: texts that say what to draw.
         labels    a class for each seed, instead of `classes`: pairs, not all combinations.
-        guidance  name of a file in configs/guidance/, whose settings the next arguments replace; None keeps them.
+        guidance  name of a file in configs/guidance/. `scale` to `force` replace its settings; None keeps a setting.
         scale     the guidance weight: D = D(weak branch) + scale·(D(strong branch) − D(weak branch)).
         strong, weak  share of the tokens that skip the route's blocks in each branch.
         interval  (lowest, highest) noise level, outside of which the strong branch runs alone.
