@@ -62,7 +62,9 @@ class Sweep:
     def points(self, routed: bool) -> list[Point]:
         """Return all combinations of the sweep's values, each once. `routed`: whether the kind of guidance lets tokens
         skip blocks. If so, strong=None means STRONG, weak=None means WEAK; if not, both fractions are 0."""
-        strong, weak = (self.strong or STRONG, self.weak or WEAK) if routed else ((0.0,), (0.0,))
+        strong, weak = ((0.0,), (0.0,))
+        if routed:
+            strong, weak = STRONG if self.strong is None else self.strong, WEAK if self.weak is None else self.weak
         return list(dict.fromkeys(map(Point._make, itertools.product(strong, weak, self.scale, self.interval))))
 
 

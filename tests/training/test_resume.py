@@ -297,6 +297,8 @@ def test_the_keys_of_a_file_are_what_it_sets():
     assert {"model.routes", "dataset.path"} <= found and "train.precision" not in found
     assert keys_of(CONFIGS, "config") == {"hydra.run", "hydra.output_subdir"}
     assert keys_of(CONFIGS, "model/null") == set()
+    cifar10 = keys_of(CONFIGS, "experiment/cifar10_s2")  # what cifar10_b2 builds on
+    assert "optim.warmup_steps" in cifar10 <= keys_of(CONFIGS, "experiment/cifar10_b2")
 
 
 def test_refusals_name_each_key(begun):

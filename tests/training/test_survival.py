@@ -353,17 +353,21 @@ def test_a_compiler_that_fails_in_a_step_is_left_out_from_there(whole, tmp_path,
         def __init__(self):
             Exception.__init__(self, "file too short\nand more")
 
-    calls, loss = [], step.loss
+    calls, loss, problems = [], step.loss, {2: Broken()}
 
     def failing(*arguments):
         calls.append(1)
-        if len(calls) == 2:
-            raise Broken
+        if len(calls) in problems:
+            raise problems[len(calls)]
         return loss(*arguments)
 
     monkeypatch.setattr(step, "loss", failing)
     try:
         text = launch(tmp_path, *OPTIONS)
+        calls.clear()
+        problems[3] = torch.OutOfMemoryError("CUDA out of memory")  # without the compiler it takes more
+        with pytest.raises(SystemExit, match="out of memory with micro-batches of 4 images"):
+            launch(tmp_path, *OPTIONS, "name=larger")
     finally:
         torch.compiler.set_stance("default")
     assert text.count("warning: going on without torch.compile, which failed: Broken: file too short\n") == 1

@@ -68,7 +68,7 @@ def guarded_step(run: Run) -> None:
         run.say(f"warning: going on without torch.compile, which failed: {first_line(error)}")
         torch.compiler.set_stance("force_eager")
         run.optimizer.zero_grad()
-        training_step(run)
+        guarded_step(run)
     if full is not None:  # outside the except block, which holds the step's memory
         run.graphs = None
         raise Failure(explain_memory(run, full))

@@ -142,14 +142,14 @@ def leaves(key: str, value: object) -> list[str]:
 
 
 def keys_of(configs: Path, name: str) -> set[str]:
-    """Return the dotted keys set in configs/<name>.yaml, if it exists, and in files that it names by `override /…`."""
-    path = configs / f"{name}.yaml"
+    """Return the dotted keys set in configs/<name>.yaml, if it exists, and in files of groups that it builds on."""
+    path, own = configs / f"{name}.yaml", f"override /{Path(name).parent}"  # a name alone is of the same group
     tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
-    lists = [item for item in tree.pop("defaults", ()) if isinstance(item, dict)]
+    lists = [item if isinstance(item, dict) else {own: item} for item in tree.pop("defaults", ()) if "/" in name]
     chosen = [(key.removeprefix("override /"), choice) for item in lists for key, choice in item.items() if " /" in key]
     keys = {f"{key}.{part}" for key, section in tree.items() if isinstance(section, dict) for part in section}
     keys |= {key for key, value in tree.items() if not isinstance(value, dict)}
-    return keys.union(*(keys_of(configs, f"{group}/{choice}") for group, choice in chosen))
+    return keys.union(*(keys_of(configs, f"{place}/{choice}") for place, choice in chosen))
 
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
