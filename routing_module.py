@@ -319,8 +319,8 @@ class Record:
 
 def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None = None) -> Tensor:
     """Return a route's ids_keep (B, K) int64. `chosen` is ids_keep itself, or uniform random numbers (B, N) from which
-    the rule route.select chooses ids_keep. The rule may also score `tokens` (B, N, D); if it keeps whole rows or one of
-    each 2×2 tokens, it needs the tokens' `grid` (H, W). Raises ValueError for ids_keep that do not fit the tokens."""
+    the rule route.select chooses ids_keep. The rule may also score `tokens` (B, N, D); if it keeps whole rows, or one
+    token of each 2×2 group, it needs their `grid` (H, W). Raises ValueError for ids_keep that do not fit the tokens."""
     if chosen.is_floating_point():
         if route.select not in RULES:
             raise ValueError(f"{route.select!r} is no rule known here (of tread/routing/ids.py): give ids_keep")

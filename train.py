@@ -1,6 +1,6 @@
-"""Train a diffusion transformer with or without routes: python train.py model=tread
+"""Train a diffusion transformer with or without TREAD's token routes: python train.py model=tread
 
-All options: configs/defaults.yaml. If a run with this name was stopped, the same command resumes it.
+All options: configs/defaults.yaml. If a run was stopped, the command that started it resumes it.
 """
 
 # Read from `main` down: read the settings → start (tread/training/start.py: every check before any long work) →

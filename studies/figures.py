@@ -148,7 +148,7 @@ def outcome(study: Study, results: Results) -> list[str]:
     """Return lines that say whether the arm of study.rule beats its best rival at the end of training; [] if the study
     has no rule. The best rival is the one that is best in the rule's first metric. To beat it, the arm must be better
     in every metric of the rule, with a 95% interval of the paired difference that excludes 0. If some rivals have
-    not run, the only verdict is that the arm is behind a rival in the first metric, and so behind the best one, too."""
+    not run, a line says that the rule is not decided, unless the arm is behind one that has, in the first metric."""
     if not (rule := study.rule):
         return []
     ends = last_means(results, rule["metrics"][0])
@@ -308,9 +308,9 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
 
 def balance_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the final FID against precision, and of precision against recall. A line joins the means of a
-    network's scores at several guidance scales; the last scale is written next to its point. All means of a line are
-    over the same seeds (small dots). Scales with fewer seeds, or with another sample count than without guidance, are
-    left out, and so is a network whose scales share no seed."""
+    network's scores at several scales of a guidance; the last scale is written next to its point. All means of a line
+    are over the same seeds, whose scores are small dots. Left out are scales with fewer seeds than another guided one
+    of the line, or with another sample count than without guidance, and lines whose scales share no seed."""
     networks, panels, colour = networks_of(study, results), [], colours(study)
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, drawn = defaultdict(dict), []

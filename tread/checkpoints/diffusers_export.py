@@ -4,7 +4,7 @@
     transformer/                    config.json, model.py and the weights
     vae/                            the autoencoder, unless the network works on pixels or only a hub id is stored
 
-The Python files need torch, diffusers and, for a text model, transformers; bundle.py collects their code.
+The Python files need torch, diffusers and, for a text model, transformers; bundle.py collects the code in them.
 """
 
 import json

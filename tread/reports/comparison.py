@@ -150,7 +150,7 @@ def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def cautions(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return warnings for readers: about groups whose runs share a seed or were made by different code, and about
+    """Return warnings for readers: about groups in which runs share a seed or were made by different code, and about
     settings that differ between the groups."""
     warnings = []
     for group in groups:
