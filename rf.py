@@ -47,7 +47,7 @@ class RF(Process):
     loss_of     what the squared error compares: "velocity", "x" or "noise", computed from the prediction.
     clamp       lower bound of t and 1 − t where a velocity is computed by dividing by them.
     contrastive λ of a loss term −λ·(v − v')²; v is the predicted velocity, v' another sample's true one (arXiv
-                2506.05350: 0.05). Predicted velocities grow by about 1 / (1 − λ), which sampling does not undo.
+                2506.05350: 0.05). Velocities come out about 1 / (1 − λ) times as large, which sampling does not undo.
     """
 
     default_steps, default_solver, level_name, variance_exploding = 50, "euler", "t", False
@@ -156,7 +156,7 @@ class RF(Process):
         self, network: Network, x: Tensor, y: Condition, t: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
         """Return each sample's mean squared error of the velocity for clean x, (B,) fp32, whatever the training loss.
-        If the network predicts data or noise, the velocity is computed by dividing by at least `clamp`."""
+        If the network predicts data or noise, the velocity is computed from that, dividing by at least `clamp`."""
         v = self.velocity(network, self.noised(x, t, noise), t, y, routes)
         return (v - (noise - x)).square().mean(dim=(1, 2, 3))
 

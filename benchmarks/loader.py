@@ -84,7 +84,8 @@ def through(batches: Iterable) -> None:
 
 
 def tar(folder: Path, workers: int) -> Iterable:
-    """Return webdataset's loader of latents.tar in `folder`, read by `workers` processes (0: this one)."""
+    """Return webdataset's loader of latents.tar in `folder`: batches (latents, labels), read by `workers` processes
+    (0: by this one)."""
     pipe = webdataset.WebDataset(str(folder / "latents.tar"), shardshuffle=False, empty_check=False).shuffle(1000)
     pipe = pipe.decode().to_tuple("latent.npy", "cls").batched(BATCH, partial=True)
     return webdataset.WebLoader(pipe, batch_size=None, num_workers=workers)

@@ -1,7 +1,7 @@
 """Compares runs: python scripts/compare_runs.py results/a 'results/b-*' … [out=comparison]
 
-Prints a table, and how many steps and FLOPs and how much time each run needs to reach the others' results (of more
-than four runs, only the first is compared with each other one). Writes comparison.png (curves against steps, FLOPs and
+Prints a table, and how many steps and FLOPs and how much time each run needs to reach the others' results (with more
+than four runs, only the first is compared with the others). Writes comparison.png (curves against steps, FLOPs and
 time) and comparison.csv (each run's numbers) beside the first run's folder; out=path writes path.png and path.csv
 instead. Existing files are replaced. Runs that differ only in their seed are averaged and count as one run: mean ±
 standard deviation. Without several seeds, differences of a few percent may be chance.

@@ -195,8 +195,9 @@ OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#
 
 def colours(study: Study) -> dict[str, str]:
     """Return {arm: colour}: the colour that its overrides have in COLOURS, else the next one of OTHERS. Overrides that
-    most arms have do not count, except model=…. Arms that differ only in how they are scored, or in a setting whose
-    value trial runs choose (Study.trials), share a colour."""
+    most arms have do not count, except model=…, or only those that all have, if else different arms would be alike.
+    Arms that differ only in how they are scored, or in a setting whose value trial runs choose (Study.trials), share a
+    colour."""
     tried = {word.partition("=")[0] for trials in study.trials.values() for word in trials}
     own = {n: frozenset(w for w in a.overrides if w.partition("=")[0] not in tried) for n, a in study.arms.items()}
     counts = Counter(chain(*own.values()))

@@ -218,7 +218,8 @@ def _parsed(folder: Path) -> dict:
 
 
 def _is_complete(info: dict) -> bool:
-    """Return whether a parsed info.json has step, config, files with size and sha256, and as latents a dict or none."""
+    """Return whether a parsed info.json has step, config, and files with size and sha256; latents may be left out, but
+    must be a dict if they are there."""
     sections = [info.get("files"), info.get("config"), info.get("latents", {})]
     if type(info.get("step")) is not int or not all(isinstance(section, dict) for section in sections):
         return False
@@ -300,7 +301,7 @@ def optimizer_tensors(
     optimizer: torch.optim.Optimizer, network: nn.Module, projector: nn.Module | None = None
 ) -> dict[str, Tensor]:
     """Return the optimizer's state as tensors, keyed "<state>/<parameter>" or, for state that belongs to no parameter,
-    "<state>/optimizer". Keyed "<key>/group <i>" are entries of param_groups, except lr, that changed or are tensors.
+    "<state>/optimizer". Entries of param_groups, except lr, that changed or are tensors are keyed "<key>/group <i>".
     Values that are not tensors (numbers, text, None, and lists, tuples and dicts of these and of tensors) are stored as
     JSON, in the bytes of a tensor `values`. Raises ValueError for values of other types."""
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}

@@ -33,9 +33,9 @@ class TreadPipeline(DiffusionPipeline):
     vae          the autoencoder that decodes its latents. None: the network draws pixels, or its autoencoder is loaded
                  from the hub id `autoencoder` when first needed.
 
-    The other arguments say how the network was trained: diffusion process ("edm" or "rf") and its constants, latents,
-    routes, text encoder, and the fractions of training samples that had no class (label_drop) and, for SPRINT, that
-    skipped the blocks that run on few tokens (path_drop).
+    The other arguments say how the network was trained: diffusion process (objective: "edm" or "rf"; process: its
+    constants), latents, routes, text encoder, and the fractions of training samples that had no class (label_drop) and,
+    for SPRINT, that skipped the blocks that run on few tokens (path_drop).
     """
 
     _optional_components = ["vae"]

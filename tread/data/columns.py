@@ -222,7 +222,7 @@ class EncodedText:
 
 
 def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
-    """Build a Text from tokens (B, T, C) or (B, T), `lengths` (B,) without padding, on the CPU, and pooled (B, P)."""
+    """Build a Text from tokens (B, T, C) or (B, T), pooled (B, P), and on the CPU `lengths` (B,) without padding."""
     mask = (torch.arange(spec.tokens) < lengths[:, None]).to(tokens.device)
     return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
 

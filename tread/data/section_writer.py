@@ -62,7 +62,7 @@ class SectionWriter(ShardStore, ABC):
         """Write shard `number`, whose rows come in parts (Text or pairs of arrays, depending on the subclass)."""
 
     def _around(self, index: dict) -> tuple[dict, str]:
-        """Return the dict in `index`, a parsed index.json, that holds this section (added if missing), and its key."""
+        """Return the dict in `index`, a parsed index.json, for this section (added if missing), and its key there."""
         for key in self._place[:-1]:
             index = index.setdefault(key, {})
         return index, self._place[-1]

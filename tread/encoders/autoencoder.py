@@ -61,7 +61,7 @@ def load_autoencoder(name: str, device: torch.device | str = "cpu") -> nn.Module
 
     `name` is a hub id, a folder with config.json and weights, or a weight file. A weight file has no config, so it must
     hold one of two things: an AutoencoderKL with LDM's parameter names (Stable Diffusion, VA-VAE), whose sizes are read
-    from its tensors, and whose scale is Stable Diffusion 1's if their channels are the same, else 1; or, with
+    from its tensors, and whose scale is 0.18215 if it has the channels of Stable Diffusion 1's, else 1; or, with
     diffusers' names, the autoencoder of Stable Diffusion 1 or TAESD. A hub id in the local cache is read from there,
     else downloaded. Raises ValueError for anything else, or if a download fails.
     """

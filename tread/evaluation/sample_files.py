@@ -189,7 +189,7 @@ class SampleFiles:
         return {"prompt": name} if self.prompts else {"class": label, "class_name": name}
 
     def grid(self, pictures: np.ndarray) -> Image.Image:
-        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid. Prompts, or class names if not numbers, name its rows."""
+        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid, with prompts, or class names if not numbers, beside rows."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
         if self.prompts:
             return name_rows(grid, names)

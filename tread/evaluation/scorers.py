@@ -55,9 +55,9 @@ class Scorer:
         return {}
 
     def score(self, samples: ShardStore) -> Scores:
-        """Score a store of samples: pictures, labels and the arrays of `prepare`; of pictures from files, these arrays
-        alone. Returns {metric: value}, {metric: why it has no value}, and {metric: number of pictures} where that is
-        not the number of samples. Only the main process calls this."""
+        """Score a store of samples: pictures, labels and the arrays of `prepare`; if pictures come from files, these
+        arrays alone. Returns {metric: value}, {metric: why it has no value}, and {metric: number of pictures} where
+        that is not the number of samples. Only the main process calls this."""
         raise NotImplementedError
 
     def warnings(self, samples: int) -> list[str]:

@@ -115,7 +115,7 @@ def adjacent(matrix: Tensor) -> float:
 
 def settle_routes(saved: SavedNetwork, asked: Sequence[Route] | None) -> tuple[Route, ...]:
     """Return the routes `asked` (None: the network's), resolved (Route.resolve) and sorted by start block. Raises
-    ValueError if the network can't run them, or if a selection_ratio above 0 in `asked` skips no token or keeps one."""
+    ValueError if the network can't run them, or if a selection_ratio above 0 in `asked` skips none or all but one."""
     model, grid = saved.cfg.model, (saved.latents.shape[1] // saved.cfg.model.patch_size,) * 2
     routes = model.routes if asked is None else tuple(asked)
     try:

@@ -203,7 +203,7 @@ def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     """Write the part "train" or "heldout" as a dataset of pixels in −1..1 with captions, unless the folder exists.
 
     encoder  name of the text encoder (see encoders/language.py) whose encoded captions are added if the folder lacks
-             them; its vocabulary and number of tokens follow from the captions of "train". None: encode no captions.
+             them; captions of "train" decide its vocabulary and number of tokens unless it has its own. None: none are.
 
     index.json of "heldout" records as "compositions" how many of its first samples are held-out combinations of
     activity, gender and skin tone. Several processes may call this at once; one encodes the captions, the others wait.

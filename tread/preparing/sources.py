@@ -38,7 +38,7 @@ def find_photos(
     """Find the pictures of a folder, a zip, tars, a parquet file or a folder of parquet files.
 
     root      folder inside the source that holds the pictures, or the split of parquet files and MS-COCO; a number is
-              taken as a name. None: found automatically, see _prefix; the only split of parquet files; all of MS-COCO.
+              taken as a name. None: the folder that _prefix finds; of parquet files the only split; of MS-COCO all.
     labels    path of a labels file, or its name inside the source; None: dataset.json, labels.csv or metadata.csv in
               the folder of the pictures, if there is one, else class folders.
     captions  column of captions in parquet files; "none": captions are ignored; None: they are read if there are any.

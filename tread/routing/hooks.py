@@ -18,7 +18,7 @@ raises ValueError; the caller can pass two functions instead:
     select(args, kwargs, ids_keep) → args, kwargs    a block's inputs, with everything along a token axis gathered
     join(output, saved, ids_keep) → output           a block's output, put back among all tokens. `saved` is the
                                                      block's (args, kwargs) as they were before `select`; after the
-                                                     last block of a route with Route.rejoin=r, r < start, block r's
+                                                     last block of a route with Route.rejoin=r < start, those of block r
 
 With attach_routes(tokens=…), both functions get the tokens as args[0], however the model called the block. With
 attach_routes(output=…), join gets and returns only the tokens, not the block's whole output tuple.

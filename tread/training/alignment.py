@@ -159,7 +159,7 @@ class Aligner:
 
         x, y, noise  clean latents, conditions and noise of the network; the teacher, its EMA copy, gets the same ones.
         normal       (B,) standard normal numbers, which process.noise_level maps to the network's noise levels.
-        back         (B,) in [0, 1): process.cleaner lowers the teacher's levels by alignment.gap · back; "repa": None.
+        back         (B,) in [0, 1): process.cleaner lowers the teacher's levels by alignment.gap · back; None for repa.
         token_noise  (B, channels) noise of the class tokens; None: there are none.
         """
         if self.teacher is None:

@@ -5,7 +5,7 @@ embedding and the last layer, the optimizer and the EMA. It is at least the time
 step. The default constants are estimates for compiled networks in bf16; benchmarks/gpu_check.py measures real ones.
 
 The memory of a compiled step is computed from tables. An uncompiled step is traced: its passes run on torch's fake
-tensors, which have sizes and types but no numbers, and after each operation the bytes of all storages are counted.
+tensors, which have sizes and types but no numbers, after each operation the bytes of the storages in use are counted.
 """
 
 import time

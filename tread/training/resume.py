@@ -26,9 +26,9 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     its recorded config, but keys that were typed or are not recorded take their values from `composed`. Warnings name
     other keys that differ in `composed` (with run=…, only config.yaml's) and typed keys that a finished run ignores.
 
-    composed   the config that Hydra made from today's files and the command line; ~ in paths is expanded in place.
+    composed   the config that Hydra made from today's files and the command line; its results and run get ~ expanded.
     arguments  the command line, which shows the keys typed. If it names another model, dataset, experiment or alignment
-               than the run has, keys set in that choice's file count as typed, except those left open (null, auto).
+               than the run has, keys that its files set (keys_of) count as typed, unless left open (see _left_open).
     configs    the folder of config.yaml, and of the choices' files, such as model/dit.yaml.
 
     Raises FileNotFoundError if run=… names no run; ValueError if name=… or results=… is typed beside run=…, or, unless

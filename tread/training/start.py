@@ -112,7 +112,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
     """Return `cfg` and `config`, of a run with init_positions=scaled, with model.position_scale set: to the recorded
-    scale if the run exists already, else to that of init_from's weights, times their number of token rows over the new.
+    scale if the run exists already, else to that of init_from's weights × their number of token rows / the new number.
     Raises ValueError if `cfg` states another scale (1, the default, counts as not stated)."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, cfg.init_weights, run, side)
