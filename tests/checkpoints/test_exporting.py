@@ -66,7 +66,7 @@ def test_what_half_precision_does_not_hold_is_refused(tmp_path, saved, value):
     state = load_file(saved / "ema.safetensors")
     state["blocks.1.mlp.fc2.bias"][3] = value
     checkpoint.save(tmp_path / "run", 5, {"ema": state}, {key: info[key] for key in ("config", "latents")})
-    with pytest.raises(SystemExit, match="blocks.1.mlp.fc2.bias: .*65,504; dtype=fp32 keeps"):
+    with pytest.raises(SystemExit, match="fc2.bias: not finite, or outside fp16.s range of ±65,504"):
         hand_out(tmp_path, "checkpoint=run/step_0000005", "out=half", "dtype=fp16")
     assert not (tmp_path / "half").exists()
 

@@ -175,7 +175,7 @@ def test_what_can_not_be_is_refused(folder):
         ("prompts=nowhere.txt", "No such file or directory"),
         ("prompts=none.txt", "none.txt is blank in line 1"),
         ("prompts=blank.txt", "blank.txt is blank in line 2"),
-        ("prompts=bad.txt", "codec can.t decode"),
+        ("prompts=bad.txt", "bad.txt is not UTF-8"),
         ("checkpoint=results/classes", "prompt=a", "was trained with classes, and takes no prompt"),
         ("prompt=a", "text_encoder=other", "holds its words: leave it out"),
         ("checkpoint=results/bert", "prompt=a", "text_encoder=other", "is another encoder than the text was made"),

@@ -32,7 +32,10 @@ def read_prompts(prompt: str | None, file: str | None) -> tuple[str, ...]:
         prompts, where = [] if prompt is None else [prompt], "prompt"
     else:
         where = Path(file).expanduser()
-        prompts = where.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+        try:
+            prompts = where.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where} is not UTF-8 ({error})") from error
     if blank := [str(number) for number, line in enumerate(prompts, 1) if not line.strip()]:
         raise ValueError(f"{where} is blank in line {', '.join(blank)}: say what to draw, one prompt per line")
     return tuple(prompts)
