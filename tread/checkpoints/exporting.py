@@ -20,7 +20,7 @@ def as_dtype(tensors: Mapping[str, Tensor], dtype: Dtype) -> dict[str, Tensor]:
     rounded = {n: value.to(TYPES[dtype]) if value.is_floating_point() else value for n, value in tensors.items()}
     if lost := [name for name, value in rounded.items() if not value.isfinite().all()]:
         limit = f"{torch.finfo(TYPES[dtype]).max:,.0f}"
-        raise ValueError(f"{listed(lost)}: not finite, or outside {dtype}'s range of ±{limit}; dtype=fp32 has a larger one")
+        raise ValueError(f"{listed(lost)}: not finite, or outside {dtype}'s range of ±{limit}; dtype=fp32 has more")
     return rounded
 
 
