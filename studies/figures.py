@@ -147,8 +147,9 @@ def pair_table(study: Study, results: Results, metrics: Sequence[str]) -> list[s
 def outcome(study: Study, results: Results) -> list[str]:
     """Return lines that say whether the arm of study.rule beats its best rival at the end of training; [] if the study
     has no rule. The best rival is the one that is best in the rule's first metric. To beat it, the arm must be better
-    in every metric of the rule, with a 95% interval of the paired difference that excludes 0. If some rivals have
-    not run, a line says that the rule is not decided, unless the arm is behind one that has, in the first metric."""
+    in every metric of the rule, with a 95% interval of the paired difference that excludes 0. If some rivals have not
+    run, a line says that the rule is not decided, unless the arm is behind the best of the others in the first metric.
+    """
     if not (rule := study.rule):
         return []
     ends = last_means(results, rule["metrics"][0])
