@@ -52,7 +52,8 @@ def test_rows_of_the_label_table(tmp_path, composed):
             new_classes(stored, drawn, asked, NEW)
 
 
-@pytest.mark.parametrize("kind", [pytest.param((), marks=pytest.mark.slow), ROPE], ids=["sincos", "rope"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [(), ROPE], ids=["sincos", "rope"])
 def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
     """Scaled positions are those of the old places and of the places between."""
     small, large = write(tmp_path / "small", 16, RGB.classes), write(tmp_path / "large", 32, NEW)

@@ -210,7 +210,7 @@ def test_reading_ahead_gives_the_batches_of_each_step(folder, placement, ahead, 
 def test_nothing_is_read_beyond_the_last_step(folder, monkeypatch):
     steps, data = [], LatentDataset(folder)
     read = data.batch
-    monkeypatch.setattr(data, "batch", lambda seed, step, *rest: steps.append(step) or read(seed, step, *rest))
+    monkeypatch.setattr(data, "batch", lambda seed, step, *a, **k: steps.append(step) or read(seed, step, *a, **k))
     loader = Loader(data, 0, 8, [slice(0, 8)], CPU, steps=3, ahead=4)
     for step in range(3):
         loader.batches(step)

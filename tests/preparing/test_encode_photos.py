@@ -323,6 +323,7 @@ def reading_for(process):
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_reading_processes_need_shared_memory_and_few_descriptors(tree, tmp_path):
     """Without the one the work ends clearly; a batch of 21 pictures takes no more than 40 descriptors for all."""
     few = {**tree, "batch_size": 21, "shard_size": 21, "workers": 1}

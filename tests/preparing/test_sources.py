@@ -141,6 +141,7 @@ def test_thousand_pictures_of_imagenet(asset, tmp_path):
     assert np.array_equal(centre_crop(image, 256), np.asarray(image))  # ADM's crop of ADM's crop
 
 
+@pytest.mark.slow
 def test_imagenette(asset):
     photos = find_photos(asset("data/imagenette128.tar"), root="train")
     assert len(photos) == 9469 and len(photos.classes) == 10 and photos.classes[0] == "n01440764"

@@ -85,6 +85,7 @@ def test_a_run_states_logs_and_counts_what_is_left(ended):
     assert f"training {(3 * 100 + 2 * 100 * plain / more) / 60:.1f}" in forecast(run, 100.0)
 
 
+@pytest.mark.slow
 def test_it_goes_on_bit_for_bit_and_the_end_may_be_moved(ended, tmp_path):
     shutil.copytree(ended.run / "step_0000003", tmp_path / "results/run/step_0000003")
     assert "goes on at step 3" in launch(tmp_path, *ENDING)

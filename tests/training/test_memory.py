@@ -44,7 +44,8 @@ def test_activations_of_xl_at_256_images(plan, routed, gigabytes):
 MORE = ["model=tread train.memory=checkpointing", "model=maskdit", "model=tread alignment=self"]
 
 
-@pytest.mark.parametrize("words", ["model=tread", *(pytest.param(words, marks=pytest.mark.slow) for words in MORE)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["model=tread", *MORE])
 def test_a_real_step_allocates_what_was_traced(plan, import_benchmark, tmp_path, words):
     """Within 1% of the profiler's peak, with routes and without; with a projector, which is not traced, 7%."""
     close = 0.07 if "alignment=self" in words else 0.01
