@@ -1,6 +1,7 @@
 """Scores samples: by Inception features against a reference, by a built-in dataset's metrics, or by FID in training."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # numb
 Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]  # see Scorer.score
 
 
-class Scorer:
+class Scorer(ABC):
     """Computes metrics: `prepare` gets pictures part by part, then `score` gets all samples.
 
     metrics    keys in METRICS that `score` may give values for, the most important one first.
@@ -54,11 +55,11 @@ class Scorer:
         The arrays are stored with the pictures."""
         return {}
 
+    @abstractmethod
     def score(self, samples: ShardStore) -> Scores:
         """Score a store of samples: pictures, labels and the arrays of `prepare`; if pictures come from files, these
         arrays alone. Returns {metric: value}, {metric: why it has no value}, and {metric: number of pictures} where
         that is not the number of samples. Only the main process calls this."""
-        raise NotImplementedError
 
     def warnings(self, samples: int) -> list[str]:
         """Return warnings to record with a score of `samples` samples."""
