@@ -75,7 +75,7 @@ class Study:
     against    {name of an arm: name of the arm that it is compared with}.
     besides    further pairs {name of an arm: name of the arm that it is compared with}.
     figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
-    seen       a sentence on what the results at the scale small show, the title of their figure; "": none.
+    seen       a sentence on what the published results at this scale show, the title of their figure; "": none.
     trials     {arm: {override: name of an arm that tries it}}. The arm is then trained, with other seeds, with the
                override whose trial ended with the best value of metrics[0].
     rule       {"arm": …, "rivals": […], "metrics": […]}, fixed before the runs: the arm must beat the best rival.
@@ -107,8 +107,8 @@ class Study:
 
     @property
     def headline(self) -> str:
-        """The figure's title: `seen` at the scale small, unless it is empty; otherwise `title`."""
-        return self.seen if self.seen and self.scale == "small" else self.title
+        """The figure's title: `seen`, or `title` if that is empty."""
+        return self.seen or self.title
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
                             small of scales.yaml, `alone: true` from nothing
     arms.<arm>              the study's values for the arm
     scales.<scale>.arms     the arm's values at this scale; null leaves the arm out
+    scales.<scale>.seen     the figure's title at this scale; figure.seen is that of the scale small
 
     An arm with `over: <earlier arm>` adds its overrides and scoring to that arm's, and is compared with it. A scale's
     `instead: {override: other}` replaces an override in all arms. `ways` and scales.<scale>.ways {name: values} score
@@ -202,12 +203,14 @@ def read_study(name: str, scale: ScaleName) -> Study:
     changed, ways = own_scale.pop("arms", {}), tree.pop("ways", {}) | own_scale.pop("ways", {})
     ways = {way: scored for way, scored in ways.items() if scored is not None}
     choose, instead = own_scale.pop("choose", tree.pop("choose", None)) or {}, own_scale.pop("instead", {})
+    seen = own_scale.pop("seen", "")
     base = (below or {"overrides": [], "scoring": []}) | {"scored_by": tree.pop("scored_by", "fid.py")}
     base = _over(base | ({"scoring": []} if "scoring" in own_scale else {}), own_scale)
     only = {way: scored.pop("only", None) for way, scored in ways.items()}
     arms, trials, said_arms = {}, {}, tree.pop("arms")
     against, besides = tree.pop("against", {}), tree.pop("besides", {})
-    figure = {"kind": None, "metrics": (), "seen": ""} | tree.pop("figure", {})
+    figure = {"kind": None, "metrics": ()} | tree.pop("figure", {})
+    seen = figure.pop("seen", "") if scale == "small" else seen
     for arm, said in said_arms.items():
         said = said_arms[arm] = dict(said) if isinstance(said, dict) else {"overrides": said}
         if below := said.pop("over", None):
@@ -249,7 +252,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
         trials=trials,
         figure=figure["kind"],
         metrics=figure["metrics"],
-        seen=figure["seen"],
+        seen=seen,
         **tree,
     )
 
