@@ -22,7 +22,7 @@ from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, process_of
 from tread.checkpoints.weights import KINDS, StoredWeights, describe, read_weights, sizes
 from tread.data.latents import LatentSpec
-from tread.encoders.autoencoder import UNKNOWN
+from tread.encoders.autoencoder import UNKNOWN, located
 from tread.preparing.imports import AUTOENCODER, SCALE, read_statistics
 from tread.runtime import schema
 from tread.runtime.cli import door, open_door
@@ -92,7 +92,7 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
     latents = LatentSpec(
         shape=(cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size),
         classes=tuple(map(str, range(cfg.dataset.num_classes))),
-        autoencoder=options.autoencoder or autoencoder,
+        autoencoder=located(options.autoencoder or autoencoder),
         scale=scale,
     )
     if options.statistics is None:

@@ -96,7 +96,7 @@ def test_no_path_of_this_machine_stays(tmp_path, composed):
 def test_only_paths_are_shortened():
     kept = {"a": ["data/digits/train", "a/b", "madebyollin/taesd", None, 3, True, "and/or /tmp"], "b": {"c": "~/x"}}
     assert shortened(kept) == kept
-    assert shortened(["/", "/a", "/a/b", "/a/b/c/"]) == ["", "a", "a/b", "b/c"]
+    assert shortened(["/", "/a", "/a/b", "/a/b/c/"]) == ["/", "a", "a/b", "b/c"]
     classes = {"latents": {"classes": ["/a/b/c"], "autoencoder": "/a/b/c"}}
     assert record(classes, "short", None) == {"latents": {"classes": ["/a/b/c"], "autoencoder": "b/c"}}
 

@@ -1,6 +1,7 @@
 """LoRA against peft's own merging; its runs: resumed bit for bit, opened without peft, exported whole."""
 
 import re
+import shutil
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from PIL import Image
 from tread.checkpoints import checkpoint
 from tread.checkpoints.lora import BASE, Lora, base_of, merge
 from tread.checkpoints.network import build_network
+from tread.checkpoints.weights import read_weights
 from tread.runtime.tensor_files import LABELS
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="pip install -r requirements-lora.txt")
@@ -94,12 +96,20 @@ def test_a_run_goes_on_bit_for_bit_and_is_opened_and_exported_without_peft(tmp_p
         ("init_from=results/halved", "name=x", "lora.rank=2", "needs peft: pip install -r requirements-lora.txt"),
         ("init_from=results/halved", "name=x", "lora.rank=2", "lora.targets=qvk", "lora.targets=qvk is found in no"),
         ("init_from=results/halved", "name=x", "lora.rank=2", "lora.also=label", "lora.also=label is found in no"),
+        ("init_from=results/halved", "name=x", "lora.rank=2", "lora.also=.", "lora.also=. is found in all"),
         ("init_from=a", "lora.rank=2", "lora.targets='('", "lora.targets is .*no regular expression"),
         ("init_from=a", "lora.rank=2", "optim.name=muon", "optim.muon_lr=1e-3", "muon updates whole matrices"),
         ("init_from=a", "lora.rank=2", "ema.power=[0.1]", "ema.power averages whole weights"),
         ("lora.rank=2", "lora.rank is given, but init_from=… is not"),
     )
     assert contents(straight.folder) == before
+    (runs[1] / "latest").unlink()
+    assert checkpoint.find(runs[1]).step == 6
+    for step in runs[1].glob("step_*"):
+        shutil.rmtree(step)
+    for read in (checkpoint.find, read_weights):  # the network before training is no checkpoint of the run
+        with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+            read(runs[1])
 
 
 def test_groups_give_adapters_their_own_rates(tmp_path):

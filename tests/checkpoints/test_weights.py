@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass, replace
 import import_checkpoint
 import pytest
 import torch
-from conftest import launch_door
+from conftest import launch_door, opened
 from safetensors.torch import save_file
 
 from tread.checkpoints import checkpoint
+from tread.checkpoints.for_sampling import meaning
 from tread.checkpoints.network import build_network, read_network
 from tread.checkpoints.run_log import differences
 from tread.checkpoints.weights import load_weights, read_weights, usual_heads
@@ -57,6 +58,21 @@ def test_heads_are_compared_wherever_the_record_lies(saved, cfg, tmp_path):
         options = (f"weights={folder}/ema.safetensors", "autoencoder=pixels", "scale=1.0", "name=mine")
         launch_door(import_checkpoint.main, "import_checkpoint", tmp_path, *options, *SIZES, "model.num_heads=4")
     assert not (tmp_path / "results").exists()
+
+
+def test_a_text_encoder_is_known_by_its_hash_wherever_it_lies(composed, tmp_path):
+    places, cfgs = (("/old/t5", "abc"), ("/new/t5", "abc"), ("/new/t5", "def")), []
+    for i, (encoder, digest) in enumerate(places):
+        text = (f"text.encoder={encoder}", f"text.fingerprint={digest}", "text.tokens=4", "text.width=8")
+        config = composed(*SIZES[:3], "model=dit_text", *text)
+        cfgs.append(read_network(config))
+        info = {"config": config, "latents": asdict(LATENTS), "versions": {}}
+        checkpoint.save(tmp_path / f"{i}", 4, {"ema": build_network(cfgs[-1]).state_dict()}, info)
+    first, moved, other = (meaning(opened(tmp_path / f"{i}")) for i in range(3))
+    assert first == moved != other
+    load_weights(build_network(cfgs[1]), str(tmp_path / "0"), model=cfgs[1].model, text=cfgs[1].text)
+    with pytest.raises(ValueError, match="text.encoder /old/t5 instead of /new/t5, text.fingerprint abc"):
+        load_weights(build_network(cfgs[2]), str(tmp_path / "0"), model=cfgs[2].model, text=cfgs[2].text)
 
 
 def test_every_setting_of_a_network_is_compared(saved, cfg, monkeypatch):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import tread
 from routing_module import REJOINS, Rejoin
 from tread.checkpoints import checkpoint
+from tread.checkpoints.diffusers_export import goes_inside
 from tread.checkpoints.network import build_network, read_network
 from tread.reports.card import card
 from tread.routing.ids import RULES, LargestNorm, Token
@@ -249,6 +250,11 @@ def test_what_is_refused(exports, autoencoder, tmp_path, monkeypatch):
     monkeypatch.setitem(RULES, "norm", LargestNorm(0.0))
     monkeypatch.setitem(REJOINS, "again", REJOINS["stale"])
     replaced = (("select", "sharp"), ("select", "norm"), ("rejoin", "again"))
+    other = {**info, "latents": {**info["latents"], "fingerprint": 64 * "0"}}
+    checkpoint.save(tmp_path / "other", 3, {"ema": checkpoint.find(exports / "dit").tensors("ema")}, other)
+    with pytest.raises(SystemExit, match="is another autoencoder than the one that made the latents"):
+        export(tmp_path, "checkpoint=other", f"out={tmp_path}/new")
+    assert goes_inside("shortened/vavae.pt", None)  # a file of before, which is no name on the hub
     for key, value in (("select", "quiet"), ("rejoin", "mine"), *replaced):
         info["config"]["model"]["routes"] = [{"start": 2, "end": -2, key: value}]
         checkpoint.save(tmp_path / key, 3, {"ema": checkpoint.find(exports / "dit").tensors("ema")}, info)

@@ -177,7 +177,8 @@ def find(path: Path | str) -> Checkpoint:
         )
     named = path / "latest" if (path / "latest").is_dir() else path
     folder = next((place for place in (path, named) if (place / "info.json").is_file()), None)
-    was_one = path.is_dir() and (path.name.startswith("step_") or any(path.glob("*.safetensors")))
+    weights = {file.name for file in path.glob("*.safetensors")} - {BASE}
+    was_one = path.is_dir() and (path.name.startswith("step_") or bool(weights))
     if folder is None and (named != path or was_one):
         lost = named.resolve()
         raise Damaged(f"{lost / 'info.json'} is missing, and nothing else says what {lost} is", lost)

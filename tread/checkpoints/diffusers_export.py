@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tread.checkpoints.bundle import OURS, Bundle
 from tread.checkpoints.for_sampling import SavedNetwork
-from tread.encoders.autoencoder import UNKNOWN, load_autoencoder
+from tread.encoders.autoencoder import UNKNOWN, fingerprint, load_autoencoder
 from tread.routing.ids import BUILT_IN, RULES
-from tread.runtime.hub import HUB_ID
+from tread.runtime.hub import HUB_ID, WEIGHT_FILES
 from tread.runtime.tensor_files import save_tensors
 from tread.runtime.versions import git_revision
 
@@ -62,7 +62,8 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     info     the record to publish, a parsed info.json.
     inside   hub id, folder or file of the autoencoder, to store its weights. None: store its recorded hub id, if any.
 
-    Raises ValueError if a plugin defines the network or a route's select or rejoin rule, or `inside` can't be loaded.
+    Raises ValueError if a plugin defines the network or a route's select or rejoin rule, or if `inside` can't be loaded
+    or is not the autoencoder that the latents' fingerprint names.
     """
     ours = {"the network": saved.cfg.model.network.__module__.partition(".")[0] in OURS}
     for route in saved.trained_routes:
@@ -81,6 +82,8 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     name, vae = latents["autoencoder"], [None, None]
     if inside is not None:
         autoencoder = load_autoencoder(inside)
+        if latents["fingerprint"] not in (None, fingerprint(autoencoder)):
+            raise ValueError(f"{inside} is another autoencoder than the one that made the latents, by its hash")
         autoencoder.register_to_config(_name_or_path=name)  # as recorded, not where it was loaded from
         autoencoder.save_pretrained(folder / "vae")
         vae = ["diffusers", type(autoencoder).__name__]
@@ -114,7 +117,7 @@ def goes_inside(name: str, asked: bool | None) -> bool:
     a hub id; never for "pixels". Raises ValueError for "unknown", and if asked=False but `name` is no hub id."""
     if name == "pixels":
         return False
-    at_hub = bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
+    at_hub = bool(HUB_ID.fullmatch(name)) and not name.endswith(WEIGHT_FILES) and not Path(name).exists()
     if name == UNKNOWN or (asked is False and not at_hub):
         raise ValueError(f"the autoencoder is {name}, no hub id, which the folder needs: autoencoder=… names one")
     return not at_hub if asked is None else asked

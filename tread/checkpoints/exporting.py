@@ -64,6 +64,6 @@ def shortened(value: object) -> object:
         return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):
         return [shortened(item) for item in value]
-    if isinstance(value, str) and PurePath(value).is_absolute():
+    if isinstance(value, str) and PurePath(value).is_absolute() and len(PurePath(value).parts) > 1:  # not a word "/"
         return "/".join(PurePath(value).parts[1:][-2:])
     return value

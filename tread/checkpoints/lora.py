@@ -50,7 +50,8 @@ class Lora:
     def adapt(self, network: nn.Module) -> frozenset[str]:
         """Add adapters to the layers that `targets` matches, with A drawn from torch's global generator. Freeze all
         other parameters except those that `also` matches, and return the frozen ones' names, as the network with
-        adapters has them. Raises ValueError if peft is not installed, or if `targets` or `also` matches no name."""
+        adapters has them. Raises ValueError if peft is not installed, or if `targets` or `also` matches no
+        name, or `also` all."""
         names = [name for name, _ in block_layers(network)]
         chosen = [name for name in names if re.search(self.targets, name)]
         if not chosen:
@@ -58,6 +59,8 @@ class Lora:
         whole = [name for name, _ in network.named_parameters() if self.also and re.search(self.also, name)]
         if self.also and not whole:
             raise ValueError(f"lora.also={self.also} is found in no parameter's name")
+        if len(whole) == len([*network.parameters()]):
+            raise ValueError(f"lora.also={self.also} is found in all parameters' names: train them without lora.rank")
         try:
             from peft import LoraConfig, inject_adapter_in_model  # imported here because it takes seconds
         except ImportError as error:

@@ -139,6 +139,8 @@ class StoredWeights:
         texts = text.decisive if model and text and model.takes_text else {}
         ours = {**(model.decisive if model else {}), **texts, **sizes(expected)}
         theirs, recorded = sizes(state), self.recorded() if model else {}
+        if texts and texts["text.fingerprint"] and texts["text.fingerprint"] == recorded.get("text.fingerprint"):
+            recorded.pop("text.encoder", None)  # the same one, at another place
         adapter = self.source is not None and "adapter" in self.source.info
         tables = {name: state[name] for name in TABLES if name in state}
         refusal = f"the weights of {self.where} do not fit this network:"
@@ -258,7 +260,7 @@ def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
     Raises FileNotFoundError if there are none; ValueError if they are damaged, or the file holds only the other kind
     (but if `path` is a checkpoint's model.safetensors itself, its raw weights are read for "ema", too)."""
     known = (path / "info.json").exists() or checkpoint.newest(path)
-    files = () if known else [*path.glob("*.safetensors")]
+    files = () if known else [file for file in path.glob("*.safetensors") if file.name != checkpoint.BASE]
     path = files[0] if len(files) == 1 else path
     if not path.is_file():
         source = checkpoint.find(path)
