@@ -70,8 +70,6 @@ def train(run: Run) -> bool:
     with clock.paused():
         if run.step != (run.saving or run.saved or 0):
             periodic.save(run)
-        if clock.starting:  # the run ends before its first log
-            run.record(**clock.starting)
         with run.timed("save"):
             periodic.finish_saving(run)
     return on and run.step >= cfg.train.steps

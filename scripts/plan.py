@@ -111,6 +111,8 @@ def column(
     saving = replace(cfg, train=replace(cfg.train, memory=how))
     few, more = (costs.memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
     micro = costs.largest_micro_batch(few, more, images, room - live)
+    on_graphs = cfg.train.cuda_graphs is True or (cfg.train.cuda_graphs and options.devices == 1 and not live)
+    constants = constants._replace(launch=0.0) if on_graphs else constants  # a step is one launch
     frozen = 4 * (count_parameters(network) - count_parameters(network, trained=True))
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
     ends = cfg.train.routes_until if routes else 0
@@ -131,7 +133,7 @@ def column(
 
     def step(active: tuple[Route, ...], aligned: bool) -> float:
         if this:
-            least = min(micro, 8)
+            least = micro if here.type == "cuda" else min(micro, 8)  # few samples would time a GPU's launches
             return costs.measured_seconds(cfg, active, least, here, precision) * images / least
         again = 4 / 3 if how == "checkpointing" else 1.0  # a second forward pass
         device, aligning = DEVICES[options.device], aligner if aligned else None

@@ -35,9 +35,17 @@ class Figure(NamedTuple):
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm: [the metric of each run that has it]}, at the last number of training images these runs share."""
-    having = {arm: [run for run in runs if curve(run, metric, "images")] for arm, runs in results.items()}
-    return {arm: points[-1][1] for arm, runs in having.items() if (points := series(runs, metric))}
+    """Return {arm: [the metric of each run that has it]}: at each run's end or, if one lacks it there, at the last
+    number of training images these runs share."""
+    found = {}
+    for arm, runs in results.items():
+        having = [run for run in runs if curve(run, metric, "images")]
+        values = [run["points"][-1].get(metric) for run in having]
+        if None in values and (shared := series(having, metric)):
+            values = shared[-1][1]
+        if values and None not in values:
+            found[arm] = values
+    return found
 
 
 def last_means(results: Results, metric: str) -> dict[str, float]:
@@ -53,7 +61,6 @@ def table(study: Study, results: Results) -> str:
     """Return the text of table.md: a table of means ± standard deviations over the seeds, with a row per arm; a table
     of differences between compared arms, paired by seed; the verdict of the study's decision rule, if it has one; and
     notes. If study.figure is "balance", there is a table per metric instead, with both means and differences."""
-    results = {arm: [run for run in runs if run["points"]] for arm, runs in results.items()}
     ends = {arm: [run["points"][-1] for run in runs] for arm, runs in results.items()}
     compared = [*(name for name, metric in METRICS.items() if metric.compared), "precision", "recall"]
     metrics = measured((*study.metrics, *compared), results)
@@ -229,10 +236,10 @@ def mean_line(name: str, points: Dots, colour: str, dashed: bool = False, interv
 
 
 def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, key: str = "") -> None:
-    """Draw panels into the image `path`, under the study's headline and a line, `key`, that explains what is drawn."""
+    """Draw panels into the image `path`, under the study's `seen` and a line, `key`, that explains what is drawn."""
     if panels:
         width = 4.6 if columns < 3 else 3.7
-        save_panels(path, panels, columns, "\n".join(filter(None, [study.headline, key])), width)
+        save_panels(path, panels, columns, "\n".join(filter(None, [study.seen, key])), width)
 
 
 def over_training(study: Study, results: Results, metric: str, axes: Sequence[str]) -> list[Panel]:
@@ -533,7 +540,7 @@ def draw_placement(study: Study, results: Results, path: Path) -> None:
     if maps:
         (first, cells), *others = maps.items()
         labels = ("last block of the route", "first block of the route")
-        save_heat_maps(path, {first: cells}, dict(others), ends, starts, labels, study.headline)
+        save_heat_maps(path, {first: cells}, dict(others), ends, starts, labels, study.seen)
 
 
 SIMILARITIES = {"dense": "all tokens", "routed": "under its route"}  # key of similarity.json → title
@@ -571,7 +578,7 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
         label, less = "behind block (in: the embedding)", {}
         if {("dense", "dense"), ("routed", "dense")} <= {*means}:
             less = {"routed − dense,\nall tokens": means["routed", "dense"] - means["dense", "dense"]}
-        save_heat_maps(path, panels, less, names, names, (label, label), study.headline, most=0)
+        save_heat_maps(path, panels, less, names, names, (label, label), study.seen, most=0)
 
 
 FIGURES = {
@@ -602,7 +609,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
     with explain_failure(folder):
         folder.mkdir(exist_ok=True)
         write_whole(folder / "results.json", head[:-1] + f',\n "runs": {{\n{lines}\n }}}}\n')
-    write(study, whole, made, folder)
+    write(study, whole, kept, folder)
 
 
 def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
@@ -611,5 +618,5 @@ def write(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folde
     left = "; ".join(filter(None, [left, *(f"{arm} (after its trials)" for arm in study.arms if arm not in results)]))
     with explain_failure(folder):
         write_whole(folder / "table.md", table(study, results) + (f"\nMissing: {left}.\n" if left else ""))
-        if any(run["points"] for each in results.values() for run in each):
+        if any(results.values()):
             FIGURES[study.figure].draw(study, results, folder / "figure.png")

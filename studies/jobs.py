@@ -89,7 +89,8 @@ class Job:
 
     def write_result(self, at_once: int | None = None) -> None:
         """Write result.json from what exists: the training's records, and all scores, keyed by Score.key. `at_once` is
-        the number of runs that shared the machine while this one was trained; None: it was not trained now."""
+        the number of runs that shared the machine while this one was trained; None: it was not trained now. A finished
+        training that is done anew is replaced, with its scores, once the new one is finished."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
         for start in log.starts()[-1:]:
@@ -100,8 +101,13 @@ class Job:
                 kept = {key: record[key] for key in KEPT if key in record}
                 kept |= {"steady_seconds": steady[record["step"]]} if record["step"] in steady else {}
                 points.setdefault(record["step"], {"images": images}).update(kept)
+            ordered = [points[step] for step in sorted(points)]
+            if result.get("trained", False) and result["points"] != ordered:  # of another training, with these scores
+                if not self.trained:
+                    break
+                result = {}
             training = {"key": self.training.key, "seed": self.training.seed, "overrides": self.training.overrides}
-            result |= training | {"trained": self.trained, "points": [points[step] for step in sorted(points)]}
+            result |= training | {"trained": self.trained, "points": ordered}
             versions = start.get("versions", {})
             devices = sorted({str(each.get("device")) for each in log.starts()})
             result |= {"device": " and ".join(devices), "torch": versions.get("torch"), "commit": versions.get("git")}

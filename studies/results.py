@@ -27,15 +27,17 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
     """Return {training's hash: content of its result.json}, from published results (unless `again`) and folder
-    `results`. If both have it, the folder's counts, unless only the published one is finished; scores are merged."""
+    `results`. If both have it, the folder's counts, unless only the published one is finished. Their scores are merged
+    if both are of the same training, by its points."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
     known: dict[str, dict] = {}
     for record in (*chain(*published), *own):
-        before = known.get(record["key"], {"scores": {}, "trained": False})
+        before = known.get(record["key"], {"scores": {}, "trained": False, "points": []})
         newer = before if before["trained"] and not record["trained"] else record
-        known[record["key"]] = newer | {"scores": before["scores"] | record["scores"]}
+        merged = before["scores"] | record["scores"] if before["points"] == record["points"] else newer["scores"]
+        known[record["key"]] = newer | {"scores": merged}
     return known
 
 
@@ -67,7 +69,7 @@ def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[
         trained = [run for run in new if made[run.training.key]["trained"]]
         furthest = sorted(new, key=lambda run: len(made[run.training.key]["points"]))[-1:]
         most = max(complete, trained, key=len)  # a training that is not scored yet still shows its losses
-        each += [_made(run, made[run.training.key]) for run in most or furthest]
+        each += [found for run in most or furthest if (found := _made(run, made[run.training.key]))["points"]]
         shown.update(run.training.key for run in begun)
     return results
 

@@ -75,7 +75,7 @@ class Study:
     against    {name of an arm: name of the arm that it is compared with}.
     besides    further pairs {name of an arm: name of the arm that it is compared with}.
     figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
-    seen       a sentence on what the published results at this scale show, the title of their figure; "": none.
+    seen       the title of the figure: what the published results at this scale show, or `title`.
     trials     {arm: {override: name of an arm that tries it}}. The arm is then trained, with other seeds, with the
                override whose trial ended with the best value of metrics[0].
     rule       {"arm": …, "rivals": […], "metrics": […]}, fixed before the runs: the arm must beat the best rival.
@@ -104,11 +104,6 @@ class Study:
     def pairs(self) -> list[tuple[str, str]]:
         """All pairs (arm, the arm that it is compared with)."""
         return [*self.against.items(), *self.besides.items()]
-
-    @property
-    def headline(self) -> str:
-        """The figure's title: `seen`, or `title` if that is empty."""
-        return self.seen or self.title
 
 
 @dataclass(frozen=True)
@@ -186,6 +181,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     arms.<arm>              the study's values for the arm
     scales.<scale>.arms     the arm's values at this scale; null leaves the arm out
     scales.<scale>.seen     the figure's title at this scale; figure.seen is that of the scale small
+    scales.<scale>.rule     null: the study's rule is not for this scale
 
     An arm with `over: <earlier arm>` adds its overrides and scoring to that arm's, and is compared with it. A scale's
     `instead: {override: other}` replaces an override in all arms. `ways` and scales.<scale>.ways {name: values} score
@@ -203,7 +199,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     changed, ways = own_scale.pop("arms", {}), tree.pop("ways", {}) | own_scale.pop("ways", {})
     ways = {way: scored for way, scored in ways.items() if scored is not None}
     choose, instead = own_scale.pop("choose", tree.pop("choose", None)) or {}, own_scale.pop("instead", {})
-    seen = own_scale.pop("seen", "")
+    seen, rule = own_scale.pop("seen", ""), own_scale.pop("rule", tree.pop("rule", {})) or {}
     base = (below or {"overrides": [], "scoring": []}) | {"scored_by": tree.pop("scored_by", "fid.py")}
     base = _over(base | ({"scoring": []} if "scoring" in own_scale else {}), own_scale)
     only = {way: scored.pop("only", None) for way, scored in ways.items()}
@@ -239,7 +235,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     against |= {f"{arm}, {way}": f"{other}, {way}" for arm, other in against.items() for way in ways}
     against, besides = ({a: b for a, b in each.items() if {a, b} <= {*arms}} for each in (against, besides))
     wanted = ({*tree}, {item.name for item in fields(Study)}), ({*figure["metrics"]}, {*METRICS})
-    for there, known in (*wanted, ({*tree.get("rule", {}).get("rivals", ())}, {*said_arms})):
+    for there, known in (*wanted, ({*rule.get("rivals", ())}, {*said_arms})):
         if unknown := sorted(there - known):
             raise ValueError(f"studies/{name}.yaml: unknown {', '.join(unknown)}")
     return Study(
@@ -252,7 +248,8 @@ def read_study(name: str, scale: ScaleName) -> Study:
         trials=trials,
         figure=figure["kind"],
         metrics=figure["metrics"],
-        seen=seen,
+        seen=seen or tree["title"],
+        rule=rule,
         **tree,
     )
 

@@ -22,7 +22,9 @@ import tread
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network
 from tread.checkpoints.weights import load_weights
+from tread.doors import load
 from tread.drawing.grids import FACTS
+from tread.runtime import device
 from tread.runtime.randomness import seeded_normal
 
 DIGITS = str(ROOT / "models/digits")
@@ -48,6 +50,14 @@ def test_the_same_pictures_as_sample_py_each_class_by_each_seed(model, tmp_path)
     assert np.array_equal(drawn, np.stack([np.asarray(Image.open(file))[:, :, 0] for file in files]))
     pairs = model.sample(labels=["3", 8, None, 3], seeds=range(4), **how)
     assert np.array_equal(pixels(pairs), drawn[[0, 5, 10, 3]])
+
+
+def test_the_callers_tf32_stays(model, monkeypatch):
+    """Also where sampling sets it, as in bf16 on a GPU."""
+    before, there = device.tf32_flags(), []
+    monkeypatch.setattr(load, "use_precision", lambda name, where: device.set_tf32(["tf32"] * 3) or "fp32")
+    model.sample(5, on_step=lambda *step: there.append(device.tf32_flags()), **BRIEF)
+    assert there[0] == ["tf32"] * 3 and device.tf32_flags() == before
 
 
 def test_pictures_as_arrays_and_latents(model):

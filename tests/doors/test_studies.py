@@ -483,6 +483,55 @@ def test_a_training_killed_after_its_time_goes_on_from_its_checkpoint_and_is_mad
     assert json.loads((tmp_path / "result.json").read_text())["trained"]
 
 
+def test_a_training_done_anew_keeps_neither_its_place_nor_its_scores_by_halves(tmp_path, monkeypatch):
+    """Of a finished result that came without its checkpoints: what is there stays until the new training is finished,
+    and then goes with the scores of the old one."""
+    one = study.plan(study.read_study("cifar10", "gpu"))[0]
+    folder = tmp_path / "results"
+    again = jobs.Job(replace(one.training, seconds=None), one.scores, folder / "cifar10/gpu/dense")
+    old = result_of(one, {10: 1.0, 20: 0.5}, kid=0.25) | {"key": again.training.key}
+    (again.folder / "train").mkdir(parents=True)
+    (again.folder / "result.json").write_text(json.dumps(old))
+    (again.folder / "train/run.json").write_text(json.dumps([{"config": {}, "device": "cpu"}]))
+    for state, losses in (("interrupted", [0.75]), ("finished", [0.75, 0.625])):
+        logged = [{"step": 10 * step, "eval_loss": loss, "flops": 1} for step, loss in enumerate(losses, 1)]
+        (again.folder / "train/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in logged))
+        (again.folder / "train/status.json").write_text(json.dumps({"state": state}))
+        again.write_result()
+        found = json.loads((again.folder / "result.json").read_text())
+        assert [point["eval_loss"] for point in found["points"]] == ([1.0, 0.5] if state == "interrupted" else losses)
+        assert len(found["scores"]) == (len(old["scores"]) if state == "interrupted" else 0) and found["trained"]
+    monkeypatch.setattr(results, "HERE", tmp_path)
+    for published, kept in ((old, False), (found | {"scores": old["scores"]}, True)):
+        (tmp_path / "cifar10").mkdir(exist_ok=True)
+        (tmp_path / "cifar10/results.json").write_text(json.dumps({"runs": {"a": published}}))
+        (record,) = results.finished(folder).values()
+        assert record["points"] == found["points"] and record["scores"] == (old["scores"] if kept else {})
+
+
+def test_scores_at_unlike_ends_are_those_of_the_ends(tmp_path):
+    """Two seeds that a time budget ended after 40 and 50 steps, scored after 20, too; and a run without a log."""
+    read = study.read_study("depth", "small")
+    first, second, *_ = (one for one in study.plan(read, seeds=2) if one.arm == "8 dense")
+    made = {}
+    for one, last, fid in ((first, 40, 30.0), (second, 50, 32.0)):
+        ends = {"fid": {20: 60.0, last: fid}, "eval_loss": {20: 1.0, 30: 0.5}}
+        points = [{"step": s, "images": 64 * s, "flops": float(s)} for s in (20, 30, last)]
+        for metric, values in ends.items():
+            for point in points:
+                point |= {metric: values[point["step"]]} if point["step"] in values else {}
+        made[one.training.key] = {"key": one.training.key, "seed": one.training.seed, "trained": True, "points": points}
+        made[one.training.key] |= {"scores": {}}
+    begun = next(one for one in study.plan(read) if one.arm == "8 r(2→4)")
+    made[begun.training.key] = result_of(begun, {}) | {"trained": False}
+    found = results.gather(study.plan(read, seeds=2), made)
+    assert figures.last_values(found, "fid")["8 dense"] == [30.0, 32.0]
+    assert figures.last_values(found, "eval_loss")["8 dense"] == [0.5, 0.5] and found["8 r(2→4)"] == []
+    figures.publish(read, study.plan(read), made, tmp_path)
+    assert begun.training.key not in (tmp_path / "results.json").read_text()
+    assert "| 8 r(2→4) | 0 |" in (tmp_path / "table.md").read_text()
+
+
 def test_a_child_is_asked_once_to_save_when_its_time_is_over(tmp_path):
     saves = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit({code})))"
     children, lock = jobs.Children(), jobs.Lock(tmp_path / ".lock", None)

@@ -1,5 +1,6 @@
 """The command python fid.py. The references are the same steps taken by hand, and other ways to the same numbers."""
 
+import json
 import shutil
 import tarfile
 from dataclasses import asdict, replace
@@ -278,8 +279,9 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     found = checkpoint.find(tmp_path / "results/a")
     base = dict(composed(name="fid"), checkpoint="x", reference="r")
 
-    def settings_of(latents=RGB, reference="r", config=found.info["config"], **changed):
-        one = checkpoint.Checkpoint(found.folder, found.info | {"latents": asdict(latents), "config": config})
+    def settings_of(latents=RGB, reference="r", config=found.info["config"], info=None, **changed):
+        info = found.info | {"latents": asdict(latents), "config": config} | (info or {})
+        one = checkpoint.Checkpoint(found.folder, info)
         return plan_scoring(read(base | changed, ScoringOptions), one, "fp32").fingerprint(reference, "i")
 
     usual = settings_of()
@@ -297,6 +299,10 @@ def test_what_decides_about_the_pictures_is_in_the_settings(tmp_path, run, compo
     assert settings_of(guidance=sparse, config=config) != routed
     assert settings_of(guidance=cfg, config=config) == guided
     assert settings_of(out="elsewhere", cache="there", save_samples=True) == usual
+    heads = found.info["config"] | {"model": found.info["config"]["model"] | {"num_heads": 1}}
+    assert settings_of(config=heads) == usual  # trained weights have their own number of heads
+    two, one = (settings_of(info={"predicts": "F"}, config=config) for config in (found.info["config"], heads))
+    assert two != one and json.loads(json.dumps(one["network"])) == one["network"]  # imported ones what was typed
     # as scores of earlier versions have them: their order names the folder of unfinished work
     names = "step checkpoint weights num_samples first_seed labels sampler steps nfe guidance dtype batch_size decoder"
     assert list(usual) == [*names.split(), "latents", "edm", "reference", "inception"]

@@ -118,6 +118,7 @@ class LatentDataset:
             )
         rows = [self._columns["stored"], *(self.encoded.rows if self.encoded else ())]
         place(rows, self.placement, self.device, self.folder)
+        self.placed = sum(part.nbytes for part in rows) if self.placement == "device" else 0  # bytes on the device
 
     def _open(self, index: dict, full: bool) -> None:
         shards, self.labels = open_latents(self.folder, index, self.latents, full)

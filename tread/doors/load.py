@@ -27,7 +27,7 @@ from tread.encoders.autoencoder import Decoder, Decoding, load_decoder
 from tread.evaluation.prompts import encode_prompts, row_labels
 from tread.evaluation.sample_files import parse_seeds
 from tread.runtime.cli import read_choice
-from tread.runtime.device import Precision, avoid_faults, use_precision
+from tread.runtime.device import Precision, avoid_faults, exact, use_precision
 from tread.runtime.plugins import import_plugins, plugin_changes
 from tread.runtime.schema import Count, check, read
 from tread.runtime.tensor_files import Weights
@@ -108,6 +108,7 @@ class TrainedModel:
             warnings.warn(faulty, stacklevel=2)
         return self
 
+    @exact()  # leaves the caller's own TF32 and autocast alone
     def sample(
         self,
         classes: Label | Sequence[Label] = None,

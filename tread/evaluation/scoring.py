@@ -52,6 +52,7 @@ COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # default numbers of s
 GRID = 64  # number of pictures in fid.png
 # keys that ScoringPlan.fingerprint leaves out if their values are null, false or empty
 OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip", "plugins"}
+OPTIONAL |= {"network"}
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,7 @@ class ScoringPlan:
             "step": saved.found.step,
             "checkpoint": saved.sha256,
             "weights": saved.weights,
+            "network": saved.found.info.get("predicts") and saved.cfg.model.decisive,  # imported: typed, not trained
             "num_samples": self.count,
             "first_seed": self.options.first_seed,
             "labels": self.options.labels,

@@ -243,11 +243,12 @@ def time_of(run: Found) -> dict[str, float]:
     def total(key: str) -> float:
         return sum(record.get(key, 0.0) for record in records)
 
-    waited = since = 0.0
+    waited = since = first = 0.0
     for record in run.records:
+        first += record.get("first_step_seconds", 0.0)  # which data_wait leaves out
         if "data_wait" in record and "seconds" in record:
-            waited += record["data_wait"] * max(0.0, record["seconds"] - since)
-            since = record["seconds"]
+            waited += record["data_wait"] * max(0.0, record["seconds"] - since - first)
+            since, first = record["seconds"], 0.0
     first = total("first_step_seconds")
     parts = {
         "start, before the first step": total("cold_start_seconds") - first,
@@ -316,7 +317,7 @@ def _network(config: dict) -> str | None:
     sizes = [f"{key.replace('_', ' ')} {model[key]}" for key in ("hidden_size", "depth", "patch_size") if key in model]
     routes = [
         f"r({route.get('start')}→{route.get('end')}) at ratio {ratio or route.get('selection_ratio')}"
-        + ("" if route.get("rejoin") in (None, route.get("start")) else f" rejoining as before block {route['rejoin']}")
+        + ("" if route.get("rejoin") in (None, route.get("start")) else f" with rejoin={route['rejoin']}")
         for route in (model.get("routes") if until != 0 else None) or ()
     ]
     routes += [f"none from step {until:,} on"] if routes and until and until < train.get("steps", 0) else []

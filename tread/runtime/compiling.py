@@ -12,7 +12,7 @@ from torch import nn
 
 Compile = Literal["auto", True, False]
 BUDGET = 0.9  # fraction of the activations that torch may keep; at 0.9 it still recomputes no matrix products
-GRAPHS = 64  # per block, more than any run needs; torch's default limit, 8, is too small for routes and sampling
+GRAPHS = 256  # per block, more than any run needs; torch's default limit, 8, is too small for routes and sampling
 
 
 def why_not(device: torch.device) -> str | None:

@@ -162,6 +162,7 @@ def use_expandable_segments() -> None:
 
 
 PEAKS = {  # part of a GPU's name → dense bf16 FLOP/s, from NVIDIA's data sheets; the first match counts
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,

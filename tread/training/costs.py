@@ -284,7 +284,8 @@ def measured_seconds(
 ) -> float:
     """Measure the seconds of a forward and backward pass on `images` blank samples: the median of three."""
     network = build_network(cfg).to(device)
-    if device.type == "cuda":
+    network.residual = cfg.train.residual
+    if device.type == "cuda" and cfg.train.compile is not False:
         compile_blocks(network.compiled())
     seconds = []
     for _ in range(5):

@@ -44,7 +44,6 @@ class Clock:
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
         self.settled = run.step + (1 if run.graphs is None else run.graphs.usual + 1)
-        self.starting: dict[str, float] = {}  # seconds that the start took, for the next record
         self.counted = run.step, self.began  # step and time up to which training is counted
         self.restart()
 
@@ -60,7 +59,7 @@ class Clock:
             self.advance()
             if run.step == self.start_step + 1:
                 start, first = self.counted[1] - run.began, self.counted[1] - self.began
-                self.starting = {"cold_start_seconds": round(start, 2), "first_step_seconds": round(first, 3)}
+                run.spent.update(cold_start=start, first_step=first)  # adds
                 run.say(f"  start     {start:.1f} s, of which the first step took {first:.1f} s")
             if not due:
                 self.restart()
@@ -102,8 +101,7 @@ def log(run: Run, clock: Clock) -> str:
     values |= {"images_per_s": round(speed, 1), "flops_per_s": float(f"{flops:.4g}")}
     if (peak := peak_flops(run.device, run.precision)) is not None:
         values["mfu"] = round(flops / (peak * run.processes.count), 4)
-    run.record(**values, data_wait=round(run.loader.waited / clock.seconds, 5), **clock.starting)
-    clock.starting = {}
+    run.record(**values, data_wait=round(run.loader.waited / clock.seconds, 5))
     if sums["bad"] and run.main:
         with clock.paused():
             text = f"warning: {sums['bad']:.0f} steps up to step {run.step} were skipped: loss or gradient not finite"

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class Run:
         self.graphs = None  # start() may set it to a Graphs, which runs the steps
         self.tracker: Tracker | None = None
         self.adapter: dict | None = info.get("adapter")  # LoRA's {"scale": of B·A, "base": hash of base.safetensors}
-        self.spent: dict[str, float] = {}  # seconds of other work since the last record
+        self.spent = Counter()  # {work besides steps: its seconds since the last record}
         tally = dict(info["tally"]) if self.earlier else {}
         for name, value in tally.items():
             if isinstance(value, list):  # a number for each process; averaged if there are more or fewer now
@@ -170,11 +171,11 @@ class Run:
         """Context manager that times its block; the next call of `record` writes the time as <what>_seconds."""
         began = time.perf_counter()
         yield
-        self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - began
+        self.spent[what] += time.perf_counter() - began
 
     def take_spent(self) -> dict[str, float]:
         """Return {<what>_seconds: seconds} that `timed` has measured since the last call, and reset them."""
-        spent, self.spent = self.spent, {}
+        spent, self.spent = self.spent, Counter()
         return {f"{what}_seconds": round(seconds, 3) for what, seconds in spent.items()}
 
     def record(self, **values: float) -> None:

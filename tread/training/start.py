@@ -92,7 +92,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))
     rest = range(earlier.step if earlier else 0, cfg.train.steps)
     lasting = processes.count > 1 or len(micro_batches) > 1
-    memory, uncompiled = prepare_blocks(cfg, network, ema, aligner, micro_batches[0], precision, rest, lasting)
+    memory, failed = prepare_blocks(cfg, network, ema, aligner, micro_batches[0], precision, rest, lasting, data.placed)
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
         cfg, config, log, processes, precision, micro_batches, data, heldout, network, ema, [ema, *powers.values()],
@@ -105,8 +105,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
     processes.from_main(lambda: take_folder(run, claimed))
     for warning in warnings:
         processes.say(warning)
-    if uncompiled:
-        processes.say(f"warning: running without torch.compile, which fails here: {uncompiled}")
+    if failed:
+        processes.say(f"warning: running without torch.compile, which fails here: {failed}")
     return run
 
 
@@ -137,7 +137,7 @@ def adapt(cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | Non
 
 def prepare_blocks(
     cfg: Settings, network: Backbone, ema: EMA, aligner: Aligner | None, rows: slice, precision: str, steps: range,
-    lasting: bool,
+    lasting: bool, held: int = 0,
 ) -> tuple[MemoryPlan, str | None]:  # fmt: skip
     """Choose how the steps save memory, and compile the blocks, forward and backward, before the first step. Returns
     (the choice, error); the error, one line, says why compiling failed if it was wanted, and is None otherwise.
@@ -145,6 +145,7 @@ def prepare_blocks(
     rows     the slice of the batch that makes up one micro-batch; only its length counts.
     steps    the numbers of the steps to come; blocks are compiled for the routes that kinds_to_come finds in them.
     lasting  whether gradients stay in memory between passes (accumulation, DDP).
+    held     bytes of the dataset on the device (dataset.placement=device).
     """
     device, images, kinds = network.pos_embed.device, rows.stop - rows.start, kinds_to_come(cfg, steps)
 
@@ -152,7 +153,7 @@ def prepare_blocks(
         if device.type == "cpu":
             how = "plain" if cfg.train.memory == "auto" else cfg.train.memory
             return MemoryPlan(how, how)
-        more = lasting * 4 * count_parameters(network) + live_bytes(cfg, images, aligner and aligner.encoder)
+        more = held + lasting * 4 * count_parameters(network) + live_bytes(cfg, images, aligner and aligner.encoder)
         return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
 
     def attempt() -> None:
@@ -224,8 +225,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
             run.warnings += changed_files(data.folder, begun[-1], hashes_alone=data.verify == "full")
         else:
             facts[key] = files_of(data.folder)
-    before = run.log.read_status().get("spent", {})  # not in metrics.jsonl yet; the next record will have it
-    run.spent = {name.removesuffix("_seconds"): seconds for name, seconds in before.items()}
+    run.spent.update({name.removesuffix("_seconds"): s for name, s in run.log.read_status().get("spent", {}).items()})
     run.log.start(run.step, run.config, **facts, weights=run.weights, warnings=run.warnings)
     try:
         with explain_failure(run.folder):
