@@ -12,6 +12,7 @@ if __name__ == "__main__":
     import checkout  # noqa: F401
 
 import json
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,8 @@ from tread.models.cost_constants import DEVICES, PREDICTED, Constants, measured_
 from tread.reports.summary import disk
 from tread.runtime import schema
 from tread.runtime.cli import door, open_door
-from tread.runtime.device import device_name, memory_of, use_precision
+from tread.runtime.compiling import compile_blocks
+from tread.runtime.device import device_name, memory_of, use_precision, wait_for
 from tread.runtime.files import size_text
 from tread.runtime.schema import Count, Positive
 from tread.training import costs, settings
@@ -134,7 +136,7 @@ def column(
     def step(active: tuple[Route, ...], aligned: bool) -> float:
         if this:
             least = micro if here.type == "cuda" else min(micro, 8)  # few samples would time a GPU's launches
-            return costs.measured_seconds(cfg, active, least, here, precision) * images / least
+            return measured_seconds(cfg, active, least, here, precision) * images / least
         again = 4 / 3 if how == "checkpointing" else 1.0  # a second forward pass
         device, aligning = DEVICES[options.device], aligner if aligned else None
         return again * costs.step_seconds(cfg, network, active, images, device, aligning, constants)
@@ -144,6 +146,23 @@ def column(
     lines |= {"images/s": f"{cfg.train.batch_size / seconds:,.0f}", "hours": f"{hours:,.1f}"}
     lines |= {"device-hours": f"{hours * options.devices:,.1f}", "on": device_name(here) if this else options.device}
     return lines | ({"price": f"{hours * options.devices * options.price:,.0f}"} if options.price else {})
+
+
+def measured_seconds(
+    cfg: Settings, routes: tuple[Route, ...], images: int, device: torch.device, precision: str
+) -> float:
+    """Measure the seconds of a forward and backward pass on `images` blank samples: the median of three."""
+    network = build_network(cfg).to(device)
+    network.residual = cfg.train.residual
+    if device.type == "cuda" and cfg.train.compile is not False:
+        compile_blocks(network.compiled())
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        costs.blank_loss(cfg, network, routes, images, device, precision).backward()
+        wait_for(device)
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds[2:])[1]
 
 
 if __name__ == "__main__":

@@ -72,7 +72,8 @@ def test_a_run_goes_on_at_another_size_and_with_other_classes(tmp_path, kind):
         assert f"4×4 tokens where these weights were trained, 8×8 now: they {said}" in told
         assert "begin as old ones" in told
         assert "were trained, but" not in told  # a warning
-        launch(tmp_path, *large, *kind, *start, f"init_positions={how}", f"name={how}", "train.steps=6")
+        again = launch(tmp_path, *large, *kind, *start, f"init_positions={how}", f"name={how}", "train.steps=6")
+        assert "settings stay" not in again
         run = tmp_path / "results" / how
         assert read_json(run / "latest/info.json")["config"]["model"].get("position_scale", 1.0) == scale
         network = opened(run).load("cpu").network

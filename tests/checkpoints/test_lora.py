@@ -12,12 +12,14 @@ import pytest
 import torch
 from conftest import assert_refused, contents, equal, launch, opened, randomized, read_json, take_samples
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.lora import BASE, Lora, base_of, merge
 from tread.checkpoints.network import build_network
 from tread.checkpoints.weights import read_weights
 from tread.runtime.tensor_files import LABELS
+from tread.training.costs import sample_flops
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="pip install -r requirements-lora.txt")
 
@@ -44,6 +46,9 @@ def test_merged_weights_are_peft_s_and_compute_the_same(read_config, model):
     whole.load_state_dict(merge(base, state, 0.5))
     x, t, y = torch.randn(3, 4, 8, 8), torch.rand(3), torch.arange(3)
     assert network.forward_flops() > whole.forward_flops()
+    with FlopCounterMode(display=False) as counter:
+        network(x, t, y).square().sum().backward()
+    assert 0.9 < 3 * sample_flops(network, ()) / counter.get_total_flops() < 1.2 or model != "tread_lightning"
     with torch.no_grad():
         torch.testing.assert_close(whole(x, t, y), network(x, t, y), rtol=1e-3, atol=1e-3)
         for layer in (module for module in network.modules() if hasattr(module, "lora_A")):

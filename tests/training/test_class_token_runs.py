@@ -159,5 +159,7 @@ def test_what_does_not_fit_is_refused_in_a_line(trained, tmp_path):
         changed = read_json(path)
         changed["features"]["fingerprint"] = "0" * 64
         write_json(path, changed)
+        if part == "train":  # which the held-out tokens are not of
+            assert_refused(start, ("differ in the class token's encoder",))
     changed = "train.steps=7", "(?s)is not the data that .*class_token: .*00000"
     assert_refused(partial(launch, tmp_path, *TOKEN), changed)

@@ -185,6 +185,8 @@ def test_an_open_encoder_is_traced_on_a_picture(composed):
     traced = [costs.live_bytes(cfg, images, encoder) for images in (0, 1, 2)]
     assert traced[0] == 4 * 3 * 8 and traced[2] - traced[1] == traced[1] - traced[0]
     assert 4 * 256 * (3 + 8) <= traced[1] - traced[0] <= 4 * 256 * (3 + 8) + 3 * 256
+    larger = [costs.live_bytes(cfg, images, encoder, 32) for images in (0, 1)]  # pictures as the dataset keeps them
+    assert larger[1] - larger[0] == pytest.approx(4 * (traced[1] - traced[0]), rel=0.05)
 
     wide = torch.nn.Linear(3, 4096, bias=False)  # uses a view of its weights, 48 kB; a picture's output has 16 kB
     encoder = Encoder("own", partial(run_wide, wide), torch.device("cpu"), None, "")

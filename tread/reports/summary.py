@@ -8,7 +8,7 @@ from tread.routing.ids import describe_route
 from tread.runtime.files import size_text
 from tread.runtime.schema import written
 from tread.training.alignment import Aligner
-from tread.training.costs import checkpoint_bytes
+from tread.training.costs import checkpoint_bytes, sample_flops
 from tread.training.draws import active_routes
 from tread.training.run import Run
 from tread.training.settings import Settings
@@ -36,7 +36,8 @@ def describe(run: Run) -> str:
         "network": f"{cfg.model.architecture}, {parameters:,} parameters{some}, {cfg.model.blocks}, {tokens} tokens",
         "weights": run.weights,
         "routes": "; ".join(routes) or "none",
-        "FLOPs": f"{3 * routed:.3e} a training image, {fewer}{dense:.3e} a forward pass of all tokens",
+        "FLOPs": f"{sample_flops(network, active):.3e} a training image, {fewer}"
+        f"{dense:.3e} a forward pass of all tokens",
         "batch": f"{train.batch_size} = {split}; optimizer: {optim.name}"
         f"{f' {written(optim.options)}' if optim.options else ''}{optim.split(run.optimizer)}",
         "device": f"{run.device}, {run.precision}",

@@ -33,7 +33,7 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
     # device.autocast sets the precision, as in sampling; without cpu=True, torchrun on CPUs would start one process
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=PATIENCE)]
     on_cpu = not torch.accelerator.is_available()
-    accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, kwargs_handlers=handlers)
+    accelerator = Accelerator(mixed_precision="no", dynamo_backend="no", cpu=on_cpu, kwargs_handlers=handlers)
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise ValueError(f"accelerate is set to {kind}, but this code runs on one device or with DDP")

@@ -8,7 +8,6 @@ The memory of a compiled step is computed from tables. An uncompiled step is tra
 tensors, which have sizes and types but no numbers, after each operation the bytes of the storages in use are counted.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,8 +25,7 @@ from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost, open_enc
 from tread.models.backbone import Backbone, count_parameters
 from tread.models.cost_constants import END_BYTES, PREDICTED, UPDATE_BYTES, Constants, Device, block_bytes, blocks_run
 from tread.routing.ids import pair
-from tread.runtime.compiling import compile_blocks
-from tread.runtime.device import Alive, autocast, wait_for
+from tread.runtime.device import Alive, autocast
 from tread.runtime.files import size_text
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.draws import active_routes
@@ -69,8 +67,10 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
-    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass), and alignment, if any."""
-    return 3 * network.forward_flops(routes) + (aligner.flops(routes) if aligner else 0)
+    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass, but once for the share of
+    weights that is frozen), and alignment, if any."""
+    passes = 2 + count_parameters(network, trained=True) / count_parameters(network)
+    return int(passes * network.forward_flops(routes)) + (aligner.flops(routes) if aligner else 0)
 
 
 class StepMemory(NamedTuple):
@@ -233,20 +233,21 @@ def picture_side(cfg: Settings) -> int:
     return cfg.dataset.size * (1 if cfg.dataset.channels in (1, 3) else 8)
 
 
-def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None) -> int:
+def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None, side: int | None = None) -> int:
     """Return the bytes of REPA's encoder and its activations for `images` pictures; 0 unless alignment.source=live.
-    They are measured with blank pictures; encoder=None: they are estimated for the DINOv2 in alignment.encoder."""
-    alignment = cfg.alignment
+    They are measured with blank pictures of `side` pixels (None: picture_side); encoder=None: they are estimated for
+    the DINOv2 in alignment.encoder."""
+    alignment, side = cfg.alignment, side or picture_side(cfg)
     if alignment.kind != "repa" or alignment.source != "live":
         return 0
     if encoder is None:
-        cost = dinov2_cost(alignment.encoder, picture_side(cfg))
+        cost = dinov2_cost(alignment.encoder, side)
         return 4 * 12 * LAYERS[alignment.encoder] * cost.width**2 + images * 40 * (cost.tokens + 1) * cost.width
     parts = [part for part in (encoder.run, *getattr(encoder.run, "args", ())) if isinstance(part, nn.Module)]
     weights, peaks = [weight for part in parts for weight in part.parameters()], []
     with Alive(weights) as alive:
         for count in (1, 2):  # the difference leaves out copies of weights in bf16
-            encoder.encode(torch.zeros(count, 3, *[picture_side(cfg)] * 2, dtype=torch.uint8))
+            encoder.encode(torch.zeros(count, 3, side, side, dtype=torch.uint8))
             peaks.append(alive.peak)
     return sum(weight.nbytes for weight in weights) + peaks[0] + (images - 1) * (peaks[1] - peaks[0])
 
@@ -277,20 +278,3 @@ def largest_micro_batch(few: StepMemory, more: StepMemory, images: int, room: fl
     device's `room` bytes; 0 if 1 does not. `few` and `more` are a step's memory with one sample and with two."""
     each = more.saved - few.saved
     return next((n for n in range(images, 0, -1) if images % n == 0 and few.peak + (n - 1) * each <= USABLE * room), 0)
-
-
-def measured_seconds(
-    cfg: Settings, routes: Sequence[Route], images: int, device: torch.device, precision: str
-) -> float:
-    """Measure the seconds of a forward and backward pass on `images` blank samples: the median of three."""
-    network = build_network(cfg).to(device)
-    network.residual = cfg.train.residual
-    if device.type == "cuda" and cfg.train.compile is not False:
-        compile_blocks(network.compiled())
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        blank_loss(cfg, network, routes, images, device, precision).backward()
-        wait_for(device)
-        seconds.append(time.perf_counter() - began)
-    return sorted(seconds[2:])[1]

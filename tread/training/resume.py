@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from tread.checkpoints.checkpoint import find_whole, newest
 from tread.checkpoints.run_log import RunLog, differences, value_at
-from tread.runtime.plugins import import_plugins
+from tread.runtime.plugins import absolute, import_plugins
 from tread.runtime.schema import check_overrides, written
 from tread.runtime.tensor_files import listed
 from tread.training.run_folder import LAUNCH, NOTHING, decisive, migrate
@@ -40,6 +40,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         for group, name in ((group, typed.get(f"{group}.name")) for group in ("model", "dataset"))
         if name != typed.get(group) and (configs / group / f"{name}.yaml").is_file()
     ]
+    composed["plugins"] = [*map(absolute, composed.get("plugins") or ())]
     composed |= {key: os.path.expanduser(composed[key]) for key in ("results", "run") if isinstance(composed[key], str)}
     if by_folder := composed["run"] is not None:
         if typed.keys() & {"name", "results"}:
@@ -70,7 +71,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     config, in_file = take_typed(recorded, composed, {*keys, *LAUNCH}), keys_of(configs, "config")
     rest = {}
     for key, (before, now) in differences(config, composed, nothing=NOTHING).items():
-        if now is NOTHING or _left_open(key, now):
+        if now is NOTHING or _left_open(key, now) or key == "model.position_scale" and config.get("init_positions"):
             continue
         if not any(f"{key}.".startswith(f"{name}.") for name in in_file):
             rest[key] = before, now

@@ -202,6 +202,9 @@ def leave(run: Run, finished: bool) -> None:
             run.say(f"{run.folder}: stopped by {reason} after step {run.step}; {saved}; start it again to go on")
     if run.tracker is not None:
         run.tracker.close(0 if finished else INTERRUPTED)
+    if not finished:  # a launcher ends the others as soon as one has left
+        with contextlib.suppress(OSError):
+            run.processes.wait()
 
 
 def note_failure(run: Run | None, reason: str) -> None:

@@ -92,7 +92,7 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
         trained.restore(earlier, with_optimizer=cfg.optim.keeps_state(claimed.changed))
     rest = range(earlier.step if earlier else 0, cfg.train.steps)
     lasting = processes.count > 1 or len(micro_batches) > 1
-    memory, failed = prepare_blocks(cfg, network, ema, aligner, micro_batches[0], precision, rest, lasting, data.placed)
+    memory, failed = prepare_blocks(cfg, network, ema, aligner, micro_batches[0], precision, rest, lasting, data)
     prompts = grid_prompts(cfg, heldout or data) if cfg.model.takes_text else {}
     run = Run(
         cfg, config, log, processes, precision, micro_batches, data, heldout, network, ema, [ema, *powers.values()],
@@ -137,7 +137,7 @@ def adapt(cfg: Settings, network: Backbone, earlier: checkpoint.Checkpoint | Non
 
 def prepare_blocks(
     cfg: Settings, network: Backbone, ema: EMA, aligner: Aligner | None, rows: slice, precision: str, steps: range,
-    lasting: bool, held: int = 0,
+    lasting: bool, data: LatentDataset,
 ) -> tuple[MemoryPlan, str | None]:  # fmt: skip
     """Choose how the steps save memory, and compile the blocks, forward and backward, before the first step. Returns
     (the choice, error); the error, one line, says why compiling failed if it was wanted, and is None otherwise.
@@ -145,7 +145,7 @@ def prepare_blocks(
     rows     the slice of the batch that makes up one micro-batch; only its length counts.
     steps    the numbers of the steps to come; blocks are compiled for the routes that kinds_to_come finds in them.
     lasting  whether gradients stay in memory between passes (accumulation, DDP).
-    held     bytes of the dataset on the device (dataset.placement=device).
+    data     the training data, which may be on the device (dataset.placement=device).
     """
     device, images, kinds = network.pos_embed.device, rows.stop - rows.start, kinds_to_come(cfg, steps)
 
@@ -153,7 +153,8 @@ def prepare_blocks(
         if device.type == "cpu":
             how = "plain" if cfg.train.memory == "auto" else cfg.train.memory
             return MemoryPlan(how, how)
-        more = held + lasting * 4 * count_parameters(network) + live_bytes(cfg, images, aligner and aligner.encoder)
+        more = data.placed + lasting * 4 * count_parameters(network)
+        more += live_bytes(cfg, images, aligner and aligner.encoder, data.picture_size)
         return plan_memory(cfg, network, kinds, images, memory_of(device) - more, precision, compiled, aligner)
 
     def attempt() -> None:
@@ -423,6 +424,7 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
         return data, None
     heldout = open_dataset(cfg, cfg.dataset.heldout, "heldout")
     pairs = {key: (getattr(heldout.latents, key), getattr(data.latents, key)) for key in ALIKE}
+    pairs["the class token's encoder"] = heldout.class_fingerprint, data.class_fingerprint
     if None in pairs["fingerprint"]:  # imported latents have none
         del pairs["fingerprint"]
     for key, ours in vars(data.text_spec).items() if data.text_spec else ():
