@@ -396,12 +396,15 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
 
 def end_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the differences between compared arms at the end of training, with a row per pair: in the first
-    metric at equal training images and at equal FLOPs, in other metrics at equal images. Dots are seeds, bars are 95%
-    intervals, and the grey band around 0 holds differences that may be chance at one seed (see `chance`)."""
-    panels, colour = [], colours(study)
+    metric at equal training images and at equal FLOPs, in others at equal images or, if no pair has those, at equal
+    FLOPs. Dots are seeds, bars are 95% intervals, and the grey band around 0 holds differences that may be chance at
+    one seed (see `chance`)."""
+    panels, colour, drawn = [], colours(study), set()
     if not (metrics := measured(study.metrics, results)):
         return []  # no run has come to its first evaluation
-    for metric, name in [(metrics[0], "images"), (metrics[0], "FLOPs"), *((m, "images") for m in metrics[1:])]:
+    for metric, name in product(metrics, ("images", "FLOPs")):
+        if name == "FLOPs" and metric in drawn - {metrics[0]}:
+            continue
         by, *axis = EQUAL[name]
         rows = {pair: differences(*(results.get(arm, ()) for arm in pair), by, metric, *axis) for pair in study.pairs}
         rows, lines = {pair: less for pair, less in rows.items() if less}, []
@@ -413,8 +416,9 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
         names = tuple(pair_name(*pair) for pair in rows)
         title = f"{METRICS[metric].title}, at equal {name}"
         if rows:
+            drawn.add(metric)
             band = chance(study, results, metric, name)
-            if len(panels) % 2:  # the panel to the left has the names
+            if len(panels) % 2 and panels[-1].names == names:  # the panel to the left has them
                 names = ("",) * len(names)
             label = f"{METRICS[metric].title}, difference"
             panels.append(Panel(title, label, "", lines, names=names, noise=band, levels={"": 0.0}))
