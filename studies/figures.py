@@ -346,20 +346,19 @@ def balance_panels(study: Study, results: Results) -> list[Panel]:
 def precision_columns(study: Study, results: Results) -> Columns:
     """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision,
     which is interpolated between the first arm's scores at several cfg scales. A cell leaves out the seeds whose
-    precision lies outside the range of these scores."""
+    precision lies outside the range of these scores, or where that doesn't rise with the scale."""
     first, columns = next(iter(study.arms)), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
     ends = [{run["seed"]: run["points"][-1] for run in results[arm]} for arm in scaled]
     for metric in ("fid", "kid", "recall"):
         cells = {}
-        for arm in networks_of(study, results):
-            if arm == first:
-                continue
+        for arm in (arm for arm in networks_of(study, results) if arm != first):
             less = []
             for run in results[arm]:
                 here, known = run["points"][-1], [each[run["seed"]] for each in ends if run["seed"] in each]
-                line = sorted((end["precision"], end[metric]) for end in known if {"precision", metric} <= {*end})
-                if line and {"precision", metric} <= {*here} and line[0][0] <= here["precision"] <= line[-1][0]:
+                line = [(end["precision"], end[metric]) for end in known if {"precision", metric} <= {*end}]
+                known = line and line == sorted(line) and {"precision", metric} <= {*here}
+                if known and line[0][0] <= here["precision"] <= line[-1][0]:
                     less.append(here[metric] - float(np.interp(here["precision"], *zip(*line))))
             if mean := estimate(less):
                 cells[arm] = mean.signed()

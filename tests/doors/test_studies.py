@@ -411,6 +411,8 @@ def test_precision_is_compared_on_the_line_between_scales():
     columns = figures.precision_columns(read, made)
     assert columns["FID − dense's, at equal precision"] == {"TREAD": "+2"}
     assert columns["recall − dense's, at equal precision"] == {"TREAD": "+0"}
+    made["dense, cfg 1.5"] = [{"seed": 0, "points": [{"precision": 0.2, "fid": 9.0}], "scores": []}]
+    assert figures.precision_columns(read, made)["FID − dense's, at equal precision"] == {}  # two places have 0.3
 
 
 def test_again_leaves_out_what_is_published(tmp_path):
