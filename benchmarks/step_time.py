@@ -150,8 +150,8 @@ def calls_of(kinds: Kinds) -> dict[str, Callable[[], None]]:
 def measure(kinds: Kinds, pairs: int) -> dict:
     """Time each kind of step `pairs` times, alternately. Returns, for JSON, the device, versions, sizes and "kinds":
     {name: median ms of a step, speeds, memory, and "ratio": the median of the first kind's time / this one's}."""
-    for run, cfg in dict(kinds.values()).items():  # makes the optimizer's state, which held_by counts
-        with suppress(Exception):  # it fails in its turn, too
+    for run, cfg in {id(kind[0]): kind for kind in kinds.values()}.values():
+        with suppress(Exception):  # makes the optimizer's state, which held_by counts; fails in its turn, too
             take_steps(run, cfg, 1)
     failed: dict[str, str] = {}
     turns = take_turns(calls_of(kinds), pairs, failed)

@@ -113,8 +113,9 @@ def column(
     saving = replace(cfg, train=replace(cfg.train, memory=how))
     few, more = (costs.memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
     micro = costs.largest_micro_batch(few, more, images, room - live)
-    on_graphs = cfg.train.cuda_graphs is True or (cfg.train.cuda_graphs and options.devices == 1 and not live)
-    constants = constants._replace(launch=0.0) if on_graphs else constants  # a step is one launch
+    alone = options.devices == 1 and not live and getattr(cfg.model, "kernel", "torch") == "torch"
+    graphs = cfg.train.cuda_graphs is True or (cfg.train.cuda_graphs and alone)  # a step is one launch
+    constants = constants._replace(launch=0.0 if graphs else constants.launch * -(-images // max(1, micro)))
     frozen = 4 * (count_parameters(network) - count_parameters(network, trained=True))
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
     ends = cfg.train.routes_until if routes else 0
@@ -136,7 +137,7 @@ def column(
     def step(active: tuple[Route, ...], aligned: bool) -> float:
         if this:
             least = micro if here.type == "cuda" else min(micro, 8)  # few samples would time a GPU's launches
-            return measured_seconds(cfg, active, least, here, precision) * images / least
+            return measured_seconds(saving, active, least, here, precision) * images / least
         again = 4 / 3 if how == "checkpointing" else 1.0  # a second forward pass
         device, aligning = DEVICES[options.device], aligner if aligned else None
         return again * costs.step_seconds(cfg, network, active, images, device, aligning, constants)
@@ -153,9 +154,10 @@ def measured_seconds(
 ) -> float:
     """Measure the seconds of a forward and backward pass on `images` blank samples: the median of three."""
     network = build_network(cfg).to(device)
-    network.residual = cfg.train.residual
+    network.residual, how = cfg.train.residual, cfg.train.memory
+    network.activation_checkpointing = how == "checkpointing"
     if device.type == "cuda" and cfg.train.compile is not False:
-        compile_blocks(network.compiled())
+        compile_blocks(network.compiled(), saving=how == "budget")
     seconds = []
     for _ in range(5):
         began = time.perf_counter()

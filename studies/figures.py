@@ -354,11 +354,11 @@ def precision_columns(study: Study, results: Results) -> Columns:
         cells = {}
         for arm in (arm for arm in networks_of(study, results) if arm != first):
             less = []
-            for run in results[arm]:
+            for run in (run for run in results[arm] if {"precision", metric} <= {*run["points"][-1]}):
                 here, known = run["points"][-1], [each[run["seed"]] for each in ends if run["seed"] in each]
                 line = [(end["precision"], end[metric]) for end in known if {"precision", metric} <= {*end}]
-                known = line and line == sorted(line) and {"precision", metric} <= {*here}
-                if known and line[0][0] <= here["precision"] <= line[-1][0]:
+                places = [place for place, _ in line]
+                if places == sorted({*places}) and places[:1] <= [here["precision"]] <= places[-1:]:
                     less.append(here[metric] - float(np.interp(here["precision"], *zip(*line))))
             if mean := estimate(less):
                 cells[arm] = mean.signed()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -105,7 +106,7 @@ class Job:
             if result.get("trained", False) and result["points"] != ordered:  # of another training, with these scores
                 if not self.trained:
                     break
-                result = {}
+                result = {"at_once": [0] * (len(log.starts()) > 1)}  # 0: not known of earlier launches
             training = {"key": self.training.key, "seed": self.training.seed, "overrides": self.training.overrides}
             result |= training | {"trained": self.trained, "points": ordered}
             versions = start.get("versions", {})
@@ -182,6 +183,8 @@ def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children
             raise ValueError("it is not trained yet: part=train comes first")
         if not job.trained:
             begun, starts = True, len(history.starts())
+            for old in () if starts else job.folder.glob("score-*"):  # of a training that is gone
+                shutil.rmtree(old)
 
             def over() -> bool:  # only once this start is recorded: an earlier one may have used up the time
                 return len(history.starts()) > starts and job.over_time()

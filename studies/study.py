@@ -206,7 +206,7 @@ def read_study(name: str, scale: ScaleName) -> Study:
     arms, trials, said_arms = {}, {}, tree.pop("arms")
     against, besides = tree.pop("against", {}), tree.pop("besides", {})
     figure = {"kind": None, "metrics": ()} | tree.pop("figure", {})
-    seen = figure.pop("seen", "") if scale == "small" else seen
+    seen = seen or (figure.get("seen", "") if scale == "small" else "")
     for arm, said in said_arms.items():
         said = said_arms[arm] = dict(said) if isinstance(said, dict) else {"overrides": said}
         if below := said.pop("over", None):

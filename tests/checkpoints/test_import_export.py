@@ -224,6 +224,10 @@ def test_an_import_says_what_it_took(tmp_path, run, states):
     torch.save(states["ema"], tmp_path / "a.pt")
     text = bring_in(tmp_path, "weights=a.pt", "name=third")
     assert "at a step that is not recorded" in text and "warning: a.pt has no record" in text
+    (tmp_path / "vae.pt").touch()
+    bring_in(tmp_path, "weights=a.pt", "autoencoder=vae.pt", "name=fourth")
+    found = checkpoint.find(tmp_path / "results/fourth").info["latents"]["autoencoder"]
+    assert found == str(tmp_path / "vae.pt")  # wherever it is used from
 
 
 def test_a_sprint_goes_out_and_comes_back_with_what_it_was_trained_for(tmp_path, composed):

@@ -174,6 +174,7 @@ def test_every_placement_reads_what_was_written(folder, placement):
     stored, labels = (np.concatenate(parts) for parts in zip(arrays(20), arrays(33), arrays(5)))
     data = LatentDataset(folder, verify="full", placement=placement)
     assert len(data) == 58 and data.latents == MEANING
+    assert data.placed == (stored.nbytes if placement == "device" else 0)
     indices, views = np.array([57, 0, 19, 20, 52, 53, 20]), np.array([0, 1, 0, 1, 0, 1, 0])
     batch = data.read(indices, views)
     assert np.array_equal(batch.stored.numpy(), stored[indices, views])

@@ -493,16 +493,23 @@ def test_a_training_done_anew_keeps_neither_its_place_nor_its_scores_by_halves(t
     again = jobs.Job(replace(one.training, seconds=None), one.scores, folder / "cifar10/gpu/dense")
     old = result_of(one, {10: 1.0, 20: 0.5}, kid=0.25) | {"key": again.training.key}
     (again.folder / "train").mkdir(parents=True)
+    (again.folder / "score-x").mkdir()
     (again.folder / "result.json").write_text(json.dumps(old))
-    (again.folder / "train/run.json").write_text(json.dumps([{"config": {}, "device": "cpu"}]))
-    for state, losses in (("interrupted", [0.75]), ("finished", [0.75, 0.625])):
-        logged = [{"step": 10 * step, "eval_loss": loss, "flops": 1} for step, loss in enumerate(losses, 1)]
-        (again.folder / "train/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in logged))
-        (again.folder / "train/status.json").write_text(json.dumps({"state": state}))
-        again.write_result()
+    for starts, (state, losses) in enumerate((("interrupted", [0.75]), ("finished", [0.75, 0.625])), 1):
+
+        def train(*given, starts=starts, state=state, losses=losses):
+            assert not (again.folder / "score-x").exists()
+            logged = [{"step": 10 * step, "eval_loss": loss, "flops": 1} for step, loss in enumerate(losses, 1)]
+            (again.folder / "train/run.json").write_text(json.dumps([{"config": {}, "device": "cpu"}] * starts))
+            (again.folder / "train/metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in logged))
+            (again.folder / "train/status.json").write_text(json.dumps({"state": state}))
+
+        monkeypatch.setattr(jobs.Children, "run", train)
+        assert jobs.make_one(again, tmp_path, 9 - starts, 1, jobs.Children(), "train") is None
         found = json.loads((again.folder / "result.json").read_text())
         assert [point["eval_loss"] for point in found["points"]] == ([1.0, 0.5] if state == "interrupted" else losses)
         assert len(found["scores"]) == (len(old["scores"]) if state == "interrupted" else 0) and found["trained"]
+    assert found["at_once"] == [0, 7]  # beside how many the first part ran is not kept
     monkeypatch.setattr(results, "HERE", tmp_path)
     for published, kept in ((old, False), (found | {"scores": old["scores"]}, True)):
         (tmp_path / "cifar10").mkdir(exist_ok=True)
@@ -532,6 +539,19 @@ def test_scores_at_unlike_ends_are_those_of_the_ends(tmp_path):
     figures.publish(read, study.plan(read), made, tmp_path)
     assert begun.training.key not in (tmp_path / "results.json").read_text()
     assert "| 8 r(2→4) | 0 |" in (tmp_path / "table.md").read_text()
+
+
+def test_each_panel_names_its_own_rows_and_scores_by_flops_are_shown():
+    """Of fair's arms one has no value at equal images, and all end at the same FLOPs, which KID is compared at."""
+    read, made = study.read_study("fair", "small"), results.finished(Path("nowhere"))
+    panels = figures.end_panels(read, results.gather(study.plan(read, made=made), made))
+    lacks = "dense 12, batch 45 − dense 12"
+    assert [(panel.title, lacks in panel.names) for panel in panels] == [
+        ("evaluation loss, at equal images", False),
+        ("evaluation loss, at equal FLOPs", True),
+        ("KID, at equal FLOPs", True),
+    ]
+    assert all(panel.names[-1] == "dense 5 − TREAD" for panel in panels)
 
 
 def test_a_child_is_asked_once_to_save_when_its_time_is_over(tmp_path):
@@ -687,7 +707,9 @@ def test_a_job_does_what_is_left(tmp_path, monkeypatch):
 
     monkeypatch.setattr(jobs.Children, "run", pretend)
     written = {"kid": 0.1, "step": 10, "command": ["/home/me/fid.py"], "checkpoint": "/home/me/run"}
-    (tmp_path / "one" / f"score-{one.scores[0].key}").mkdir(parents=True)
+    (tmp_path / "one/train").mkdir(parents=True)
+    (tmp_path / "one/train/run.json").write_text(json.dumps([{"config": {}}]))  # begun, so the score is of this training
+    (tmp_path / "one" / f"score-{one.scores[0].key}").mkdir()
     (tmp_path / "one" / f"score-{one.scores[0].key}" / "fid.json").write_text(json.dumps(written))
     assert jobs.make([one, other], tmp_path, 1, lambda: ended.append(1)) == [
         f"{tmp_path}/other: train.py ended with 1: error: no room (its log.txt has all of it)"

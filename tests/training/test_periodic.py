@@ -199,6 +199,9 @@ def test_seconds_count_training_alone_and_all_launches(tmp_path, monkeypatch):
     assert [beside(record) for record in log.records()] == [{}, *[evaluated, drawn] * 3, evaluated]  # the end's too
     assert log.read_status()["spent"] == drawn
     assert logged(tmp_path / RUN, "first_step_seconds") == [10.0, 1.0]
+    launch(tmp_path, "name=late", "train.steps=4", "every.log=4", "every.evaluate=2")  # evaluated before it logs
+    first, *rest = RunLog(tmp_path / "results/late").records()
+    assert first["first_step_seconds"] == 1.0 and not [record for record in rest if "first_step_seconds" in record]
 
 
 def test_the_time_foretold_counts_evaluation_grids_and_judging(tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     name, vae = latents["autoencoder"], [None, None]
     if inside is not None:
         autoencoder = load_autoencoder(inside)
-        if latents["fingerprint"] not in (None, fingerprint(autoencoder)):
+        if saved.latents.fingerprint not in (None, fingerprint(autoencoder)):
             raise ValueError(f"{inside} is another autoencoder than the one that made the latents, by its hash")
         autoencoder.register_to_config(_name_or_path=name)  # as recorded, not where it was loaded from
         autoencoder.save_pretrained(folder / "vae")

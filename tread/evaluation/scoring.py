@@ -51,8 +51,7 @@ CLIP = "clip_score"  # the CLIP score's key in METRICS and in stored parts
 COUNT, TEXT_COUNT, EMBEDDED_COUNT = 50_000, 10_000, 1000  # default numbers of samples
 GRID = 64  # number of pictures in fid.png
 # keys that ScoringPlan.fingerprint leaves out if their values are null, false or empty
-OPTIONAL = {"weak_network", "weak_process", "routes", "compiled", "decode_precision", "prompts", "clip", "plugins"}
-OPTIONAL |= {"network"}
+OPTIONAL = {*"weak_network weak_process network routes compiled decode_precision prompts clip plugins".split()}
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ class ScoringPlan:
             "step": saved.found.step,
             "checkpoint": saved.sha256,
             "weights": saved.weights,
-            "network": saved.found.info.get("predicts") and saved.cfg.model.decisive,  # imported: typed, not trained
+            "network": [each.cfg.model.decisive for each in (saved, weak) if each and "predicts" in each.found.info],
             "num_samples": self.count,
             "first_seed": self.options.first_seed,
             "labels": self.options.labels,

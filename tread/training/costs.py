@@ -67,8 +67,8 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
-    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass, but once for the share of
-    weights that is frozen), and alignment, if any."""
+    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass, about once for the
+    share of weights that is frozen), and alignment, if any."""
     passes = 2 + count_parameters(network, trained=True) / count_parameters(network)
     return int(passes * network.forward_flops(routes)) + (aligner.flops(routes) if aligner else 0)
 

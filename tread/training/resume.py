@@ -40,7 +40,8 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         for group, name in ((group, typed.get(f"{group}.name")) for group in ("model", "dataset"))
         if name != typed.get(group) and (configs / group / f"{name}.yaml").is_file()
     ]
-    composed["plugins"] = [*map(absolute, composed.get("plugins") or ())]
+    if isinstance(named := composed.get("plugins"), list):
+        composed["plugins"] = [absolute(str(name)) for name in named]
     composed |= {key: os.path.expanduser(composed[key]) for key in ("results", "run") if isinstance(composed[key], str)}
     if by_folder := composed["run"] is not None:
         if typed.keys() & {"name", "results"}:

@@ -121,7 +121,7 @@ class Run:
         self.graphs = None  # start() may set it to a Graphs, which runs the steps
         self.tracker: Tracker | None = None
         self.adapter: dict | None = info.get("adapter")  # LoRA's {"scale": of B·A, "base": hash of base.safetensors}
-        self.spent = Counter()  # {work besides steps: its seconds since the last record}
+        self.spent = Counter()  # {what `timed` measures, cold_start or first_step: seconds since the last record}
         tally = dict(info["tally"]) if self.earlier else {}
         for name, value in tally.items():
             if isinstance(value, list):  # a number for each process; averaged if there are more or fewer now
@@ -174,7 +174,7 @@ class Run:
         self.spent[what] += time.perf_counter() - began
 
     def take_spent(self) -> dict[str, float]:
-        """Return {<what>_seconds: seconds} that `timed` has measured since the last call, and reset them."""
+        """Return `spent` as {<what>_seconds: seconds}, and reset it."""
         spent, self.spent = self.spent, Counter()
         return {f"{what}_seconds": round(seconds, 3) for what, seconds in spent.items()}
 
