@@ -708,7 +708,7 @@ def test_a_job_does_what_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs.Children, "run", pretend)
     written = {"kid": 0.1, "step": 10, "command": ["/home/me/fid.py"], "checkpoint": "/home/me/run"}
     (tmp_path / "one/train").mkdir(parents=True)
-    (tmp_path / "one/train/run.json").write_text(json.dumps([{"config": {}}]))  # begun, so the score is of this training
+    (tmp_path / "one/train/run.json").write_text(json.dumps([{"config": {}}]))  # begun: its score
     (tmp_path / "one" / f"score-{one.scores[0].key}").mkdir()
     (tmp_path / "one" / f"score-{one.scores[0].key}" / "fid.json").write_text(json.dumps(written))
     assert jobs.make([one, other], tmp_path, 1, lambda: ended.append(1)) == [
