@@ -2,7 +2,7 @@
 
 A DDPM network gets x_τ = √ᾱ_τ·x + √(1−ᾱ_τ)·ε and τ = 0 .. 999, with β linear from 1e-4 to 0.02. Let x_σ = x_τ / √ᾱ_τ,
 which is x + σ·ε with σ = √((1−ᾱ_τ)/ᾱ_τ), from 0.010 to 157.4. At these σ, the network's noise prediction ε̂ gives the
-denoiser D = x_σ − σ·ε̂ exactly. For other σ, τ is interpolated in ln σ; the network was trained on integer τ only.
+denoiser D = x_σ − σ·ε̂ exactly. Between them τ, an integer in training, is interpolated in ln σ; beyond, it is 0 or 999.
 """
 
 import functools

@@ -5,9 +5,9 @@ Each head holds a state h of P × N numbers. Every token shrinks it, adds to it 
 
     h_t = exp(Δ_t·A)·h_{t−1} + Δ_t·x_t B_tᵀ,   y_t = h_t C_t,   h_0 = 0
 
-Within a chunk of tokens this is a product masked by decays, y = (C Bᵀ ∘ decay)(Δ ∘ x). Another product gives what a
-chunk adds to the state. The states between chunks follow the same recurrence, again computed in chunks: each level has
-fewer steps than the one below by a constant factor, so time and memory are linear in the number of tokens.
+Within a chunk of tokens y is a product masked by decays, (C Bᵀ ∘ decay)(Δ ∘ x), plus C times the decayed state before
+the chunk. Another product gives what a chunk adds to the state. The states between chunks follow the same recurrence,
+again in chunks: each level has fewer steps by a constant factor, so time and memory are linear in the tokens.
 
 Shapes: S samples, T tokens, G groups of R heads each, which share B and C; P channels per head, N numbers in B and in C
 per token. In the convolution: C channels, K taps.

@@ -37,7 +37,7 @@ def read_rgb(content: bytes, orientation: Orientation = "stored", alpha: Alpha =
 
     Grey and palette pictures are expanded, CMYK is converted. 16-bit grey is divided by 257 and rounded; 16-bit
     colours keep their upper 8 bits, as in Pillow. Raises ValueError or OSError for a damaged picture, pixels of other
-    types (grey beyond 16 bits, floating point), or more pixels than Pillow's limit.
+    types (grey beyond 16 bits, floating point), or too many pixels (twice Image.MAX_IMAGE_PIXELS).
     """
     with opened(content) as image:
         if orientation == "exif":

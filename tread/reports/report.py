@@ -200,7 +200,7 @@ def add_scores(page: Page, subject: Subject) -> None:
 
 
 def score_table(scored: Sequence[Score], run: Found) -> tuple[list[str], list[list[str]]]:
-    """Return (column titles, rows), a row per score of `run` in `scored`; columns without a value are left out."""
+    """Return (column titles, rows), a row for each of `scored`, scores of `run`; empty columns are left out."""
 
     def known(names: Iterable[str]) -> list[str]:
         return [name for name in names if any(score.values.get(name) not in (None, "") for score in scored)]

@@ -139,7 +139,7 @@ class Routing:
     def _tokens_first(self, number: int, index: int, args: tuple, kwargs: dict) -> Inputs:
         """Return the inputs (args, kwargs) of block `index`, with tokens that came by keyword moved to args[0]. Raises
         ValueError unless there are as many tokens as `on` or `on_ids` expects for route `number`. With a custom
-        `select` any input may be the tokens, so it is enough that one input has an axis of this length."""
+        `select` and no keyword, any input may be the tokens: the first or second axis of one must have this length."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
