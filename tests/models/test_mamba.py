@@ -348,17 +348,24 @@ def test_with_the_fused_kernel_a_block_compiles_to_one_graph(precision, monkeypa
 @pytest.mark.gpu
 @pytest.mark.parametrize("directions", [1, 2, 4])
 def test_the_fused_kernel_is_the_scan(directions):
-    """In bf16 within 2e-2 of the largest value, forward and gradients, as it is and compiled."""
+    """Output and gradients, as it is and compiled, against plain torch in fp32, relative to the largest value: in fp32
+    within 1e-2 (Triton's products are in TF32), in bf16 within 5e-2 (plain torch's bf16 is off by up to 1.3e-2)."""
     pytest.importorskip("mamba_ssm")
     ours = scramble(Mamba2Mixer(128, 64, 64, 2, 4, directions)).cuda()
     fused = scramble(Mamba2Mixer(128, 64, 64, 2, 4, directions, "mamba_ssm")).cuda()
     compiled = copy.deepcopy(fused)
     compiled.compile(fullgraph=True, dynamic=False)
-    x, actual = torch.randn(4, 240, 128, device="cuda"), []
-    for item in (ours, fused, compiled):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+    x = torch.randn(4, 240, 128, generator=torch.Generator().manual_seed(0)).cuda()
+
+    def results(item, bf16):
+        item.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
             out = item(x, (12, 20))
         out.float().square().sum().backward()
-        actual.append([out.detach(), *(parameter.grad for parameter in item.parameters())])
-    for a, *others in zip(*actual, strict=True):
-        assert all((other - a).abs().max() <= 2e-2 * a.abs().max() for other in others)
+        return {"output": out.detach().float()} | {name: p.grad.clone() for name, p in item.named_parameters()}
+
+    expected, off = results(ours, False), {}
+    for bound, bf16, item in ((1e-2, False, fused), (5e-2, True, fused), (5e-2, True, compiled)):
+        for part, found in results(item, bf16).items():
+            off[bound, part] = float((found - expected[part]).abs().max() / expected[part].abs().max()) / bound
+    assert max(off.values()) <= 1, off
