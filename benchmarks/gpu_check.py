@@ -320,7 +320,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 def variants(check: Check) -> None:
     """Time token gathering, the EMA update, and steps with one setting of torch or train.py changed at a time.
-    Steps with the default settings are timed before and after these."""
+    Steps with the default settings are timed before and after these. Cached graphs would ignore sdpa_kernel."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -338,11 +338,10 @@ def variants(check: Check) -> None:
     def under(size: str, name: str) -> None:
         torch._dynamo.reset()  # else compiled blocks would keep the settings under which they were compiled
         words = words_of(size, *[name] * ("=" in name), images=64 if size == "XL" else 256)
-        fresh = functorch.patch(enable_autograd_cache=False)  # its keys lack sdpa_kernel: a hit has another's attention
-        with fresh, settings[name](), opened(*words) as run:
+        with functorch.patch(enable_autograd_cache=False), settings[name](), opened(*words) as run:
+            unit = f"ms for {run.cfg.train.batch_size} images"
             for kind, turn in check.turns(calls_of(kinds_of(run))).items():
-                facts = {"held_gb": turn.held / 1e9, "images": run.cfg.train.batch_size}
-                check.add(f"{size}, {kind}, {name}", 1e3 * turn.median / BLOCK, "ms a step", **facts)
+                check.add(f"{size}, {kind}, {name}", 1e3 * turn.median / BLOCK, unit, held_gb=turn.held / 1e9)
 
     for size in check.options.sizes or ("XL", "S"):
         check.attempt(f"{size}, gather and average", partial(gather_and_average, check, size))

@@ -368,4 +368,4 @@ def test_the_fused_kernel_is_the_scan(directions):
     for bound, bf16, item in ((1e-2, False, fused), (5e-2, True, fused), (5e-2, True, compiled)):
         for part, found in results(item, bf16).items():
             off[bound, part] = float((found - expected[part]).abs().max() / expected[part].abs().max()) / bound
-    assert max(off.values()) <= 1, off
+    assert all(error <= 1 for error in off.values()), off
