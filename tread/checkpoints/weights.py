@@ -256,9 +256,9 @@ class StoredWeights:
 
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
-    """Read the "ema" or "model" (raw) weights of a checkpoint, a file, or a folder with a single .safetensors file
-    beside base.safetensors. Raises FileNotFoundError if there are none; ValueError if they are damaged, or if the file
-    has only the other kind (of a checkpoint's own model.safetensors raw weights are read for "ema", too)."""
+    """Read the "ema" or "model" (raw) weights of a checkpoint, a file, or a folder with one .safetensors file besides
+    base.safetensors. A checkpoint's model.safetensors, if named as the file, is read for "ema" too. Raises
+    FileNotFoundError if there are no weights; ValueError if they are damaged or the file has only the other kind."""
     known = (path / "info.json").exists() or checkpoint.newest(path)
     files = () if known else [file for file in path.glob("*.safetensors") if file.name != checkpoint.BASE]
     path = files[0] if len(files) == 1 else path
