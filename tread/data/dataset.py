@@ -223,12 +223,13 @@ class LatentDataset:
         """Return samples by index, in the given order. Raises IndexError for an index or view that does not exist.
 
         views     the view of each sample, or one for all: 0 plain, 1 mirrored.
-        pin       use page-locked CPU memory, except for labels, masks, word numbers, and pictures made from pixels.
+        pin       use page-locked CPU memory, except for labels, a text's masks and int64 word ids, and pictures that
+                  are computed from stored pixels.
         captions  for each sample, which caption to read: its number among all captions of the dataset; None: each
                   sample's first.
 
         Tensors are in CPU memory, with one exception: with placement "device", latents and text are on the device, and
-        so are pictures if they are the latents themselves (pixels).
+        so are pictures that are computed from stored pixels.
         """
         indices, views = np.asarray(indices), np.asarray(views)
         if len(indices) and not (0 <= indices.min() <= indices.max() < len(self) and 0 <= views.min()):

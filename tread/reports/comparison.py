@@ -123,7 +123,7 @@ def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str])
 
 
 def results_table(groups: Sequence[SeedGroup]) -> tuple[list[str], list[list[str]]]:
-    """Return (titles, rows), a row per group: seeds, steps, last metrics with sample counts, images/s, time, FLOPs."""
+    """Return (titles, rows): per group its name, number of runs, steps, metrics (mean of last values), images/s, …"""
     metrics = column_metrics(groups)
     name, size = unit("seconds", max((s for group in groups for s in group.last("seconds")), default=0))
     rows = []

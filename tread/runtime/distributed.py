@@ -146,7 +146,7 @@ class Processes:
         return done
 
     def from_main(self, decide: Callable[[], T]) -> T:
-        """Run `decide` in the main process alone. All processes return its result or raise its error."""
+        """Run `decide` in the main process alone. All return its result or raise its error, as in `together`."""
         return broadcast_object_list([self.together(lambda: decide() if self.main else None)])[0]
 
     def say(self, text: str) -> None:
