@@ -57,7 +57,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
     folder = Path(cfg.results) / cfg.name
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
-    sources, expected = chosen(options), build_network(cfg).state_dict()
+    sources, expected = chosen(options), build_network(replace(cfg, model=cfg.model.anywhere)).state_dict()
     first = next(iter(sources.values()))
     parts = {kind: source.fit(expected, cfg.model, cfg.text) for kind, source in sources.items()}
     latents = latents_of(options, cfg)

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from routing_module import Route
-from tread.checkpoints.network import build_network
 from tread.models.backbone import count_parameters
 from tread.models.cost_constants import DEVICES, PREDICTED, Constants, measured_constants
 from tread.reports.summary import disk
@@ -62,13 +61,8 @@ def show(cfg: Settings, options: Options) -> None:
     """Print the plans without and with routes (if any). Raises ValueError if devices doesn't divide the batch size."""
     if cfg.train.batch_size % options.devices:
         raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
-    with torch.device("meta"):
-        network = build_network(cfg)
-        if cfg.lora.rank:
-            cfg.lora.adapt(network)
-    cfg.optim.freeze(network)
-    until, images = cfg.train.routes_until, cfg.train.batch_size // options.devices
-    routes = cfg.model.resolved_routes if until != 0 else ()
+    network, until = costs.blank_network(cfg), cfg.train.routes_until
+    routes, images = cfg.model.resolved_routes if until != 0 else (), cfg.train.batch_size // options.devices
     constants, measured = constants_of(options.device)
     columns = [column(cfg, network, kind, images, options, constants) for kind in ((), routes)[: 2 if routes else 1]]
     parameters, trained = count_parameters(network), count_parameters(network, trained=True)
@@ -153,7 +147,7 @@ def measured_seconds(
     cfg: Settings, routes: tuple[Route, ...], images: int, device: torch.device, precision: str
 ) -> float:
     """Measure the seconds of a forward and backward pass on `images` blank samples: the median of three."""
-    network = build_network(cfg).to(device)
+    network = costs.blank_network(cfg, device)
     network.residual, how = cfg.train.residual, cfg.train.memory
     network.activation_checkpointing = how == "checkpointing"
     if device.type == "cuda" and cfg.train.compile is not False:

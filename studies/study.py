@@ -14,11 +14,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
-import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from tread.checkpoints.network import build_network
 from tread.evaluation.metric_table import METRICS
 from tread.models.architectures import TextSettings
 from tread.models.backbone import Backbone
@@ -345,8 +343,7 @@ def _built(training: Training) -> tuple[settings.Settings, Backbone, costs.Align
     if cfg.model.takes_text:  # without the data, assume texts of CLIP-L
         there = cfg.dataset.embedded or Path(cfg.dataset.path).exists()
         cfg = replace(cfg, text=settings.read_text_settings(cfg) if there else CLIP_L)
-    with torch.device("meta"):
-        network = build_network(cfg)
+    network = costs.blank_network(cfg)
     return cfg, network, costs.blank_aligner(cfg, network)
 
 

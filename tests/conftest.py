@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked import run_python
+from forked import FORKS, run_python
 from hydra import compose, initialize_config_dir
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -142,8 +142,11 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in longest)
 
 
-def pytest_collection_finish():
-    """What was imported and collected stays to the end: spare each garbage collection the walk over it."""
+def pytest_collection_finish(session):
+    """What was imported and collected stays to the end: spare each garbage collection the walk over it. Slow tests
+    fork dozens of processes that encode pictures, so the autoencoder's seconds of imports are the server's, too."""
+    if any(item.get_closest_marker("slow") for item in session.items):
+        FORKS.set_forkserver_preload(["imported", "diffusers.models.autoencoders.autoencoder_kl"])
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -4,11 +4,8 @@
 import gc
 
 gc.disable()
-import diffusers.models.autoencoders.autoencoder_kl
-import diffusers.models.autoencoders.autoencoder_tiny
+import diffusers
 import matplotlib.figure
-import sklearn.datasets
-import sklearn.neighbors
 
 import fid
 import sample

@@ -219,7 +219,7 @@ def test_a_run_trains_resumes_is_sampled_exported_in_their_names_and_imported_ag
     conftest.assert_refused(
         partial(launch, tmp_path, "model=maskdit", *MASKED, "name=other"),
         ("model.routes.0.start=1", "one route, start 0, end -1, fp32 off"),
-        ("model.decoder_heads=3", "decoder_hidden_size 8 is not a multiple of 3 heads"),
+        ("model.decoder_heads=3", "decoder_hidden_size 8 is not a multiple of 4 and of 3 heads"),
     )
 
 
@@ -234,6 +234,7 @@ def test_a_decoder_left_to_the_encoder_is_the_published_one_or_a_small_one(tmp_p
         return sizes
 
     assert decoder("model.hidden_size=384", "model.num_heads=6") == (512, 8, 16)
+    assert decoder("model.hidden_size=180", "model.num_heads=6")[0] == 84  # of 90 what 4 and 6 divide
     assert decoder() == (48, 2, 4) and decoder("model.decoder_depth=3") == (48, 3, 4)
     small = build_network(complete(composed("model=maskdit"))[0])  # on the quickstart's digits
     assert conftest.size_of(small) < 2e6

@@ -283,6 +283,8 @@ def test_a_plan_counts_routes_up_to_their_end_and_a_second_forward_pass(tmp_path
         assert same == dense and mixed == pytest.approx(0.25 * routed + 0.75 * dense, rel=2e-3)
     assert [len(line) for line in planned("train.routes_until=0")] == [1, 1]
     assert again[0] == whole[0] and again[1] == pytest.approx([4 / 3 * hours for hours in whole[1]], rel=2e-3)
+    (flops, adapted), (_, hours) = planned("lora.rank=16", "init_from=x"), whole
+    assert 0.66 < flops[0] / whole[0][0] < 0.69 and adapted[0] / hours[0] < 0.78  # two passes of three
 
 
 @pytest.mark.parametrize(
@@ -341,6 +343,11 @@ def test_a_plan_measures_this_machine(tmp_path):
     words = ["dataset=digits", "dataset.path=data", "dataset.channels=1", "dataset.size=8", "dataset.num_classes=10"]
     text = launch_door(plan.main, "plan", tmp_path, *words, "model=tread", "device=this", "train.batch_size=8")
     assert "8 of 8" in text and " cpu " in text
+
+
+def test_a_kernel_for_gpus_is_planned_anywhere(tmp_path):
+    words = ("experiment=imagenet256_b2", "model=tread_mamba", "model.kernel=mamba_ssm")
+    assert "FLOPs an image" in launch_door(plan.main, "plan", tmp_path, *words)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tread.checkpoints.run_log import RunLog
 from tread.checkpoints.weights import POSITIONS, StoredWeights, read_weights, sizes
 from tread.diffusion.labels import Label, class_number
 from tread.models.embedders import sincos_positions
-from tread.models.rotary import ROUNDING, TABLES, check_tables
+from tread.models.rotary import ROUNDING, TABLES, check_tables, public_tables
 from tread.runtime.hub import local
 from tread.runtime.tensor_files import LABELS, Weights
 
@@ -67,17 +67,20 @@ def _number(label: Label, classes: tuple[str, ...]) -> int:
 
 
 def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[StoredWeights, list[str]]:
-    """Return (weights, messages): `stored` without fixed position tensors, so that the network's own are used, and with
-    `scale` in its record; lines to print. `side`: token rows in the new grid; `scale`: its model.position_scale. Raises
-    ValueError if stored positions are not fixed sines and cosines at the recorded scale, or the old grid is unknown."""
+    """Return (weights, messages): `stored` without position embeddings, so that the network's own are used, its public
+    rotary tables, if any, remade for the new grid, and `scale` in its record; lines to print. `side`: token rows in
+    the new grid; `scale`: its model.position_scale. Raises ValueError if stored positions are not fixed sines and
+    cosines at the recorded scale, or the old grid is unknown."""
     before, stretched = old_side(stored), float(stored.recorded().get("model.position_scale", 1.0))
     for name in (name for name in POSITIONS if name in stored.state):
         given = stored.state[name].float()
         off = (given[0] - sincos_positions(given.shape[2], before, stretched)).abs().max().item()
         if off > ROUNDING:
             raise ValueError(f"{name} of {stored.where} are not fixed sines and cosines: they can't be recomputed")
-    check_tables({name: stored.state[name] for name in TABLES if name in stored.state}, before**2, stored.where)
-    state = {name: value for name, value in stored.state.items() if name not in (*POSITIONS, *TABLES)}
+    tables = {name: stored.state[name] for name in TABLES if name in stored.state}
+    check_tables(tables, before**2, stored.where)
+    state = {name: value for name, value in stored.state.items() if name not in POSITIONS}
+    state |= {name: public_tables(table.shape[1], side)[name] for name, table in tables.items()}
     how = "go on beyond the old ones" if side > before else "are those"
     if scale != stretched:
         spanning = math.isclose(side * scale, before * stretched)

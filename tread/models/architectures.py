@@ -4,6 +4,7 @@ ARCHITECTURES maps the values of model.architecture to dataclasses, into which t
 read. Fields without a default are required; attributes without a type annotation, or with ClassVar, are no settings.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -316,7 +317,9 @@ class MaskDiTOptions(DiTOptions):
     constants = (*DiTOptions.constants, "value_residual")
 
     def __post_init__(self) -> None:
-        sizes = (512, 8, 16) if self.hidden_size >= 384 else (self.hidden_size // 2, 2, self.num_heads)
+        unit = math.lcm(4, self.num_heads)  # what the decoder's width is a multiple of
+        small = max(1, self.hidden_size // 2 // unit) * unit, 2, self.num_heads
+        sizes = (512, 8, 16) if self.hidden_size >= 384 else small
         for name, size in zip(("decoder_hidden_size", "decoder_depth", "decoder_heads"), sizes):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, size)

@@ -7,6 +7,7 @@ except that labels are embedded by DiT's embedding table, whose row for the null
 Shapes: B samples, N tokens, D hidden size, W the decoder's hidden size.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,8 +32,9 @@ class MaskDiT(DiT):
         self, *, hidden_size: int = 1152, mlp_ratio: float = 4.0, init: Init = "adaln_zero",
         decoder_hidden_size: int = 512, decoder_depth: int = 8, decoder_heads: int = 16, **sizes: Any,
     ) -> None:  # fmt: skip
-        if decoder_hidden_size % decoder_heads:
-            raise ValueError(f"decoder_hidden_size {decoder_hidden_size} is not a multiple of {decoder_heads} heads")
+        if decoder_hidden_size % math.lcm(4, decoder_heads):
+            said = f"is not a multiple of 4 and of {decoder_heads} heads"
+            raise ValueError(f"decoder_hidden_size {decoder_hidden_size} {said}")
         super().__init__(hidden_size=hidden_size, mlp_ratio=mlp_ratio, init=init, **sizes)
         self.decoder_hidden_size = width = decoder_hidden_size
         table = self.y_embedder.embedding_table

@@ -31,17 +31,21 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=4).flatten(3)
 
 
+def public_tables(head_dim: int, side: int) -> dict[str, Tensor]:
+    """Return the tables of public checkpoints by name: cosines and sines of rotary_angles, (side², d) fp64."""
+    angles = rotary_angles(head_dim, side).repeat_interleave(2, dim=1)
+    return dict(zip(TABLES, (angles.cos(), angles.sin())))
+
+
 def check_tables(state: Mapping[str, Tensor], tokens: int, where: str) -> None:
-    """Raise ValueError if a public file's state dict has rotary tables other than the cosines and sines of
-    rotary_angles, within ROUNDING, for a square grid of `tokens` tokens; the tables' width gives the channels per head.
-    `where` names the file in messages."""
-    for name, function in zip(TABLES, (torch.cos, torch.sin)):
+    """Raise ValueError if a public file's state dict has rotary tables other than public_tables, within ROUNDING, for
+    a square grid of `tokens` tokens; the tables' width gives the channels per head. `where`: the file, for messages."""
+    for name in TABLES:
         if name not in state:
             continue
         table, side = state[name], math.isqrt(tokens)
         if table.ndim != 2 or len(table) != tokens or side**2 != tokens:
             raise ValueError(f"{name} of {where} is {tuple(table.shape)}, but must be ({tokens}, d), of a square grid")
-        formula = function(rotary_angles(table.shape[1], side)).repeat_interleave(2, dim=1)
-        off = (table.double().cpu() - formula).abs().max().item()
+        off = (table.double().cpu() - public_tables(table.shape[1], side)[name]).abs().max().item()
         if not off <= ROUNDING:
             raise ValueError(f"{name} of {where} differs by up to {off:.3g} from the rotary positions here")

@@ -67,10 +67,23 @@ def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
 
 
 def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | None = None) -> int:
-    """Return the FLOPs of training on one sample: forward, backward (twice the forward pass, about once for the
-    share of weights that is frozen), and alignment, if any."""
-    passes = 2 + count_parameters(network, trained=True) / count_parameters(network)
-    return int(passes * network.forward_flops(routes)) + (aligner.flops(routes) if aligner else 0)
+    """Return the FLOPs of training on one sample: the network's passes, and alignment, if any."""
+    return int(passes(network) * network.forward_flops(routes)) + (aligner.flops(routes) if aligner else 0)
+
+
+def passes(network: Backbone) -> float:
+    """Return how many forward passes a training step takes as long as: 3, or about 2 for frozen weights' share."""
+    return 2 + count_parameters(network, trained=True) / count_parameters(network)
+
+
+def blank_network(cfg: Settings, device: torch.device | str = "meta") -> Backbone:
+    """Build the run's network on a device, with LoRA's adapters, if any, and frozen parameters, to count its costs."""
+    with torch.device(device):
+        network = build_network(replace(cfg, model=cfg.model.anywhere) if device == "meta" else cfg)
+        if cfg.lora.rank:
+            cfg.lora.adapt(network)
+    cfg.optim.freeze(network)
+    return network
 
 
 class StepMemory(NamedTuple):
@@ -134,10 +147,10 @@ def step_seconds(
     for block, count, width in blocks:
         linear = block.multiply_adds(count, attention=False)
         mixing = block.multiply_adds(count) - linear
-        products += 6 * (linear / np.interp(width, *constants.reached) + mixing / attention)
+        products += 2 * passes(network) * (linear / np.interp(width, *constants.reached) + mixing / attention)
         known = block_bytes(cfg.model.architecture, width, values)
         moved += count * width * (known.moved_in_bf16 if cfg.train.residual == "bf16" else known.moved)
-    moved = images * moved + UPDATE_BYTES * count_parameters(network)
+    moved = images * moved + UPDATE_BYTES * count_parameters(network, trained=True)
     seconds = images * products / device.products + moved / (constants.bandwidth * device.bandwidth)
     return float(max(seconds, constants.launch * len(blocks)))
 
