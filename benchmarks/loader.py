@@ -84,8 +84,7 @@ def through(batches: Iterable) -> None:
 
 
 def tar(folder: Path, workers: int) -> Iterable:
-    """Return webdataset's loader of latents.tar in `folder`: batches (latents, labels), read by `workers` processes
-    (0: by this one)."""
+    """Return webdataset's loader of batches (latents, labels) of latents.tar in `folder`. `workers`: 0 or more."""
     pipe = webdataset.WebDataset(str(folder / "latents.tar"), shardshuffle=False, empty_check=False).shuffle(1000)
     pipe = pipe.decode().to_tuple("latent.npy", "cls").batched(BATCH, partial=True)
     return webdataset.WebLoader(pipe, batch_size=None, num_workers=workers)

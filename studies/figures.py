@@ -204,8 +204,7 @@ OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#
 def colours(study: Study) -> dict[str, str]:
     """Return {arm: colour}: the colour that its overrides have in COLOURS, else the next one of OTHERS. Overrides that
     most arms have do not count, except model=…, or only those that all have, if else different arms would be alike.
-    Arms that differ only in how they are scored, or in a setting whose value trial runs choose (Study.trials), share a
-    colour."""
+    Arms that differ only in scoring, or in a setting whose value trial runs choose (Study.trials), share a colour."""
     tried = {word.partition("=")[0] for trials in study.trials.values() for word in trials}
     own = {n: frozenset(w for w in a.overrides if w.partition("=")[0] not in tried) for n, a in study.arms.items()}
     counts = Counter(chain(*own.values()))
@@ -282,8 +281,7 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
 
 
 def draw_curves(study: Study, results: Results, path: Path) -> None:
-    """Draw to the image `path` each metric over training, and how compared arms differ in it at equal training images
-    and at equal FLOPs."""
+    """Draw to image `path` each metric over training, and differences of compared arms at equal images and FLOPs."""
     panels = []
     for metric in measured(study.metrics, results):
         panels += over_training(study, results, metric, ("images",)) + less_panels(study, results, metric)

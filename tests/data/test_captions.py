@@ -4,15 +4,16 @@ import pickle
 import shutil
 import threading
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, assert_refused, contents, write_json
+from conftest import CPU, assert_refused, contents, names_in, write_json
 
-from tread.data import section_writer
+from tread.data import captions, section_writer
 from tread.data.captions import add_captions, parse_captions, read_captions
 from tread.data.columns import TextSpec
 from tread.data.dataset import LatentDataset
@@ -276,6 +277,14 @@ def test_sections_that_are_published_at_the_same_time_are_both_kept(folder, monk
     for thread in threads:
         thread.join()
     assert read_index(folder)["text"].keys() >= {"one", "other"}
+    write = captions.write_whole
+    last = threading.Thread(target=write_text, args=(folder, replace(specs[0], encoder="last"), encoded(specs[0])))
+    monkeypatch.setattr(captions, "write_whole", lambda *given: (last.start(), last.join(0.5), write(*given)))
+    add_captions(folder, [["other"]] * COUNT, again=True)
+    last.join()
+    assert read_index(folder)["text"].keys() >= {"one", "other", "last"} and names_in(folder) >= {"captions.jsonl"}
+    monkeypatch.setattr(captions, "write_whole", None)
+    add_captions(folder, [["other"]] * COUNT)  # the same: nothing is written
 
 
 def test_work_that_was_stopped_goes_on_and_other_work_is_not_lost(folder):

@@ -158,6 +158,7 @@ DAMAGED = {
     "cut short": (cut, "captions_train2014.json is damaged, or no captions file of MS-COCO"),
     "no annotations": (edit(lambda tree: tree.pop("annotations")), "captions_train2014.json .*it has no 'annotations'"),
     "no words": (edit(lambda tree: tree["annotations"][0].update(caption=None)), "captions_train2014.json is damaged"),
+    "no text": (edit(lambda tree: tree["annotations"][0].update(caption="\ud83d")), "json is damaged, .*surrogates"),
     "not listed": (edit(lambda tree: tree["images"].pop()), "pictures that it does not list, by their ids: 9"),
     "listed twice": (edit(lambda tree: tree["images"].append(tree["images"][0])), "it lists a picture twice"),
 }

@@ -4,10 +4,12 @@ import os
 import sys
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from tread.preparing import parquet
 from tread.preparing.encode_photos import Crops
 from tread.preparing.images import Crop, centre_crop, read_rgb
 from tread.preparing.sources import find_photos
@@ -104,6 +106,28 @@ def test_captions_that_are_not_clear_are_refused(tmp_path):
     (tmp_path / "ant").mkdir()
     with pytest.raises(ValueError, match="captions=x would be a column of parquet files"):
         find_photos(tmp_path / "ant", captions="x")
+
+
+def test_a_whole_file_as_one_row_group_of_plain_bytes(tmp_path):
+    """As pandas writes it: pictures as bytes, read a block at a time, forwards and back."""
+    stored = [f"picture {number}".encode() for number in range(200)]
+    table = pyarrow.table({"image": stored, "label": [0] * 200})
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    photos = find_photos(tmp_path)
+    assert [photos.read(index) for index in (0, 63, 64, 199, 70, 3)] == [stored[i] for i in (0, 63, 64, 199, 70, 3)]
+    assert len(parquet._Group(os.getpid(), tmp_path / "train.parquet", 0, "image").rows) == 64
+
+
+def test_a_table_beside_pictures_is_no_source(tmp_path):
+    """img2dataset's files: pictures with text files beside them in folders, tables and statistics beside those."""
+    (tmp_path / "00000").mkdir()
+    for number, picture in enumerate(pixels(3)):
+        picture.save(tmp_path / f"00000/{number}.jpg")
+        (tmp_path / f"00000/{number}.txt").write_text(f"caption {number}")
+    write_parquet(tmp_path / "00000.parquet", image=None, url=list("abcde"))
+    (tmp_path / "00000_stats.json").write_text("{}")
+    photos = find_photos(tmp_path)
+    assert photos.captions == [["caption 0"], ["caption 1"], ["caption 2"]] and not photos.faults
 
 
 FAULTS = {  # columns, what the message says

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tread.data.index import check_sha256, named_file
+from tread.data.index import check_sha256, index_lock, named_file
 from tread.runtime.files import content_hash, explain_failure, write_json, write_whole
 
 FILE = "captions.jsonl"
@@ -29,13 +29,18 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
     for number, of_sample in enumerate(captions):
         check_captions(of_sample, f"sample {number:,} of {folder}")
     text = "".join(json.dumps(of_sample, ensure_ascii=False) + "\n" for of_sample in captions)
-    entry, before = {"file": FILE, "sha256": content_hash(text)}, index.get("captions")
-    if before not in (None, entry) and not again:
-        raise ValueError(f"{folder} has other captions already: again=true replaces them")
-    write_json(path, {key: value for key, value in index.items() if key != "captions"})  # while their file changes
-    with explain_failure(folder / FILE):
-        write_whole(folder / FILE, text)
-    write_json(path, {**index, "captions": entry})
+    entry, file = {"file": FILE, "sha256": content_hash(text)}, folder / FILE
+    with index_lock(folder):
+        index = json.loads(path.read_text())
+        before = index.pop("captions", None)
+        if before not in (None, entry) and not again:
+            raise ValueError(f"{folder} has other captions already: again=true replaces them")
+        if before == entry and file.exists() and content_hash(file.read_text("utf-8")) == entry["sha256"]:
+            return
+        write_json(path, index)  # without captions while their file changes
+        with explain_failure(file):
+            write_whole(file, text)
+        write_json(path, {**index, "captions": entry})
 
 
 def check_captions(captions: object, whose: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tread.runtime.files import plain_name, sha256
+from tread.runtime.files import Lock, plain_name, sha256
 
 VERSION = 1
 
@@ -28,6 +28,17 @@ def read_index(folder: Path) -> dict:
     if version != VERSION:
         raise ValueError(f"{path} has version {version}, but this code reads version {VERSION}")
     return index
+
+
+@contextmanager
+def index_lock(folder: Path) -> Iterator[None]:
+    """Context manager under which a process changes a dataset's index.json; others wait for its end."""
+    file = folder / ".index.lock"
+    with Lock(file, None):
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def beside(folder: Path, name: object) -> Path:

@@ -10,18 +10,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from tread.data.columns import FeatureSpec, TextSpec, latents_hash, open_features, open_text
-from tread.data.index import explain_damage, read_index
+from tread.data.index import explain_damage, index_lock, read_index
 from tread.data.shards import Stream
 from tread.data.store import ShardStore, differences, pieces_of
 from tread.models.conditions import Text, join
 from tread.runtime.distributed import Processes
-from tread.runtime.files import Lock, explain_failure, plain_name, sync, write_json
+from tread.runtime.files import explain_failure, plain_name, sync, write_json
 
 SHARD = 1 << 28  # approximate bytes of a shard of text
 Encode = Callable[[Sequence[range]], Iterator]  # batches of rows → for each, a part for SectionWriter.write
@@ -133,8 +133,7 @@ class SectionWriter(ShardStore, ABC):
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path = self.folder / "index.json"
-        held = self.folder / ".index.lock"
-        with Lock(held, None):  # another section may be published at the same time
+        with index_lock(self.folder):
             index = read_index(self.folder)
             around, key = self._around(index)
             with explain_failure(path):
@@ -148,7 +147,6 @@ class SectionWriter(ShardStore, ABC):
                 sync(self.folder)
                 around[key] = section
                 write_json(path, index)
-            held.unlink(missing_ok=True)
         self.remove()
 
 
@@ -185,7 +183,7 @@ class TextWriter(SectionWriter):
     def write(self, number: int, parts: Iterable[Text]) -> None:
         """Write a shard from parts of its text. Raises ValueError unless they fit `spec` and are finite in float16."""
         spec, count, where = self.spec, len(self.ranges[number]), f"shard {number} of text"
-        text = reduce(join, parts)
+        text = join(*parts)
         mask = text.mask.cpu().numpy()
         lengths = mask.sum(axis=1).astype(np.int32)
         if not np.array_equal(mask, np.arange(mask.shape[1]) < lengths[:, None]) or not lengths.min():

@@ -103,7 +103,7 @@ class DatasetWriter(ShardStore):
         if self.latents.dtype == "uint8" and stored.dtype != np.uint8:
             raise ValueError(f"shard {number} is {stored.dtype}, but dtype=uint8 stores pixels of 0 to 255 as they are")
         with np.errstate(over="ignore"):
-            stored = stored.astype(self.latents.dtype)
+            stored = stored.astype(self.latents.dtype, copy=False)
         if not np.isfinite(stored).all():
             said = f"shard {number} holds numbers that are not finite in {self.latents.dtype}"
             raise ValueError(f"{said}: too large for it (try dtype=float32), or broken before (try precision=fp32)")

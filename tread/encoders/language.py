@@ -115,7 +115,8 @@ class ModelEncoder:
 
     def lengths(self, captions: Sequence[str]) -> list[int]:
         """Return each caption's number of tokens, special ones included, before the caption is cut off."""
-        return [len(ids) for ids in self._tokenizer(list(captions), verbose=False)["input_ids"]] if captions else []
+        parts = (list(captions[start : start + 4096]) for start in range(0, len(captions), 4096))  # saves memory
+        return [len(ids) for part in parts for ids in self._tokenizer(part, verbose=False)["input_ids"]]
 
     def unknown(self, caption: str) -> list[str]:
         """Return an empty list: the model can encode any text."""

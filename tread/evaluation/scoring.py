@@ -120,8 +120,7 @@ class ScoringOptions:
 
 
 def read_options(config: dict) -> ScoringOptions:
-    """Read the options from a config composed by Hydra, in which ~ in paths is expanded in place. Raises ValueError for
-    wrong options."""
+    """Read the options from a config composed by Hydra, expanding ~ in its paths. Raises ValueError if one is wrong."""
     paths = ("checkpoint", "samples", "reference", "save_reference", "prompts", "clip")
     paths += ("inception", "autoencoder", "out", "cache")
     for section, keys in ((config, paths), (config.get("guidance") or {}, ("checkpoint",))):
@@ -132,8 +131,7 @@ def read_options(config: dict) -> ScoringOptions:
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     """Check everything, then write options.save_reference and score each checkpoint, or the pictures options.samples.
     All processes call this. Returns each checkpoint's fid.json as a dict: an earlier score's in all processes, a new
-    score's in the main process only (None in the others); [] without checkpoints. Raises ValueError or OSError if a
-    check fails."""
+    score's in the main process only (None in the others); [] without checkpoints. Raises ValueError or OSError."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):

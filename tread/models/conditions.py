@@ -43,8 +43,8 @@ def rows(y: Condition, chosen: slice | Tensor) -> Condition:
     return each(lambda part: part[chosen], y)
 
 
-def join(a: Condition, b: Condition) -> Condition:
-    return each(lambda left, right: torch.cat([left, right]), a, b)
+def join(*parts: Condition) -> Condition:
+    return each(lambda *tensors: torch.cat(tensors), *parts)
 
 
 def pad(y: Condition, total: int) -> Condition:

@@ -87,7 +87,7 @@ def read_coco(path: Path, read: Callable[[], bytes]) -> dict[str, list[str]]:
             raise ValueError(f"it has captions of pictures that it does not list, by their ids: {listed(stray)}")
         captions: dict[str, list[str]] = {file: [] for file in files.values()}
         for image, caption in notes:
-            captions[files[image]] += cleaned([caption])
+            captions[files[image]] += cleaned([caption.encode().decode()])  # ValueError for half of a surrogate pair
     except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is damaged, or no captions file of MS-COCO: {why}") from error

@@ -160,7 +160,7 @@ def make_shards(
     lists damaged pictures (left out), counts enlarged ones, and lists those enlarged more than 4 times."""
     batch_size = options.batch_size or (2 if processes.device.type == "cpu" else 32)
     workers = min(16, processes.cores) if options.workers is None else options.workers
-    no_latents = np.zeros((0, *writer.latents.stored_shape), np.float32)
+    no_latents = np.zeros((0, *writer.latents.stored_shape), writer.latents.dtype)
     no_pictures = np.zeros((0, *(writer.pictures or ())), np.uint8)
 
     def make(numbers: list[int], done: Callable[[int], object]) -> None:
@@ -176,7 +176,8 @@ def make_shards(
                     else:
                         read[index] = min(size)
                 if pixels is not None:
-                    stored.append(encode(pixels))
+                    with np.errstate(over="ignore"):  # infinite numbers are refused when the shard is written
+                        stored.append(encode(pixels).astype(writer.latents.dtype))
                     if writer.pictures:
                         pictures.append(pixels.numpy().copy())  # a copy outside the memory shared with the worker
                 done(len(indices))

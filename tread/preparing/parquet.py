@@ -2,27 +2,45 @@
 
 import functools
 import json
+import math
+import os
 import re
 from pathlib import Path
 
 import numpy as np
 
 from tread.data.index import check_labels
-from tread.preparing.photos import ONE_CLASS, Photos, cleaned
+from tread.preparing.photos import ONE_CLASS, Photos, cleaned, is_picture
 
 CAPTIONS = ("caption", "captions", "text")  # usual names of the column of captions
 TEXTS = ("string", "large_string", "list<item: string>", "large_list<item: string>")
 
 
 @functools.lru_cache(maxsize=1)  # pictures are read in order
-def _rows(path: Path, group: int, column: str) -> list:
-    return _open(path).read_row_group(group, columns=[column])[column].to_pylist()
+class _Group:
+    """A column's cells in a row group, which may be a whole file: 64 are in memory at a time. A forked process, another
+    `process`, opens the file anew."""
+
+    def __init__(self, process: int, path: Path, group: int, column: str) -> None:
+        self.place, self.first, self.rows = (path, group, column), math.inf, []
+
+    def __getitem__(self, row: int) -> object:
+        if row < self.first:
+            path, group, column = self.place
+            self.blocks = _open(path).iter_batches(64, row_groups=[group], columns=[column])
+            self.first, self.rows = 0, []
+        while row >= self.first + len(self.rows):
+            self.first += len(self.rows)
+            self.rows = next(self.blocks).column(0).to_pylist()
+        return self.rows[row - self.first]
 
 
 def _read(place: tuple[Path, int, str, int]) -> bytes:
     """Return the picture file stored at `place` (file, row group, column, row). Raises OSError if none is stored."""
-    *rows, row = place
-    content = _rows(*rows)[row]
+    *group, row = place
+    content = _Group(os.getpid(), *group)[row]
+    if isinstance(content, bytes):
+        return content
     if not isinstance(content, dict) or not content.get("bytes"):
         raise OSError("the row holds no picture, or names a file that is not in the parquet")
     return content["bytes"]
@@ -35,16 +53,21 @@ def _open(path: Path):
     except ImportError as error:
         raise ValueError(f"{path}: parquet needs pyarrow; pip install -r requirements-import.txt") from error
     try:
-        return ParquetFile(path)
+        return ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # reads no row group whole
     except (ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} is damaged or no parquet file: {error}") from error
 
 
 def parquet_files(source: Path) -> list[Path]:
-    """Return [source] if it is a parquet file; for a folder, the parquet files in it and in its subfolder data/."""
+    """Return [source] if it is a parquet file; for a folder, the parquet files in it and in its subfolder data/, unless
+    these hold no pictures and the folder does."""
     if source.is_file():
         return [source] if source.suffix == ".parquet" else []
-    return sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
+    found = sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
+    pictures = any(is_picture(path.name) or (path.is_dir() and path.name != "data") for path in source.glob("*"))
+    if found and pictures and not _column(source, _open(found[0]).schema_arrow, "Image", "image", needed=False):
+        return []  # a table beside pictures
+    return found
 
 
 def open_parquet(source: Path, paths: list[Path], split: str | None, captions: str | None) -> Photos:

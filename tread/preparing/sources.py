@@ -29,6 +29,7 @@ LABEL_FORMATS = 'EDM\'s dataset.json, {"labels": [[file, label], …]}, or a CSV
 MOST_CLASSES = 1_000_000  # a larger label is taken for a mistake
 NONE = "none"  # the value of captions=… with which the captions of pictures are ignored
 LEFT_BY_SYSTEMS = ("__MACOSX", "Thumbs.db", "desktop.ini")
+TABLES = (".parquet", "_stats.json")  # as img2dataset leaves them beside the folders of its pictures
 FRACTION = re.compile(r"\d+\.\d*")
 
 
@@ -107,7 +108,8 @@ def _why_not(name: str) -> str:
 
 
 def _hidden(name: str) -> bool:
-    return any(part.startswith(".") or part in LEFT_BY_SYSTEMS for part in name.split("/"))
+    left = any(part.startswith(".") or part in LEFT_BY_SYSTEMS for part in name.split("/"))
+    return left or name.lower().endswith(TABLES)
 
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:

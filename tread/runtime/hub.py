@@ -107,8 +107,7 @@ def check_hub() -> None:
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
     """Raise OSError unless the server at `url` answers within `seconds`, including the DNS look-up. `ask(url, seconds)`
-    sends a request and raises an error if there is no answer; `ask` should use the client and proxies of the later
-    fetch."""
+    sends a request, by the client and proxies of the later fetch, and raises an error if there is no answer."""
     failure: list[object] = [f"no answer in {seconds} s"]  # emptied by an answer
 
     def wait() -> None:

@@ -37,8 +37,7 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 class Chosen(NamedTuple):
     """Marks a section of the settings whose dataclass depends on a choice in it: the section's value at `key` names an
-    entry of `table`. Keys that only other entries' dataclasses have must hold their defaults, if there are any, and
-    are dropped."""
+    entry of `table`. Keys that only other entries' dataclasses have must hold any defaults, and are dropped."""
 
     key: str
     table: Mapping[str, type]
