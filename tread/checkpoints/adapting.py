@@ -87,7 +87,8 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
         how = "span the old range" if spanning else f"are {scale:g} apart, where {stretched:g} was"
     lines = [f"positions: {before}×{before} tokens where these weights were trained, {side}×{side} now: they {how}"]
     if side > before:
-        lines += ["in a larger picture the same noise hides less: rf.shift below 1, or a larger edm.P_mean, offsets it"]
+        remedy = "rf.train_shift above 1, or a larger edm.P_mean, offsets it"
+        lines += [f"in a larger picture the same noise hides less: {remedy}"]
     source = stored.source
     if source is not None and "model" in source.info["config"]:
         model = {**source.info["config"]["model"], "position_scale": scale}

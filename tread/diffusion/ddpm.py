@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 
+KEPT = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0)
+LEVELS = ((1 - KEPT) / KEPT).log() / 2  # made here, as log_levels may first be called while tensors are fake
+
+
 @functools.cache
 def log_levels(device: torch.device) -> Tensor:
     """Return ln σ of the timesteps 0 .. 999, rising: (1000,) fp64, on MPS fp32."""
-    beta = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
-    kept = torch.cumprod(1 - beta, 0)
-    levels = ((1 - kept) / kept).log() / 2
-    return levels.to(device, torch.float32 if device.type == "mps" else torch.float64)
+    return LEVELS.to(device, torch.float32 if device.type == "mps" else torch.float64)
 
 
 def timestep(sigma: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 def generator(*address: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a generator seeded by a hash of its address, e.g. generator(seed, step, "noise")."""
+    """Return a generator seeded by a hash of its address, e.g. generator(seed, step, "noise"). On a CPU, torch keeps 32
+    bits of the hash, so that one pair of addresses in four billion shares its numbers."""
     digest = hashlib.blake2b(repr(address).encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
