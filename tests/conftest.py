@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._functorch.config
 from forked import FORKS, run_python
 from hydra import compose, initialize_config_dir
 from hydra._internal import config_loader_impl
@@ -53,6 +54,7 @@ from tread.preparing import encode_photos
 from tread.preparing.images import Crop
 from tread.runtime import schema, versions
 from tread.runtime.cli import take_literally
+from tread.runtime.device import set_tf32
 from tread.runtime.distributed import share_work
 from tread.training import periodic, settings
 
@@ -132,8 +134,16 @@ periodic.save_curve = draw_once(periodic.save_curve)  # of the runs in this proc
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    """Tests on a GPU begin with exact fp32, and without what earlier ones left: a failed one's watch over waiting,
+    graphs compiled to save memory or not to, runs in reference cycles."""
+    if item.get_closest_marker("gpu"):
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        torch.cuda.set_sync_debug_mode("default")
+        set_tf32(["ieee"] * 3)
+        torch._dynamo.reset()
+        torch._functorch.config.activation_memory_budget = 1.0
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items):

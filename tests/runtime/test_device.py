@@ -188,9 +188,11 @@ def test_segments_grow_unless_the_user_said_how_memory_is_allocated(environ, own
 
 
 @pytest.mark.gpu
-def test_segments_grow_on_a_gpu():
+def test_segments_grow_on_a_gpu(environ):
     """As the allocator itself says; in a process that has not used CUDA."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environ.delenv(name, raising=False)
     code = "import torch; from tread.runtime.distributed import open_training; open_training('auto', None)"
     said = "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
     done = subprocess.run([sys.executable, "-c", f"{code}; {said}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split()[-1] == "True", done.stdout + done.stderr
+    assert done.stdout.split()[-1:] == ["True"], done.stdout + done.stderr

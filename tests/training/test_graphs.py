@@ -210,14 +210,15 @@ def test_graphs_are_for_cuda_and_an_error_elsewhere(tmp_path, capsys):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_graphed_steps_on_a_gpu_are_those_without(tmp_path, monkeypatch, compiled):
-    """The losses and weights of a run with graphs, of two kinds, beside those of one without."""
+    """The losses of a run with graphs, of two kinds, beside those of one without, where others use the GPU, too."""
     taken, take = [], graphs.Graphs.take
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
     monkeypatch.setattr(graphs.Graphs, "take", lambda self, inputs: take(self, inputs) or taken.append(len(self.kinds)))
     for name in ("true", "false"):
         (tmp_path / name).mkdir()
         options = [f"train.cuda_graphs={name}", f"train.compile={compiled}", "model.hidden_size=128"]
         text = launch(tmp_path / name, *OPTIONS, *options)
-        assert "without CUDA graphs" not in text
+        assert "without CUDA graphs" not in text, text
     assert len(taken) == 14 and taken[-1] == 2
     ours, theirs = (tmp_path / name / "results/run" for name in ("true", "false"))
     for found, expected in zip(records(ours), records(theirs), strict=True):

@@ -112,14 +112,17 @@ def test_every_network_is_watched():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WAITS)
 def test_no_step_waits_on_a_gpu(import_benchmark, tmp_path, name):
-    """PyTorch's own watch over synchronising calls, compiled, in bf16; the first steps compile and make states."""
+    """PyTorch's own watch over synchronising calls, compiled, in bf16, with CUDA graphs and then without; the first
+    steps compile, make states and record the graphs."""
     step_time, heads = import_benchmark("step_time"), [] if name == "rwkv" else ["model.num_heads=2"]
     small = ["model.hidden_size=128", "model.depth=6", "train.batch_size=8", "train.micro_batch_size=4", *heads]
     run = step_time.open_run(tmp_path, ["experiment=imagenet256_s2", *WAITS[name], *small, "train.precision=bf16"])
-    for kind in step_time.kinds_of(run).values():
-        step_time.take_steps(*kind, 3)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+    for graphed in (True, False):
+        for kind in step_time.kinds_of(run).values():
+            step_time.take_steps(*kind, 4)
+            assert (run.graphs is not None) == graphed
+            torch.cuda.set_sync_debug_mode("error")
             step_time.take_steps(*kind, 2)
-        finally:
             torch.cuda.set_sync_debug_mode("default")
+        if graphed:
+            run.graphs.leave("steps are watched without them, too")

@@ -104,13 +104,11 @@ def test_a_step_of_published_sizes_allocates_what_was_traced(plan, import_benchm
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["plain", "budget", "checkpointing"])
 def test_a_compiled_step_on_a_gpu_allocates_what_was_planned(import_benchmark, tmp_path, how):
-    """Within 15% of the allocator's peak, and what steps save memory by is in effect."""
-    step_time, precision = import_benchmark("step_time"), "bf16"
+    """Within 10% of the allocator's peak, and what steps save memory by is in effect."""
+    step_time, timing, precision = import_benchmark("step_time"), import_benchmark("timing"), "bf16"
     words = ["experiment=imagenet256_s2", "model=tread", "train.batch_size=64", f"train.memory={how}"]
     run = step_time.open_run(tmp_path, [*words, f"train.precision={precision}"])
     run_of, cfg = step_time.kinds_of(run)["dense"]
     step_time.take_steps(run_of, cfg, 2)
-    torch.cuda.reset_peak_memory_stats()
-    step_time.take_steps(run_of, cfg, 1)
-    planned = memory(cfg, run.network, (), 64, precision, compiled=True).peak
-    assert torch.cuda.max_memory_allocated() == pytest.approx(planned, rel=0.15)
+    real = step_time.held_by(run) + timing.most_allocated(lambda: step_time.take_steps(run_of, cfg, 1))
+    assert memory(cfg, run.network, (), 64, precision, compiled=True).peak == pytest.approx(real, rel=0.1)

@@ -44,7 +44,7 @@ class Watch(TorchDispatchMode):
 def give_gradients(model, seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator).to(parameter.device)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5, 1e9])

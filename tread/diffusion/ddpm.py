@@ -10,7 +10,6 @@ import functools
 import torch
 from torch import Tensor
 
-
 KEPT = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0)
 LEVELS = ((1 - KEPT) / KEPT).log() / 2  # made here, as log_levels may first be called while tensors are fake
 
