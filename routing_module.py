@@ -55,6 +55,7 @@ class Route:
     selection_ratio  fraction of the tokens that skip the blocks, in [0, 1).
     fp32             block that runs in fp32 under autocast, for stability as in TREAD's paper: "end" is block `end`,
                      "next" the one after, "off" none; "auto" is "end" if at most 3 blocks follow the route, else "off".
+                     For half-precision weights only "off".
     select           name of the rule that chooses the kept tokens, a key of RULES (tread/routing/ids.py).
     rejoin           index of a block, at most `start` (None: `start`; negative ones count from the end). The skipped
                      tokens are saved before this block and put back, unchanged, after block `end`. Or a key of REJOINS:

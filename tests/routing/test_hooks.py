@@ -1,6 +1,7 @@
 """Hooks on transformers of diffusers, which know nothing of routes, against a twin that runs their blocks sample by
 sample on tokens picked by plain indexing."""
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -18,7 +19,8 @@ import pytest
 import torch
 from conftest import ROOT
 from torch import nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import Route, gather_tokens, run_blocks, scatter_tokens
 from tread.routing.hooks import Routing, attach_routes, join_first, select_first
@@ -436,9 +438,72 @@ def test_a_copy_of_a_model_has_routes_of_its_own():
         assert torch.equal(run_copy(), before)  # an average of weights sees all tokens
     with copied.routing.on(item.noise):
         assert torch.equal(run_copy(), inside) and torch.equal(item.run(), before)
+    with item.model.routing.on(item.noise):  # made meanwhile, after a routed step
+        item.run()
+        assert torch.equal(copy.deepcopy(item.model)(**item.inputs).sample, before)
     copied.routing.remove()
     assert not any(block._forward_hooks for block in copied.transformer_blocks)
     assert all(block._forward_hooks for block in item.blocks[1:-1])
+
+
+class Attending(torch.nn.Module):
+    """A block of plain attention whose first token has weights of its own, or tokens first (N, B, D)."""
+
+    def __init__(self, prefix: bool = False, first: bool = False, places: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out, self.axis = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16), 0 if first else 1
+        self.own, self.places = torch.nn.Linear(16, 16) if prefix else None, places
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.own is not None:
+            x = torch.cat([self.own(x[:, :1]), x[:, 1:]], dim=1)
+        given = self.qkv(x + torch.arange(len(x))[:, None, None] if self.places else x).transpose(1, self.axis)
+        mixed = torch.nn.functional.scaled_dot_product_attention(*given.chunk(3, dim=2))
+        return x + self.out(mixed).transpose(1, self.axis)
+
+
+def select_turned(args, kwargs, ids):
+    return (gather_tokens(args[0].transpose(0, 1), ids).transpose(0, 1),), kwargs
+
+
+def join_turned(output, saved, ids):
+    return scatter_tokens(saved[0][0].transpose(0, 1), output.transpose(0, 1), ids).transpose(0, 1)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 16, 20])
+def test_tokens_that_come_first_are_checked_among_all_tokens(samples):
+    """(N, B, D) with any B, also without a word about N; blocks that count their tokens are refused."""
+    noise, x = torch.rand(samples, 16), torch.randn(16, samples, 16)
+    for places in (False, True):
+        blocks = torch.nn.ModuleList(Attending(first=True, places=places) for _ in range(4))
+        routing = attach_routes(blocks, Route(1, 2), select_turned, join_turned)
+        expected = pytest.raises(ValueError, match="order of its tokens") if places else contextlib.nullcontext()
+        for context in (routing.on(noise), routing.on_ids(choose_ids(Route(1, 2), noise))):
+            with expected, context:
+                torch.nn.Sequential(*blocks)(x)
+
+
+def test_a_prefix_keeps_its_place_in_the_check():
+    blocks = torch.nn.ModuleList(Attending(prefix=True) for _ in range(4))
+    with attach_routes(blocks, Route(1, 2)).on(torch.rand(2, 16), prefix=1):
+        torch.nn.Sequential(*blocks)(torch.randn(2, 17, 16))
+
+
+def test_the_check_is_not_seen_by_who_watches_the_blocks():
+    """Selective checkpointing keeps what the blocks themselves compute: gradients of the first step as of the second;
+    and FLOPs are theirs alone."""
+    blocks, x, noise = torch.nn.ModuleList(Attending() for _ in range(4)), torch.randn(2, 16, 16), torch.rand(2, 16)
+    routing, seen = attach_routes(blocks, Route(1, 2)), []
+    how = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+    for _ in range(2):
+        blocks.zero_grad()
+        with routing.on(noise, ratio=0.0), FlopCounterMode(display=False) as counter:
+            out = x
+            for block in blocks:
+                out = checkpoint(block, out, use_reentrant=False, context_fn=how)
+            out.square().mean().backward()
+        seen.append((counter.get_total_flops(), [parameter.grad.clone() for parameter in blocks.parameters()]))
+    assert seen[0][0] == seen[1][0] and all(map(torch.equal, seen[0][1], seen[1][1]))
 
 
 class Mixing(torch.nn.Module):

@@ -100,7 +100,7 @@ class TreadPipeline(DiffusionPipeline):
                               "sparse_cfg": both; "path_drop_class": SPRINT's sparse part; "path_drop": that and class.
                               None: "cfg" if guidance_scale is given and not 1, else no guidance.
         strong, weak          for "sparse…" (Sparse Guidance, arXiv 2601.01608): fractions of the tokens that skip the
-                              trained routes' blocks in D_strong and D_weak, strong ≤ weak; None: 0.3 and 0.7.
+                              trained routes' blocks in D_strong and D_weak; None: 0.3, at most `weak`, and 0.7.
         interval              (lowest, highest) noise level, σ (EDM) or t (rectified flow), at which guidance is on.
         same_ids              True, for "sparse…": D_strong and D_weak pick tokens by the same random numbers.
         solver                "heun" or "euler"; None: Heun for EDM, Euler for rectified flow.
@@ -126,7 +126,8 @@ class TreadPipeline(DiffusionPipeline):
         row = KINDS.get(kind, KINDS["none"])
         if row.weak_network == "must":
             raise ValueError(f"guidance={kind} needs a second network, which is not here: 'sparse' weakens this one")
-        usual = (1.0 if kind == "none" else 1.5, *((0.3, 0.7) if row.routed else (0.0, 0.0)))
+        fractions = (min(0.3, 0.7 if weak is None else weak), 0.7) if row.routed else (0.0, 0.0)
+        usual = (1.0 if kind == "none" else 1.5, *fractions)
         settings = [float(a if b is None else b) for a, b in zip(usual, (guidance_scale, strong, weak))]
         guide = Guidance(kind, *settings, tuple(interval) if interval else None, same_ids=same_ids)
         self._check_trained_for(guide)

@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from routing_module import RULES, Grid, Route, check_ids, check_routes, gather_tokens, scatter_tokens, times_written
 
@@ -113,8 +114,10 @@ class Routing:
         self._blocks = set(on_routes.values())
         self._unverified = set(blocks_to_check(on_routes)) if verify else set()
         self._select, self._join, self._keyword, self._place = select, join, keyword, place
+        self._batch_first = select in (select_first, select_only)  # whether tokens are known to be (B, N, …)
         self._ids: tuple[Tensor, ...] | None = None
         self._tokens: tuple[int | None, ...] = ()
+        self._prefix = 0  # the number of tokens that come first in any order
         self._running: dict[int, tuple[Inputs, Tensor]] = {}  # block → inputs, ids_keep of its call
         self._rejoins: dict[int, tuple[Inputs, list[int], bool]] = {}  # route → inputs, write counts, _in_forward()
         self._last, self._handles = -1, []  # _last: the block that was called last
@@ -143,7 +146,7 @@ class Routing:
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
-        first = self._keyword or self._select in (select_first, select_only)
+        first = self._keyword or self._batch_first
         shapes = [tuple(tensor.shape) for _, tensor in tensors_in(args[:1] if first else (args, kwargs))]
         count = self._tokens[number]
         axes = slice(len(self._ids[number]) == count, 2)  # if B equals N, the batch axis would match by chance
@@ -228,14 +231,17 @@ class Routing:
 
     def _verify(self, number: int, index: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
         """Raise ValueError if block `index`, which is on route `number`, depends on the order of its tokens. The check
-        permutes all N tokens, or only the kept ones if N is unknown."""
+        permutes all N tokens but the prefix, or only the kept ones if N is unknown."""
         ids, self._ids = self._ids, None  # the block's own hooks do nothing meanwhile
-        every, count = ids[number], args[0].shape[1] if args and isinstance(args[0], Tensor) else self._tokens[number]
+        every, count = ids[number], self._tokens[number]
+        if count is None and self._batch_first and args and isinstance(args[0], Tensor):
+            count = args[0].shape[1]
         if count is not None:
             every = torch.arange(count, device=every.device).expand(len(every), -1)
         shared, joined = self.routes[number].select == "shared", partial(self._joined, index)
         try:
-            difference = order_matters(block, args, kwargs, every, shared, self._select, joined)
+            with _disable_current_modes():  # the caller's selective checkpointing or count of FLOPs
+                difference = order_matters(block, args, kwargs, every, shared, self._select, joined, self._prefix)
         finally:
             self._ids = ids
         if difference:
@@ -250,8 +256,10 @@ class Routing:
         if last != index - 1 or index not in self._unwatched or tokens is None:
             return
         self._unwatched.discard(index)
-        now = args[0]
-        if now.shape == before.shape and self._tokens[number] in (None, now.shape[1]):
+        now, count = args[0], self._tokens[number]
+        if count is None and self._batch_first:
+            count = args[0].shape[1]
+        if now.shape == before.shape and now.shape[:2] == (len(ids), count):
             skipped = torch.ones(now.shape[:2], dtype=torch.bool, device=now.device).scatter(1, ids, False)
             if not torch.equal(now[skipped], before[skipped].to(now.dtype)):
                 self._unwatched.clear()
@@ -263,9 +271,10 @@ class Routing:
                 )
 
     @contextlib.contextmanager
-    def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None) -> Iterator[None]:
+    def on_ids(self, *ids_keep: Tensor, tokens: int | Sequence[int] | None = None, prefix: int = 0) -> Iterator[None]:
         """Return a context in which each route's blocks run on the tokens at its ids_keep (B, K) int64, one tensor per
         route. `tokens` is N, or each route's N; if given, blocks called with another number of tokens raise ValueError.
+        The check of positions leaves the first `prefix` tokens in their places.
         Entering the context raises ValueError for ids_keep of wrong number, shape or dtype and, on a CPU only, for
         indices that repeat or are out of range; RuntimeError if a Routing of these blocks is active, or after `remove`.
         Leaving it raises RuntimeError if inputs saved for a rejoin were not used, and warns if no routed block ran."""
@@ -279,7 +288,7 @@ class Routing:
             raise RuntimeError("routes of these blocks are on already: one attach_routes takes all that run together")
         if not self._handles:
             raise RuntimeError("the routes were removed from the model: attach them anew")
-        self._ids, self._tokens, self._ran = ids_keep, counts, False
+        self._ids, self._tokens, self._prefix, self._ran = ids_keep, counts, prefix, False
         _ON.append(self)
         try:
             yield
@@ -318,7 +327,11 @@ class Routing:
         routes = self.routes if ratio is None else [with_ratio(route, ratio) for route in self.routes]
         ids = [choose_ids(route, u, grid, force_keep, prefix) for route, u in zip(routes, each)]
         self._waiting = True
-        return self.on_ids(*ids, tokens=[prefix + u.shape[1] for u in each])
+        return self.on_ids(*ids, tokens=[prefix + u.shape[1] for u in each], prefix=prefix)
+
+    def __getstate__(self) -> dict:
+        """Return the attributes of a copy, whose routes are off."""
+        return vars(self) | {"_ids": None, "_entered": None, "_last": -1, "_running": {}, "_rejoins": {}}
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
@@ -374,7 +387,8 @@ def attach_routes(
                     "(B, N, D)"
                 )
         if tokens is not None and next(iter(inspect.signature(block.forward).parameters), None) != tokens:
-            raise ValueError(f"tokens is {tokens!r}, but must name the first input of the blocks")
+            said = f"tokens is {tokens!r}, but must name the first input of the blocks"
+            raise ValueError(f"{said}; wrap or compile blocks after attach_routes")
     resolved = [route.resolve(len(blocks)) for route in routes]
     check_routes(resolved, len(blocks))
     settled = tuple(replace(route, fp32="off") for route in resolved)

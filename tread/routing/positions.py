@@ -97,17 +97,20 @@ def permuted(ids: Tensor, shared: bool = False) -> Tensor:
 
 
 def order_matters(
-    block: Callable, args: tuple, kwargs: dict, ids: Tensor, shared: bool, select: Callable, join: Callable
-) -> float:
-    """Return how much a block's results for its tokens at the indices `ids` (B, K) change if it gets these tokens in
-    another order, relative to what the block adds to its tokens args[0]; 0.0 if they change by rounding errors alone.
+    block: Callable, args: tuple, kwargs: dict, ids: Tensor, shared: bool, select: Callable, join: Callable,
+    prefix: int = 0,
+) -> float:  # fmt: skip
+    """Return how much a block's results for its tokens at the indices `ids` (B, K) change if it gets these tokens, but
+    the first `prefix` ones, in another order, relative to what the block adds to its tokens args[0]; 0.0 if they change
+    by rounding errors alone.
 
     Tokens are replaced by noise, and so are all-zero inputs without a token axis. shared=True permutes all samples
     alike. select(args, kwargs, ids) → (args, kwargs) gathers the tokens; join(output, (args, kwargs), ids) puts the
     output in their place. Sharded or quantized parameters can't be made random: the function warns and returns 0.
     """
     plain = (nn.Parameter, Tensor)
-    if any(type(given) not in plain or given.is_meta for given in getattr(block, "parameters", list)()):
+    unsharded = any(hasattr(part, "reshard") for part in getattr(block, "modules", list)())  # for now, by FSDP2
+    if unsharded or any(type(given) not in plain or given.is_meta for given in getattr(block, "parameters", list)()):
         what = f"{type(block).__name__} has sharded or quantized parameters: its positions are not checked"
         warnings.warn(what, stacklevel=2)
         return 0.0
@@ -125,7 +128,7 @@ def order_matters(
     kwargs = tree_map(opened, kwargs)
     outputs = []
     with _sandbox(block) as call:
-        for order in (ids, permuted(ids, shared)):
+        for order in (ids, torch.cat([ids[:, :prefix], permuted(ids[:, prefix:], shared)], dim=1)):
             chosen, named = select(args, kwargs, order)
             outputs.append(join(call(*chosen, **named), (args, kwargs), order))
     worst = 0.0
