@@ -69,7 +69,7 @@ def train(run: Run) -> bool:
                 on, postponed = periodic.evaluate_and_save(run, postponed)
     with clock.paused():
         if run.step != (run.saving or run.saved or 0):
-            periodic.save(run)
+            periodic.save(run, leaving=True)
         with run.timed("save"):
             periodic.finish_saving(run)
     return on and run.step >= cfg.train.steps

@@ -215,6 +215,19 @@ def test_a_changed_config_yaml_is_not_taken_by_an_old_run(composed, tmp_path, mo
     found, _ = today("experiment=imagenet256_xl2_finetune", f"name={before['name']}")
     assert (found["model"]["depth"], found["model"]["name"], found["optim"]["lr"]) == (28, "dit", 1e-5)
     assert found["optim"]["betas"] == [0.9, 0.999] and found["model"]["routes"] == []
+    # an earlier one of the run, typed after another; and one in a folder of one's own
+    other = "experiment=imagenet256_xl2_finetune"
+    for commands, rate in (([other, experiment], 1e-5), ([experiment, other], before["optim"]["lr"])):
+        run.write_text(json.dumps([{**log.starts()[0], "command": ["train.py", command]} for command in commands]))
+        assert today(other, f"name={before['name']}")[0]["optim"]["lr"] == rate
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    (tmp_path / "mine/experiment/own.yaml").write_text("# @package _global_\noptim:\n  lr: 1e-5\n")
+    tree = composed("train.steps=9")
+    tree["optim"]["lr"], tree["name"] = 1e-5, before["name"]
+    run.write_text(json.dumps([{**log.starts()[0], "command": ["train.py", experiment]}]))
+    for typed in (["--config-dir", "mine"], ["--config-dir=mine"], ["-cd", str(tmp_path / "mine")]):
+        found, _ = settle(tree, [*typed, "experiment=own", f"name={before['name']}"], CONFIGS)
+        assert found["optim"]["lr"] == 1e-5 and found["model"]["depth"] == 12
 
 
 def test_the_home_folder_is_meant_by_its_sign(composed, tmp_path, monkeypatch):
@@ -292,13 +305,13 @@ def test_typed_values_are_taken_one_by_one():
 
 def test_the_keys_of_a_file_are_what_it_sets():
     raw = OmegaConf.to_container(OmegaConf.load(CONFIGS / "experiment" / "imagenet256_xl2_finetune.yaml"))
-    found = keys_of(CONFIGS, "experiment/imagenet256_xl2_finetune")
+    found = keys_of([CONFIGS], "experiment/imagenet256_xl2_finetune")
     assert {"name", "init_from", "model.depth", "optim.lr"} <= found and raw["optim"].keys() == {"lr"}
     assert {"model.routes", "dataset.path"} <= found and "train.precision" not in found
-    assert keys_of(CONFIGS, "config") == {"hydra.run", "hydra.output_subdir"}
-    assert keys_of(CONFIGS, "model/null") == set()
-    cifar10 = keys_of(CONFIGS, "experiment/cifar10_s2")  # what cifar10_b2 builds on
-    assert "optim.warmup_steps" in cifar10 <= keys_of(CONFIGS, "experiment/cifar10_b2")
+    assert keys_of([CONFIGS], "config") == {"hydra.run", "hydra.output_subdir"}
+    assert keys_of([CONFIGS], "model/null") == set()
+    cifar10 = keys_of([CONFIGS], "experiment/cifar10_s2")  # what cifar10_b2 builds on
+    assert "optim.warmup_steps" in cifar10 <= keys_of([CONFIGS], "experiment/cifar10_b2")
 
 
 def test_refusals_name_each_key(begun):

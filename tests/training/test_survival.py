@@ -251,6 +251,20 @@ def test_a_save_that_is_due_at_a_bad_step_waits_for_a_good_one(tmp_path, monkeyp
     assert sorted(path.name for path in (tmp_path / RUN).glob("step_*")) == ["step_0000005", "step_0000006"]
 
 
+def test_a_stop_after_a_bad_step_saves_the_weights_it_left(tmp_path, monkeypatch):
+    spoil(monkeypatch, {3})
+    spoilt, calls = step.loss, []
+    monkeypatch.setattr(
+        step, "loss", lambda *given: (calls.append(1), len(calls) == 4 and signal.raise_signal(15), spoilt(*given))[2]
+    )
+    with pytest.raises(SystemExit) as stopped:
+        launch(tmp_path, "every.save=3", "every.evaluate=100")
+    assert stopped.value.code == 75 and checkpoint.find(tmp_path / RUN).step == 4
+    monkeypatch.undo()
+    launch(tmp_path, "every.save=3", "every.evaluate=100")
+    assert checkpoint.find(tmp_path / RUN).step == 6
+
+
 def test_the_learning_rate_and_clipping_that_are_set_are_used(tmp_path, monkeypatch):
     """What the optimizer is given; and Adam's first moments, (1 − β₁) of the clipped gradients."""
     used, optimizer_step = [], step.optimizer_step

@@ -25,9 +25,9 @@ def test_tensorboard_shows_each_step_once_after_a_resumption(tmp_path):
 
 
 def test_wandb_goes_on_by_the_id_in_the_folder(tmp_path, monkeypatch):
-    """What wandb is told; its own files: the slow test below."""
+    """What wandb is told, with steps as values, as its own count only rises; its own files: the slow test below."""
     told, seen, ended = [], [], []
-    run = SimpleNamespace(log=lambda values, step: seen.append((step, *values)))
+    run = SimpleNamespace(log=seen.append, define_metric=lambda name, step_metric: seen.append({name: step_metric}))
     run.finish = lambda exit_code: ended.append(exit_code)
     fake = SimpleNamespace(init=lambda **given: told.append(given) or run, errors=SimpleNamespace(Error=OSError))
     fake.__spec__ = "installed"
@@ -36,7 +36,10 @@ def test_wandb_goes_on_by_the_id_in_the_folder(tmp_path, monkeypatch):
         launch(tmp_path, "tracker=wandb", "wandb.project=mine", f"train.steps={steps}")
     kept = (tmp_path / RUN / "wandb_id.txt").read_text()
     assert [(given["id"], given["resume"], given["project"]) for given in told] == [(kept, "allow", "mine")] * 2
-    assert [step for step, *names in seen if "loss" in names] == [1, 2] and ended == [0, 0]
+    assert [values["step"] for values in seen if "loss" in values] == [1, 2] and ended == [0, 0]
+    assert seen.count({"*": "step"}) == 2
+    launch(tmp_path, "train.steps=2")  # finished: nothing is opened
+    assert len(told) == 2
 
 
 @pytest.mark.slow

@@ -26,13 +26,15 @@ def open_training(precision: str, cpu_threads: int | None, processes: int | None
     bf16 hardware, else "fp32". On CPUs each process uses cpu_threads threads (None: OMP_NUM_THREADS, or its share of
     the cores). Raises ValueError if accelerate is set to anything but one device or DDP, if it started fewer processes
     than asked for, or if `processes` is not None and another number was launched."""
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+    on_cpu = not torch.accelerator.is_available()
+    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"  # on GPUs accelerate starts as many as asked
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ
+    if (on_cpu or forced) and by_accelerate and "MASTER_PORT" in os.environ:
         how = "launch them with torchrun --nproc_per_node=<processes> train.py …, or with --num_processes 1"
         raise ValueError(f"accelerate was asked for several processes and started one, as it does on CPUs: {how}")
     use_expandable_segments()
     # device.autocast sets the precision, as in sampling; without cpu=True, torchrun on CPUs would start one process
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), InitProcessGroupKwargs(timeout=PATIENCE)]
-    on_cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(mixed_precision="no", dynamo_backend="no", cpu=on_cpu, kwargs_handlers=handlers)
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):

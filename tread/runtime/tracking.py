@@ -26,11 +26,12 @@ class Wandb:
         run_id = kept.read_text()
         try:
             self._run = wandb.init(project=project, name=name, config=config, dir=folder, id=run_id, resume="allow")
+            self._run.define_metric("*", step_metric="step")  # as wandb's own count drops steps that are done again
         except wandb.errors.Error as error:
             raise ValueError(f"wandb: {error}") from error
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def close(self, code: int) -> None:
         self._run.finish(exit_code=code)

@@ -215,18 +215,18 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
     except Exception as error:
         with contextlib.suppress(OSError, RuntimeError, Failure):  # the first error is raised
             if not isinstance(error, Failure):
-                save_due(run, True)
+                save_due(run, True, leaving=True)
             finish_saving(run)  # before another process's end stops this one
         raise
     return on, save_due(run, postponed)
 
 
-def save_due(run: Run, asked: bool) -> bool:
+def save_due(run: Run, asked: bool, leaving: bool = False) -> bool:
     """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` refused a checkpoint."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))
-    return (asked or run.due(every)) and not save(run)
+    return (asked or run.due(every)) and not save(run, leaving)
 
 
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
@@ -351,16 +351,16 @@ def sampler(run: Run, samples: int) -> Sampler:
     return Sampler.of(run.model.process, sampling.steps, sampling.solver, min(64, samples), run.precision)
 
 
-def save(run: Run) -> bool:
-    """Copy what a checkpoint holds, let a thread write it, and return True. Returns False, without saving, if loss or
-    gradient was not finite in this step or in over half of the last 100. After a bad last step of the run, saves its
-    unchanged weights, but removes no older checkpoint. First waits until the previous checkpoint is written. Raises
-    OSError if that failed, and Failure as read_statistics does, or if the weights are not finite."""
+def save(run: Run, leaving: bool = False) -> bool:
+    """Copy what a checkpoint holds, let a thread write it, and return True. If loss or gradient was not finite in this
+    step or in over half of the last 100, which left the weights alone, this saves only if `leaving`, removing no older
+    checkpoint, and else returns False. First waits until the previous checkpoint is written. Raises OSError if that
+    failed, and Failure as read_statistics does, or if the weights are not finite."""
     with run.timed("save"):
         finish_saving(run)
     counted = read_statistics(run)
     skipped = counted["in_a_row"] > 0 or mostly_bad(counted)
-    if skipped and run.step < run.cfg.train.steps:
+    if skipped and not leaving:
         return False
     norms = torch._foreach_norm(list(run.network.parameters()))
     if not torch.stack(norms).isfinite().all():

@@ -16,7 +16,9 @@ from tread.runtime.tensor_files import listed
 from tread.training.run_folder import LAUNCH, NOTHING, decisive, migrate
 from tread.training.settings import as_recorded, known_keys
 
-ON_DONE = ("report", "plugins")  # settings that may change when a finished run is started again
+# settings that may change when a finished run is started again
+ON_DONE = ("report", "plugins", "tracker", "train.processes", "train.cuda_graphs")
+CONFIG_DIR = re.compile(r"(?:^| )(?:--config-dir|-cd)[ =](\S+)")
 # folder in configs/ → the key in it that states which of its files was chosen
 GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment": "kind"}
 
@@ -29,7 +31,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     composed   the config that Hydra made from today's files and the command line; its results and run get ~ expanded.
     arguments  the command line, which shows the keys typed. If it names another model, dataset, experiment or alignment
                than the run has, keys that its files set (keys_of) count as typed, unless left open (see _left_open).
-    configs    the folder of config.yaml, and of the choices' files, such as model/dit.yaml.
+    configs    the folder of config.yaml, and of the choices' files, such as model/dit.yaml; --config-dir adds another.
 
     Raises FileNotFoundError if run=… names no run; ValueError if name=… or results=… is typed beside run=…, or, unless
     plugins=… is typed, if the record has settings unknown to this code.
@@ -50,7 +52,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         composed = {**composed, "name": folder.name, "results": str(folder.parent), "run": None}
     else:
         folder = Path(str(composed["results"])) / str(composed["name"])
-    starts = RunLog(folder).starts()
+    starts, folders = RunLog(folder).starts(), [configs, *map(Path, CONFIG_DIR.findall(" ".join(arguments)))]
     checkpoint = None if starts else find_whole(folder)[0]
     if not starts and checkpoint is None:
         return composed, warnings
@@ -61,15 +63,15 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
     recorded, composed = migrate(recorded), as_recorded(composed)
     keys = {leaf for key, value in typed.items() if key not in GROUPS for leaf in leaves(key, value)}
     for group, choice in ((group, typed[group]) for group in GROUPS if group in typed):
-        begun = any(f"{group}={choice}" in start.get("command", ()) for start in starts)
-        if not begun and recorded.get(group, {}).get(GROUPS[group]) != choice:
-            set_there = keys_of(configs, f"{group}/{choice}") or {f"{group}.{key}" for key in composed.get(group) or ()}
+        named = [word for start in starts for word in start.get("command", ()) if word.startswith(f"{group}=")]
+        if named[-1:] != [f"{group}={choice}"] and recorded.get(group, {}).get(GROUPS[group]) != choice:
+            set_there = keys_of(folders, f"{group}/{choice}") or {f"{group}.{key}" for key in composed.get(group) or ()}
             keys |= {key for key in set_there if not _left_open(key, value_at(composed, key))}
     if "model" in recorded:  # keep only keys that the run's architecture has, and typed ones
         options = composed["model"].items()
         kept = {key: value for key, value in options if key in recorded["model"] or f"model.{key}" in keys}
         composed = {**composed, "model": kept}
-    config, in_file = take_typed(recorded, composed, {*keys, *LAUNCH}), keys_of(configs, "config")
+    config, in_file = take_typed(recorded, composed, {*keys, *LAUNCH}), keys_of([configs], "config")
     rest = {}
     for key, (before, now) in differences(config, composed, nothing=NOTHING).items():
         if now is NOTHING or _left_open(key, now) or key == "model.position_scale" and config.get("init_positions"):
@@ -82,7 +84,8 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         stays = f"{key} stays {written(before)}, as the run has it"
         warnings.append(f"warning: {stays}, although config.yaml says {written(now)}; {advice}")
     if _is_done(folder, config):
-        places = {key: value_at(recorded, key) for key in ("dataset.path", "dataset.heldout")}
+        moving = ("dataset.path", "dataset.heldout", "sampling.autoencoder", "eval.fid_reference")
+        places = {key: value_at(recorded, key) for key in moving}
         moved = [key for key, place in places.items() if place and not Path(place).exists()]
         typed_config, taken = config, {*LAUNCH, *ON_DONE, *moved, *decisive(keys, config)}  # `claim` checks the last
         config = take_typed(recorded, config, taken)
@@ -143,15 +146,16 @@ def leaves(key: str, value: object) -> list[str]:
     return [leaf for part, inner in value.items() for leaf in leaves(f"{key}.{part}", inner)]
 
 
-def keys_of(configs: Path, name: str) -> set[str]:
-    """Return the dotted keys set in configs/<name>.yaml, if it exists, and in files of groups that it builds on."""
-    path, own = configs / f"{name}.yaml", f"override /{Path(name).parent}"  # a name alone is of the same group
-    tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+def keys_of(folders: Sequence[Path], name: str) -> set[str]:
+    """Return the dotted keys set in <name>.yaml, if a folder holds it, and in files of groups that it builds on."""
+    paths = [path for path in (folder / f"{name}.yaml" for folder in folders) if path.is_file()]
+    tree = OmegaConf.to_container(OmegaConf.load(paths[0])) if paths else {}
+    own = f"override /{Path(name).parent}"  # a name alone is of the same group
     lists = [item if isinstance(item, dict) else {own: item} for item in tree.pop("defaults", ()) if "/" in name]
     chosen = [(key.removeprefix("override /"), choice) for item in lists for key, choice in item.items() if " /" in key]
     keys = {f"{key}.{part}" for key, section in tree.items() if isinstance(section, dict) for part in section}
     keys |= {key for key, value in tree.items() if not isinstance(value, dict)}
-    return keys.union(*(keys_of(configs, f"{place}/{choice}") for place, choice in chosen))
+    return keys.union(*(keys_of(folders, f"{place}/{choice}") for place, choice in chosen))
 
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:

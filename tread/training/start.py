@@ -254,7 +254,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
         if not finished and optim.schedule != "constant" and {"train.steps", "optim.schedule"} & claimed.changed.keys():
             rate = learning_rate(run.cfg, run.step)
             say(f"warning: the learning rate falls until train.steps, so it now goes on at {rate:.3g}")
-        run.tracker = open_tracker(run.cfg.tracker, run.cfg.wandb.project, run.config, run.folder, run.step)
+        if not finished:
+            run.tracker = open_tracker(run.cfg.tracker, run.cfg.wandb.project, run.config, run.folder, run.step)
     except (ValueError, OSError) as error:
         run.log.status("failed", run.step, str(error))
         run.log.close()
