@@ -11,9 +11,8 @@ from torch import nn
 
 from tread.encoders.autoencoder import fingerprint
 from tread.runtime.files import content_hash
-from tread.runtime.hub import is_cached
+from tread.runtime.hub import check_hub, check_id
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TOKENIZER = ("AutoTokenizer",)
 
 
@@ -45,22 +44,32 @@ def load_pretrained(
         from transformers.utils import logging
     except ImportError as error:
         raise ValueError(f"{what} needs transformers: pip install -r {requirements} ({error})") from error
+
+    def load(**where: bool) -> tuple[Any, str, list[Any], nn.Module, dict]:
+        config = transformers.AutoConfig.from_pretrained(place, **where)
+        single = not config.is_encoder_decoder and hasattr(config, "hidden_size")
+        kind = kinds.get(config.model_type, others if single else None)
+        if kind is None:
+            raise ValueError(f"it is a {config.model_type}, and not a {' or '.join(kinds)}")
+        classes = [next((n for n in names if hasattr(transformers, n)), names[0]) for names in parts]
+        beside = [getattr(transformers, name).from_pretrained(place, **where) for name in classes]
+        made = getattr(transformers, kind).from_pretrained(place, **where, output_loading_info=True)
+        return config, kind, beside, *made
+
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            local = {"local_files_only": Path(place).is_dir() or is_cached(place, WEIGHTS)}
-            config = transformers.AutoConfig.from_pretrained(place, **local)
-            single = not config.is_encoder_decoder and hasattr(config, "hidden_size")
-            kind = kinds.get(config.model_type, others if single else None)
-            if kind is None:
-                raise ValueError(f"it is a {config.model_type}, and not a {' or '.join(kinds)}")
-            classes = [next((n for n in names if hasattr(transformers, n)), names[0]) for names in parts]
-            beside = [getattr(transformers, name).from_pretrained(place, **local) for name in classes]
-            load = getattr(transformers, kind).from_pretrained
-            model, loading = load(place, **local, output_loading_info=True)
+            check_id(place)
+            try:
+                config, kind, beside, model, loading = load(local_files_only=True)
+            except OSError:
+                if Path(place).is_dir():
+                    raise
+                check_hub()
+                config, kind, beside, model, loading = load(local_files_only=False)
     except (OSError, ValueError, LookupError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
         raise ValueError(f"{what} could not be loaded: {str(error).strip()}\n{known}") from error
     finally:

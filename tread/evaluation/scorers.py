@@ -110,6 +110,8 @@ class ReferenceScorer(Scorer):
             except (torch.OutOfMemoryError, MemoryError, OSError):  # another try goes on with the samples
                 raise
             except Exception as error:  # the other metrics still get values
+                if "can't allocate memory" in str(error) or "ALLOC_FAILED" in str(error):  # on CPUs, and by cuBLAS
+                    raise
                 unavailable[name] = f"it failed: {type(error).__name__}: {error}"
         return values, unavailable, {}
 

@@ -553,8 +553,8 @@ class CheckpointScoring:
             if self.plan.options.save_samples:
                 tqdm.write(f"  writing   {files.path('samples.npz')}")
                 save_npz(files.path("samples.npz"), parts.arrays("pictures"), parts.whole("labels"))
-            add_line(self.lines, record)
             where = files.write(record)
+            add_line(self.lines, record)
         tqdm.write(f"{table(record)}\n  written   {where}")
 
 

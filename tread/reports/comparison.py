@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tread.checkpoints.run_log import differences, value_at
 from tread.drawing.charts import Line, Panel
 from tread.evaluation.metric_table import METRICS
-from tread.reports.runs import Found, find_run, folders_of
+from tread.reports.runs import HELDOUT, Found, find_run, folders_of
 from tread.runtime.files import explain_failure
 from tread.runtime.schema import written
 from tread.training.run_folder import LAUNCH
@@ -22,7 +22,7 @@ APART = ("seed", "report", "tracker", "wandb", *LAUNCH)  # settings in which run
 UNSAID = ("every", "sampling", "checkpoints", "tags")  # sections that groups' names and cautions leave out
 # evaluations and FIDs are comparable only if these are equal; other keys of their sections don't affect them
 COMPARABLE = ("dataset.name", "dataset.size", "dataset.heldout", "dataset.normalize", "objective")
-COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference")
+COMPARABLE += ("eval.points", "eval.noise_levels", "eval.fid_samples", "eval.fid_reference", HELDOUT)
 FAIR = ("dataset.path", "optim", "ema", "rf", "train.batch_size", "train.steps")  # differences may be unfair
 AXES = {"step": "steps", "flops": "FLOPs", "seconds": "time"}
 TIMES = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
@@ -104,10 +104,11 @@ def _names(groups: list[list[Found]]) -> list[str]:
 
 def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[object]]:
     """Return the settings that differ: {dotted key: its value in each config, None if missing}. If `keys` are given,
-    only these keys or sections are compared."""
+    only these keys or sections are compared. The held-out data's hash counts only if all have it; old runs do not."""
     differing = {key: None for config in configs for key in differences(configs[0], config)}
     chosen = [key for key in differing if not keys or any(f"{key}.".startswith(f"{name}.") for name in keys)]
-    return {key: [value_at(config, key) for config in configs] for key in chosen}
+    values = {key: [value_at(config, key) for config in configs] for key in chosen}
+    return {key: each for key, each in values.items() if key != HELDOUT or None not in each}
 
 
 def write_table(path: Path, groups: Sequence[SeedGroup], metrics: Sequence[str]) -> None:

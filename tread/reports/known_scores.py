@@ -31,7 +31,8 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
             if path.suffix == ".json":
                 values["sampler"] = sampler_told(values)
             shift = str(values.get("sampler") or "").partition(", ")[2]  # older code wrote no solver
-            key = (str(values.get("time")), str(values.get("step")), shift)
+            told = ("time", "step", "guidance", "weights", "labels", "first_seed", "count")
+            key = (*(str(values.get(name) or "") for name in told), shift)
             if path.suffix == ".csv" or counts:
                 counts = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
                 warnings = record.get("warnings")

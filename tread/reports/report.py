@@ -87,7 +87,9 @@ def subject_of(runs: Sequence[Found]) -> Subject:
         for group in groups
         for run in group.runs
     }
-    return Subject(runs, groups, {run.folder: names[run.folder] for run in runs})
+    called = [*names.values()]
+    said = {folder: str(folder) if called.count(name) > 1 else name for folder, name in names.items()}
+    return Subject(runs, groups, {run.folder: said[run.folder] for run in runs})
 
 
 def add_results(page: Page, subject: Subject) -> None:

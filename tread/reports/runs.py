@@ -11,10 +11,12 @@ import psutil
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.run_log import RunLog, value_at
+from tread.runtime.files import content_hash
 from tread.runtime.plugins import import_plugins
 from tread.training.run_folder import migrate
 
 FILES = ("run.json", "metrics.jsonl", "status.json")
+HELDOUT = "heldout_hash"  # key in Found.config, of the held-out files of latents; older runs lack it
 NEEDED = {"model.name": str, "train.steps": int, "train.batch_size": int, "dataset.name": str}  # keys of a config
 
 
@@ -23,7 +25,7 @@ class Found:
     """A run, and what can be read of it.
 
     config    settings of its last start, else of its newest checkpoint; {}: neither can be read. "plugins" lists names
-              of files or modules with the first digits of their sha256.
+              of files or modules with the first digits of their sha256. HELDOUT is added if recorded.
     records   a dict of finite numbers per readable line of metrics.jsonl: "step", "seconds" and "flops" since the start
               of training, and metrics.
     starts    entries of run.json, one per start: "step", "config", "versions" and "warnings".
@@ -122,6 +124,9 @@ def find_run(folder: Path) -> Found:
         problems.append("its settings are " + ("those of the newest checkpoint" if config else "not known"))
     if plugins := start.get("plugins") or saved.get("plugins"):
         config = {**config, "plugins": [f"{name} {digest[:8]}" for name, digest in plugins.items()]}
+    if held := [start["heldout_files"] for start in starts if isinstance(start.get("heldout_files"), dict)]:
+        hashes = [str(text).partition(",")[0] for text in held[-1].values()]
+        config = {**config, HELDOUT: content_hash("".join(hashes))[:8]}
     return Found(folder, config, records, starts, status, problems)
 
 

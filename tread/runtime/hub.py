@@ -14,13 +14,18 @@ FETCHED = ["*.safetensors", "*.json", "*.yaml", "*.md"]
 WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 
 
+def check_id(name: str) -> None:
+    """Raise ValueError unless `name` is a folder, or may be a model's id on the hub."""
+    if not Path(name).is_dir() and (not HUB_ID.fullmatch(name) or name.endswith(WEIGHT_FILES)):
+        raise ValueError("there is no such file or folder")
+
+
 def is_cached(name: str, weights: Sequence[str]) -> bool:
     """Return whether the cache holds the hub's model `name`: its config.json and at least one of the files `weights`.
     Raises ValueError if `name` is not a hub id, OSError if the model is not cached and the hub does not answer."""
     from huggingface_hub import try_to_load_from_cache  # imported here because it takes long
 
-    if not HUB_ID.fullmatch(name) or name.endswith(WEIGHT_FILES):
-        raise ValueError("there is no such file or folder")
+    check_id(name)
     cached = [isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", *weights)]
     if cached[0] and any(cached[1:]):
         return True
