@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from tread.encoders.autoencoder import fingerprint
 from tread.encoders.inception import extract, load_inception
+from tread.encoders.pretrained import load_pretrained
 from tread.encoders.vision import encoder_name, open_encoder
 from tread.preparing.archives import Tar
 from tread.preparing.images import read_rgb
@@ -182,6 +183,13 @@ def test_a_hub_id_is_taken_from_the_cache_and_without_it_the_hub_is_asked_soon(d
     assert encoder.name == open_encoder("facebook/dinov2-small", CPU).name == "dinov2-s"
     with pytest.raises(ValueError, match="(?s)encoder 'dinov2-b' could not be loaded.*can't be reached"):
         open_encoder("dinov2-b", CPU)
+    (place / "model.safetensors").rename(place / "model-00001-of-00001.safetensors")  # weights in parts
+    files = dict.fromkeys(half, "model-00001-of-00001.safetensors")
+    write_json(place / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
+    assert open_encoder("dinov2-s", CPU).fingerprint == encoder.fingerprint
+    asked = {"kinds": {"dinov2": "Dinov2Model"}, "requirements": "", "known": "", "parts": [["CLIPImageProcessor"]]}
+    with pytest.raises(ValueError, match="(?s)x could not be loaded.*can't be reached"):  # another part is not cached
+        load_pretrained("x", "facebook/dinov2-small", **asked)
 
 
 # -------------------------------------------------------------------------------------- Inception

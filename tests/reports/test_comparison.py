@@ -3,11 +3,12 @@
 import copy
 import csv
 import json
+from pathlib import Path
 
 import compare_runs
 import numpy as np
 import pytest
-from conftest import names_in, write_json
+from conftest import names_in, read_json, write_json
 from PIL import Image
 
 from tread.reports.comparison import COMPARABLE, FAIR, curve_metrics, open_groups, reach, unit, unlike
@@ -117,6 +118,10 @@ def test_what_is_not_alike_is_said_and_then_nobody_reaches_anybody(tmp_path, sho
     assert f"warning: {longer} is at step 200 of 300" in text and "| tread | 1 | 300 | 0.9000 | 52.00 |" in text
     text = shown(plain, flow)
     assert "objective differs: edm (" in text and "do not mean the same" in text and " reaches " not in text
+    for folder, held in ((plain, "sha256 a, 9 bytes"), (longer, "sha256 b, 9 bytes")):
+        starts = read_json(Path(folder) / "run.json")
+        write_json(Path(folder) / "run.json", [starts[0] | {"heldout_files": {"0.npy": held}}, starts[1]])
+        assert " reaches " in shown(plain, longer) if folder == plain else " reaches " not in shown(plain, longer)
 
 
 def test_seeds_of_different_code_are_said(tmp_path, shown):

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import compare_runs
 import numpy as np
@@ -21,7 +22,7 @@ import train
 from tread.checkpoints.run_log import RunLog
 from tread.evaluation.score_files import add_line
 from tread.reports import page, runs
-from tread.reports.report import time_of, troubles_of, write_report
+from tread.reports.report import subject_of, time_of, troubles_of, write_report
 from tread.reports.runs import folders_of
 
 SCORE = {"label_agreement": 0.9, "frechet_pixels": 30.5, "count": 500, "time": "2026-01-02T03:04:05+00:00", "step": 300}
@@ -152,6 +153,8 @@ def test_seeds_are_put_together_with_their_spread(tmp_path):
     folders = [write_run(tmp_path / f"s{seed}", losses[seed], seed=seed) for seed in (0, 1)]
     line = read(*folders).lines("evaluation loss")["tread"]
     assert line["y"] == [3.5, 1.25] and line["spread"] == pytest.approx(np.std(losses, axis=0, ddof=1), rel=1e-5)
+    alike = [write_run(tmp_path / f"{seed}/x", losses[seed], seed=seed) for seed in (0, 1)]  # in folders of one name
+    assert len({*subject_of([runs.find_run(Path(folder)) for folder in alike]).names.values()}) == 2
 
 
 def test_long_curves_keep_their_ends_and_at_most_so_many_points(tmp_path):
@@ -191,8 +194,10 @@ def test_scores_have_their_counts_and_notes(run):
     (run / "fid.csv").write_text(older + same)
     (run / "step_0000000").mkdir()
     write_json(run / "step_0000000/fid.json", SCORE | {"step": 0, "time": "2026-01-01"})
+    write_json(run / "step_0000300/fid-2.json", SCORE | {"guidance": "cfg 2", "label_agreement": 0.8})  # at once
     found = read(run)
     scores = [row for row in found.rows if row and row[0].startswith("step ")]
+    assert scores.pop()[:2] == ["step 300", "0.8"]
     expected = [["step 0", "0.9", "30.5 of 1,442", "500"], ["step 200", "0.5", "–", "100"]]
     assert [row[:4] for row in scores] == [*expected, ["step 300", "0.9", "30.5 of 1,442", "500"]]
     for words in ("few samples", "fid is unavailable: grey pictures", "fid-1.json can't"):
