@@ -32,7 +32,7 @@ def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
                 values["sampler"] = sampler_told(values)
             shift = str(values.get("sampler") or "").partition(", ")[2]  # older code wrote no solver
             told = ("time", "step", "guidance", "weights", "labels", "first_seed", "count")
-            key = (*(str(values.get(name) or "") for name in told), shift)
+            key = (*("" if values.get(name) is None else str(values[name]) for name in told), shift)
             if path.suffix == ".csv" or counts:
                 counts = {name: n for name, n in counts.items() if isinstance(n, int) and n != record.get("count")}
                 warnings = record.get("warnings")

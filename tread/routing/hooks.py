@@ -256,10 +256,9 @@ class Routing:
         if last != index - 1 or index not in self._unwatched or tokens is None:
             return
         self._unwatched.discard(index)
-        now, count = args[0], self._tokens[number]
-        if count is None and self._batch_first:
-            count = args[0].shape[1]
-        if now.shape == before.shape and now.shape[:2] == (len(ids), count):
+        now, count = args[0], args[0].shape[1] if self._batch_first else self._tokens[number]
+        unclear = not self._batch_first and count == len(ids)  # whether (B, N, …) or (N, B, …)
+        if now.shape == before.shape and now.shape[:2] == (len(ids), count) and not unclear:
             skipped = torch.ones(now.shape[:2], dtype=torch.bool, device=now.device).scatter(1, ids, False)
             if not torch.equal(now[skipped], before[skipped].to(now.dtype)):
                 self._unwatched.clear()
