@@ -1,7 +1,6 @@
 """Measures how fast latents reach the device: python benchmarks/loader.py [folder=…] [rounds=5]
 
-Times these ways of bringing 4×32×32 float16 latents to the device in batches of 256, and a plain copy, each once a
-round:
+Times ways to bring 4×32×32 float16 latents to the device in batches of 256, and a plain copy, each once a round:
 
   ours        tread.data.loader.Loader, with the dataset mapped from disk (mmap), in RAM (ram) or on the device (device)
   webdataset  a tar of the same latents, read with the webdataset library, in one process and with 2 workers

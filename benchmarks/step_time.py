@@ -120,9 +120,8 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return {name: (run, settings)} of the steps to time: "dense", on all tokens, and "routed", under token routes
-    without fp32 blocks. A bf16 run of a model other than MaskDiT also has "routed, fp32: end", with each route's last
-    block in fp32. Raises ValueError if the model has no routes."""
+    """Return {name: (run, settings)} to time: "dense", all tokens; "routed", under routes without fp32 blocks; in bf16,
+    but not for MaskDiT, "routed, fp32: end", each route's last block in fp32. ValueError if the model has no routes."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")

@@ -81,8 +81,7 @@ def main(tree: dict) -> None:
 
 
 def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
-    """Check all settings, score each, then write the table and the figures. Raises ValueError or OSError for settings
-    that can't be scored, and if a file can't be read or written."""
+    """Check all settings, score each, write table and figures. ValueError or OSError for unusable settings or files."""
     options, paths = processes.from_main(lambda: scoring.settle_paths(options))
     check(sweep, options, paths)
     options, routed = replace(options, checkpoint=str(paths[0])), options.guidance.row.routed

@@ -1,7 +1,6 @@
 """Imports other people's latents as a dataset: python scripts/import_latents.py kind=… source=… out=…
 
-Restarted after a stop, it makes only the missing shards. All options: configs/import_latents.yaml; the kinds of source:
-tread/preparing/imports.py.
+Started again, it makes only missing shards. Options: configs/import_latents.yaml; sources: tread/preparing/imports.py.
 """
 
 if __name__ == "__main__":
@@ -29,8 +28,7 @@ def main(options: ImportOptions) -> None:
 
 
 def import_all(options: ImportOptions, processes: Processes) -> None:
-    """Open the source, write the missing shards, and assemble the dataset. Raises ValueError or OSError if the source
-    does not fit the options, or if reading or writing fails."""
+    """Open the source, write the missing shards, assemble the dataset. ValueError or OSError if any of it fails."""
     latents, samples = open_foreign(options)
     labels, text, by = samples.labels, samples.text, samples.statistics
     plan = {"kind": options.kind, "source": str(Path(options.source).resolve()), "shard_size": options.shard_size}

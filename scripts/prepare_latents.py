@@ -1,7 +1,6 @@
 """Encodes photos as a dataset of latents: python scripts/prepare_latents.py source=… out=…
 
-Restarted after a stop, with any number of processes, it makes only the missing shards. All options:
-configs/prepare_latents.yaml.
+Started again, with any number of processes, it makes only missing shards. Options: configs/prepare_latents.yaml.
 """
 
 if __name__ == "__main__":

@@ -47,8 +47,7 @@ class Options:
 
 @door(Options, "stopped; nothing was written")
 def main(options: Options) -> None:
-    """Compare the blocks' outputs, and write similarity.json and similarity.png. Raises ValueError or OSError if the
-    checkpoint does not fit the options, or if reading or writing fails."""
+    """Compare the blocks' outputs and write the results. ValueError or OSError if options or files do not fit."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     use_precision("fp32", device)
     use_cores(options.cpu_threads, processes=1)

@@ -219,8 +219,7 @@ def colours(study: Study) -> dict[str, str]:
 
 
 def pair_name(arm: str, other: str) -> str:
-    """Name the difference of two compared arms: "a − b" or, if names start alike, "depth 8: routed − dense" for
-    "depth 8, routed" and "depth 8, dense"."""
+    """Name two arms' difference: "a − b", or "depth 8: routed − dense" for "depth 8, routed" and "depth 8, dense"."""
     (first, _, rest), (second, _, others) = arm.partition(", "), other.partition(", ")
     return f"{first}: {rest} − {others}" if first == second and rest and others else f"{arm} − {other}"
 
@@ -392,10 +391,9 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
 
 
 def end_panels(study: Study, results: Results) -> list[Panel]:
-    """Return panels of the differences between compared arms at the end of training, with a row per pair: in the first
-    metric at equal training images and at equal FLOPs, in others at equal images or, if no pair has those, at equal
-    FLOPs. Dots are seeds, bars are 95% intervals, and the grey band around 0 holds differences that may be chance at
-    one seed (see `chance`)."""
+    """Return panels of the differences between compared arms at the end of training, a row per pair: in the first
+    metric at equal training images and at equal FLOPs, in others at equal images or, if no pair has those, FLOPs. Dots
+    are seeds, bars are 95% intervals, the grey band holds differences that may be chance at one seed (see `chance`)."""
     panels, colour, drawn = [], colours(study), set()
     if not (metrics := measured(study.metrics, results)):
         return []  # no run has come to its first evaluation
@@ -559,8 +557,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return table columns with two similarities: that of neighbouring blocks' outputs, averaged over the blocks, and
-    that of the embedding and the last block's output."""
+    """Return columns of similarities: neighbouring blocks' outputs, averaged; the embedding and the last output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]

@@ -218,9 +218,8 @@ class Children:
     def run(
         self, command: Sequence[str], cores: int, log: Path, lock: Lock, over: Callable[[], bool] | None = None
     ) -> None:
-        """Run a Python command with `cores` threads, its output appended to `log`. The process holds `lock` until it
-        ends, even if the study is killed. Once over() is true (None: never), the process is asked to save and end.
-        Raises ValueError if the command fails."""
+        """Run a Python command with `cores` threads, appending output to `log`. It holds `lock` until it ends, even if
+        the study is killed, and is asked to save and end once over() is true (None: never). ValueError if it fails."""
         with log.open("ab") as file:
             began = file.seek(0, os.SEEK_END)
             child = subprocess.Popen(

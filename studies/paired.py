@@ -79,8 +79,7 @@ def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
 
 
 def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
-    """Return (point, [each run's value of the metric]) for each number of images where every run has the metric. The
-    point is the first run's: its images, FLOPs and metrics."""
+    """Return (the first run's point, [each run's metric]) for each number of images where every run has the metric."""
     curves = [curve(run, metric, "images") for run in runs]
     points = runs[0]["points"] if runs else []
     shared = [point for point in points if all(point["images"] in each for each in curves)]

@@ -26,9 +26,8 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
-    """Return {training's hash: content of its result.json}, from published results (unless `again`) and folder
-    `results`. If both have it, the folder's counts, unless only the published one is finished. Their scores are merged
-    if both are of the same training, by its points."""
+    """Return {training's hash: content of its result.json} from published results (unless `again`) and `results`. Of
+    two, the folder's counts unless only the published one is finished; scores merge if both have the same points."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]

@@ -273,8 +273,7 @@ def _over(base: dict, said: dict) -> dict:
 def plan(study: Study, seeds: int | None = None, made: Mapping | None = None, guess: bool = False) -> list[Planned]:
     """Return a study's runs, seed by seed. Raises ValueError for overrides that train.py does not take.
 
-    seeds  number of seeds of each arm; None: its own. A trial, an arm made to try a value of another arm's `choose`,
-           always has one seed.
+    seeds  number of seeds of each arm; None: its own. A trial, made to try a value of an arm's `choose`, has one seed.
     made   {key of a training: its result.json}. An arm with `choose` takes the value of its best trial, and is left
            out until all its trials are trained. None: it takes the first value.
     guess  True: until its trials are trained, an arm with `choose` takes the first value instead of being left out.

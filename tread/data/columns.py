@@ -17,8 +17,7 @@ Encoded captions are in the order of the samples, but their files are not split 
     text-clip-l-counts.npy          (samples,) int32: how many captions each sample has
     text-clip-l-00007.npy           the last file (here number 7), which holds the encoded empty caption alone: n = 1
 
-index.json has a section text[<encoder>] for each encoder, see TextSpec. section_writer.py writes features and text,
-which are opened here; dataset.py opens pictures.
+index.json has a section text[<encoder>] for each encoder, see TextSpec. section_writer.py writes features and text.
 """
 
 import bisect

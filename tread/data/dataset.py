@@ -31,12 +31,10 @@ from tread.runtime.schema import check
 
 
 class Batch(NamedTuple):
-    """B samples: latents as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,).
-
-    Other fields are None unless the dataset was opened with them: features (B, tokens, channels) float16 and pictures
-    (B, 3, H, W) uint8, mirrored if the latents are; text, an encoded caption per sample; and class_token (B, channels)
-    float16, a feature vector of each whole picture.
-    """
+    """B samples: latents as stored (B, stored channels, S, S), labels (B,) int64, indices into the dataset (B,). Other
+    fields are None unless the dataset was opened with them: features (B, tokens, channels) float16 and pictures (B, 3,
+    H, W) uint8, mirrored if the latents are; text, an encoded caption per sample; and class_token (B, channels)
+    float16, a feature vector of each whole picture."""
 
     stored: Tensor
     labels: Tensor
@@ -71,15 +69,13 @@ class LatentDataset:
 
     verify     "open" checks headers and sizes of all opened files, hashes of labels, caption counts and lengths, and
                some rows of features and text; "full" checks all hashes, and all rows of features and text.
-    placement  "mmap": memory-mapped, so that the operating system keeps in memory what it can; "ram": copied to this
-               process's memory; "device": copied to the memory of `device`. Text is placed like the latents; features,
-               class tokens and pictures stored beside the latents are always memory-mapped.
+    placement  "mmap": memory-mapped; "ram": copied to this process's memory; "device": copied to that of `device`. Text
+               is placed like the latents; features, class tokens and stored pictures are always memory-mapped.
     features   the name of an encoder whose stored features are read too; `feature_spec` describes them.
     pictures   also read pictures, stored ones or the latents if they are pixels; `picture_size` is the side in pixels.
     text       the name of a text encoder whose encoded captions (`encoded`) are read too; `text_spec` describes them.
     flip       `batch` mirrors each sample with probability ½; only for pixels stored in one view, without features.
-    class_token  the number of channels of the stored feature vectors of whole pictures, which are then read too; None:
-                 they are not read.
+    class_token  channels of the stored feature vectors of whole pictures, which are then read too; None: not read.
     """
 
     folder: Path
@@ -223,10 +219,8 @@ class LatentDataset:
         """Return samples by index, in the given order. Raises IndexError for an index or view that does not exist.
 
         views     the view of each sample, or one for all: 0 plain, 1 mirrored.
-        pin       use page-locked CPU memory, except for labels, a text's masks and int64 word ids, and pictures that
-                  are computed from stored pixels.
-        captions  for each sample, which caption to read: its number among all captions of the dataset; None: each
-                  sample's first.
+        pin       use page-locked CPU memory, except for labels, texts' masks, word ids, pictures computed from pixels.
+        captions  for each sample, the number of the caption to read among all of the dataset; None: its first one.
 
         Tensors are in CPU memory, with one exception: with placement "device", latents and text are on the device, and
         so are pictures that are computed from stored pixels.

@@ -42,9 +42,8 @@ def index_lock(folder: Path) -> Iterator[None]:
 
 
 def beside(folder: Path, name: object) -> Path:
-    """Return the folder of a related dataset. `name` is its path relative to `folder`, as `folder`'s index.json has it.
-    If `folder` is a symbolic link, ".." in `name` is the folder that holds the link or, if that leads nowhere, the
-    folder that holds the link's target."""
+    """Return the folder of a related dataset. `name` is its path relative to `folder`, as in index.json. If `folder` is
+    a link, ".." in `name` is the folder that holds the link or, if that leads nowhere, that of the link's target."""
     place = Path(folder) / str(name)
     plain = Path(os.path.normpath(place))
     return plain if plain.exists() else place

@@ -150,6 +150,5 @@ def holds_pixels(latents: LatentSpec) -> bool:
 
 
 def stored_pictures(stored: Tensor, latents: LatentSpec) -> Tensor:
-    """Convert stored pixels (B, 1 or 3, S, S), of the dtype and scale that `latents` states, to pictures (B, 3, S, S)
-    uint8. Grey is repeated in three channels."""
+    """Convert stored pixels (B, 1 or 3, S, S), of the dtype and scale in `latents`, to RGB (B, 3, S, S) uint8."""
     return to_uint8(from_network(to_network(stored, latents), latents)).expand(-1, 3, -1, -1).contiguous()

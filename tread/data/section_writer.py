@@ -68,9 +68,8 @@ class SectionWriter(ShardStore, ABC):
         return index, self._place[-1]
 
     def is_finished(self, again: bool = False) -> bool:
-        """Return whether index.json has this writer's section already; if so, remove unfinished work. Raises ValueError
-        or OSError if the section is damaged or has other `facts`. With `again`, hashes are checked too, and a damaged
-        or different section gives False instead of an error."""
+        """Return whether index.json has this section already; if so, remove unfinished work. A damaged one, or one with
+        other `facts`, raises ValueError or OSError or, with `again`, which also checks hashes, gives False."""
         index = read_index(self.folder)
         around, key = self._around(index)
         if (section := around.get(key)) is None:
@@ -128,8 +127,7 @@ class SectionWriter(ShardStore, ABC):
             self.write(number, parts(shard))
 
     def publish(self) -> None:
-        """Move all shards into the dataset's folder, replacing the files of an older section, and list them in
-        index.json. Raises OSError if shards are missing."""
+        """Move all shards to the dataset and its index.json, replacing an older section. OSError if one is missing."""
         self.check_complete()
         section = self.plan | self.shards([note["entry"] for note in self.notes()])
         path = self.folder / "index.json"

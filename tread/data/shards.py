@@ -94,11 +94,9 @@ def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> 
 
 def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, list[int]]:
     """View memory-mapped shards as one matrix without a copy, so that one gather reads from all of them. Also returns
-    the row at which each shard starts.
-
-    The matrix spans the memory from the first shard to the last: row i holds elements i to i + width − 1 of this
-    memory. Rows overlap, and many may lie outside the shards: only rows within a shard may be read.
-    """
+    the row at which each shard starts. The matrix spans the memory from the first shard to the last: row i holds
+    elements i to i + width − 1 of this memory. Rows overlap, and many may lie outside the shards: only rows within a
+    shard may be read."""
     size = shards[0].itemsize
     starts = [shard.ctypes.data for shard in shards]
     base, end = min(starts), max(start + shard.nbytes for start, shard in zip(starts, shards))
@@ -144,8 +142,7 @@ class ShardRows:
         return Path(self._arrays[shard].filename), int(index - self._firsts[shard])
 
     def read(self, indices: np.ndarray, views: np.ndarray | int = 0, pin: bool = False) -> Tensor:
-        """Return one view (0 original, 1 mirrored) of each sample, (B, …), on the rows' device. `pin`
-        page-locks a CPU tensor."""
+        """Return samples' views (0 original, 1 mirrored), (B, …), on the rows' device. `pin` page-locks CPU tensors."""
         views, mirrored = np.asarray(views), None
         if views.max(initial=0) >= self._views:
             mirrored, views = np.broadcast_to(views >= self._views, indices.shape).copy(), views % self._views

@@ -4,8 +4,7 @@
     <work>/data/              their arrays, such as shard-00003.npy
     <work>/done/00003.json    a shard's note, written last: its files with their sha256, and facts about it
 
-Interrupted work continues with the missing shards. A shard's content follows from the plan and its rows alone, so it
-does not matter which process makes it, or when.
+Interrupted work continues. A shard's content follows from plan and rows alone, whichever process makes it, and when.
 """
 
 import itertools
@@ -190,8 +189,7 @@ class ShardStore:
         return np.concatenate(list(self.arrays(kind)))
 
     def first(self, kind: str, count: int) -> np.ndarray:
-        """Return the first `count` rows of one kind of array. Only the first ⌈count / shard size⌉ shards with rows are
-        read; if some of these are not full, fewer rows are returned."""
+        """Return the first `count` rows of `kind`; fewer if the first ⌈count / shard size⌉ shards are not all full."""
         shards = math.ceil(count / len(self.ranges[0]))
         return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
 

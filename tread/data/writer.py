@@ -115,11 +115,9 @@ class DatasetWriter(ShardStore):
 
     def assemble(self, **fields: object) -> None:
         """Write index.json into the shards' folder, once all are done. Raises ValueError if the dataset would be empty,
-        OSError if shards are missing.
-
-        fields  more entries of index.json, such as `heldout` or `train`, the folder of the held-out or training data,
-                relative to this one; `normalize_by`, {"mean", "std"} that normalise channels in place of measured ones.
-        """
+        OSError if shards are missing. `fields` are more entries of index.json, such as `heldout` or `train`, the folder
+        of the held-out or training data, relative to this one; `normalize_by`, {"mean", "std"} that normalise channels
+        in place of measured ones."""
         self.check_complete()
         notes = list(self.notes())
         entries = [note["entry"] for note in notes if note["entry"]["count"]]
@@ -142,8 +140,7 @@ class DatasetWriter(ShardStore):
         write_json(self.data / "index.json", index)
 
     def publish(self, report: dict | None = None) -> None:
-        """Write `report` and the plan as report.json (None: write no such file), move the folder `data` to the
-        dataset's place, and remove the work folder."""
+        """Write report.json (`report` and plan; None: no file), move the data into place, remove the work folder."""
         if report is not None:
             write_json(self.data / "report.json", report | {"plan": self._report_plan})
         sync(self.data)

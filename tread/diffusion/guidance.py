@@ -13,9 +13,8 @@ guides the velocity). The two denoisers are called branches. With ω = 1 only th
     path_drop        class                no class, without g    SPRINT, arXiv 2510.21986; g is its sparse part
     path_drop_class  class                class, without g       SPRINT
 
-A ratio is the fraction of tokens that skip blocks, namely those blocks that tokens could skip in training. The weak
-branch of sparse and sparse_cfg may be another network. For a network that takes texts, "class" means the caption, and
-"no class" the empty caption.
+A ratio is the fraction of tokens that skip the blocks that tokens could skip in training. The weak branch of sparse and
+sparse_cfg may be another network. For a network that takes texts, "class" means the caption, "no class" the empty one.
 """
 
 import itertools

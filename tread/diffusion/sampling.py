@@ -256,10 +256,9 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Return a function from the index of a denoiser call to its routes, pairs (Route, indices of the kept tokens, or
-    random numbers if the network chooses them). On each route the fraction ratios[call] of the tokens skips blocks;
-    routes on which none skips are left out. Each sample's tokens are drawn from its seed and the name `stream`, even if
-    all of a batch shared them in training."""
+    """Return a function from a denoiser call's index to its routes, pairs (Route, kept tokens' indices, or random
+    numbers if the network chooses). On each route the fraction ratios[call] of tokens skips blocks; routes on which
+    none skip are left out. A sample's tokens come from its seed and the name `stream`, even if shared in training."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     if not any(ratios):

@@ -17,8 +17,7 @@ NUMBERED = 14  # rows or columns up to which a heat map shows numbers
 class Line:
     """A named curve of points (x, y), in the same colour in all panels. The name "" is left out of the legend.
 
-    spread  for each point, half the height of a band around y; in a Panel that sets `names`, half the length of a bar
-            along x instead. None: no band and no bars.
+    spread  half the height of each point's band or, in a Panel with `names`, half the length of its bar; None: neither.
     dashed  True: a dashed curve with square points, for example one that must not be compared with solid curves.
     colour  a matplotlib colour; None: chosen by the name's position among the names in the figure.
     labels  texts beside the points; `dots` are further points (x, y), drawn small and pale.

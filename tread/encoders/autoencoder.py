@@ -1,8 +1,7 @@
 """Converts pixels to latents for storage, and the diffusion network's latents to pixels, by a diffusers autoencoder.
 
-The network gets stored latents after scaling (see tread/data/latents.py). The autoencoder "pixels" (autoencoder=none)
-is the identity: a latent is the picture itself, with 0..255 mapped to −1..1. Imported latents have the autoencoder
-"unknown" if their source does not name one.
+The network gets stored latents after scaling (tread/data/latents.py). With the autoencoder "pixels" (autoencoder=none)
+a latent is the picture itself, 0..255 mapped to −1..1. Imported latents have "unknown" if the source names none.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """The CLIP score, how well pictures fit their captions: 100·max(cos, 0) of CLIP's two embeddings (arXiv 2104.08718).
 
-That paper multiplies by 2.5; text-to-image papers multiply by 100. ViT-L/14 and ViT-B/32 give different
-scores, so fid.py writes the hash of the weights into its results, fid.json.
+Text-to-image papers use 100, that paper 2.5. ViT-L/14 and ViT-B/32 score differently: fid.json has the weights' hash.
 """
 
 from collections.abc import Sequence

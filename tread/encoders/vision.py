@@ -77,9 +77,8 @@ class Encoder:
 
     @torch.no_grad()
     def encode_both(self, pictures: Tensor, whole: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return features (B, T, z) fp32 of pictures (B, 3, H, W) uint8, and a feature vector of each whole picture,
-        (B, P) fp32: DINOv2's class token, Inception's pooled features or, for others, the mean token; None with
-        whole=False. Raises ValueError as `encode` does."""
+        """Return features (B, T, z) of pictures (B, 3, H, W) uint8, and (B, P) of whole ones, both fp32: DINOv2's class
+        token, Inception's pooled features, else the mean token; None with whole=False. ValueError as for `encode`."""
         check_pictures(pictures)
         with computing(self.device, self.precision):
             made = self.run(pictures.to(self.device))

@@ -19,10 +19,9 @@ from tread.runtime.randomness import seeded_normal
 
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
-    """Return the sample's and the noise level's index, (n,) int64 each, of the evaluation points `numbers` (n,), which
-    lie in 0..points−1. A point is a sample at a noise level. If points ≤ samples, the samples are evenly spaced in the
-    dataset, so that each class has its share, and point k has level k % noise_levels. Otherwise point k has sample s =
-    k % samples and level (s + k // samples) % noise_levels."""
+    """Return indices of sample and noise level, (n,) int64 each, of evaluation points `numbers` (n,) in 0..points−1. If
+    points ≤ samples, samples are evenly spaced in the dataset, so each class has its share, and point k has level k %
+    noise_levels. Else point k has sample s = k % samples and level (s + k // samples) % noise_levels."""
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels
     return numbers % samples, (numbers % samples + numbers // samples) % noise_levels
@@ -59,8 +58,7 @@ def read_points(
 def heldout_loss(
     process: Process, network: nn.Module, data: LatentDataset, numbers: Tensor, points: int, noise_levels: int
 ) -> Tensor:
-    """Return the losses of evaluation points, (n,) fp32 on the network's device. A point is a sample at a noise level
-    (see `point`), with its own noise.
+    """Return evaluation points' losses (see `point`), (n,) fp32 on the network's device; each point has its own noise.
 
     numbers       (n,) int64 in 0..points−1, the points to compute.
     points        total number of points.

@@ -22,9 +22,8 @@ class Metric:
     better    direction of better values; None: neither.
     unit      unit of the values, for axes.
     long      name where there is room; "": the same as display.
-    of        "samples": it is measured on samples, by fid.py and maybe during training; "demo": likewise, but only for
-              dataset=emoji; "heldout": it is a loss on held-out data, measured during training, by which runs are
-              compared; "training": training logs it every few steps.
+    of        "samples": measured on samples, by fid.py and maybe in training; "demo": likewise, for dataset=emoji only;
+              "heldout": a loss on held-out data in training, to compare runs by; "training": logged every few steps.
     compared  whether tables that compare runs have a column for the metric.
     curve     False: training measures it only once, at the end, so no curve is drawn.
     log       whether its axis is logarithmic.

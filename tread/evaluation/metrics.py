@@ -81,11 +81,9 @@ def frechet_distance(mean1: np.ndarray, covariance1: np.ndarray, mean2: np.ndarr
 
 
 def inception_score(probabilities: np.ndarray, split: int = SPLIT) -> float:
-    """Return exp(mean KL(p(y|x) ‖ p(y))) (Salimans et al. 2016, arXiv 1606.03498), averaged over splits.
-
-    probabilities  (n, classes), rows that sum to 1, in the pictures' order. Each `split` consecutive rows are one
-                   split; the last one may be shorter, and counts like the others, as in ADM's evaluator.
-    """
+    """Return exp(mean KL(p(y|x) ‖ p(y))) (Salimans et al. 2016, arXiv 1606.03498), averaged over splits. The rows of
+    probabilities (n, classes) sum to 1 and are in the pictures' order. Each `split` consecutive rows are one split; the
+    last one may be shorter, and counts like the others, as in ADM's evaluator."""
     scores = []
     for start in range(0, len(probabilities), split):
         p = torch.from_numpy(probabilities[start : start + split].astype(np.float64))

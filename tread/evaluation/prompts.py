@@ -93,8 +93,7 @@ class ScoredPrompts:
 
 
 def heldout_folder(saved: SavedNetwork) -> Path:
-    """Return the folder of the held-out data of `saved`'s run. Raises ValueError if the run has none, FileNotFoundError
-    if that folder is not there."""
+    """Return the held-out data's folder of `saved`'s run. ValueError if there is none, FileNotFoundError if missing."""
     name, where = saved.cfg.dataset.heldout, saved.found.folder
     if name in (None, "auto"):
         raise ValueError(f"{where} has no held-out data: name a dataset's folder instead of {HELDOUT}")

@@ -67,9 +67,8 @@ class Reference:
 def open_reference(
     path: Path, crop: Crop | None, processes: Processes, sizes: Mapping[str, int], skip: bool = False
 ) -> Reference:
-    """Open a reference, given by a path or the name "cifar10", without decoding its pictures. All processes call this
-    together. Raises FileNotFoundError, or ValueError if the file is damaged, has statistics of another Inception
-    network, or holds nothing to compare with.
+    """Open a reference, a path or "cifar10", without decoding its pictures. All processes call this together. Raises
+    FileNotFoundError, or ValueError if it is damaged, of another Inception network, or has nothing to compare with.
 
     crop   how photos of a folder or tar are cropped; None: its pictures are taken as they are.
     sizes  the numbers of features that stored statistics must have, {"pool": D, "spatial": D}.

@@ -1,7 +1,6 @@
-"""Reads and writes a score's files: fid.json and, for a checkpoint, a line in fid.csv. With fid.py's out=… both are in
-that folder; else fid.json is in the checkpoint's folder and fid.csv above it. Pictures that were made elsewhere, as in
-photos/ or photos.npz, get photos.fid.json beside them. The newest score has this name; those before it that had other
-settings are kept as fid-1.json, fid-2.json, …"""
+"""Reads and writes a score's files: fid.json and, for a checkpoint, a line in fid.csv, both in fid.py's out=… or else
+in the checkpoint's folder and above it, respectively. Pictures made elsewhere, as in photos/ or photos.npz, get
+photos.fid.json beside them. The newest score has this name; older ones with other settings are fid-1.json, …"""
 
 import csv
 import itertools

@@ -51,8 +51,7 @@ class Scorer(ABC):
     hashes: Mapping[str, str | None] = {}
 
     def prepare(self, pictures: torch.Tensor) -> dict[str, np.ndarray]:
-        """Return what `score` needs of pictures (n, C, H, W) uint8, such as their features: {name: array of n rows}.
-        The arrays are stored with the pictures."""
+        """Return what `score` needs of pictures (n, C, H, W) uint8, to be stored with them: {name: array of n rows}."""
         return {}
 
     @abstractmethod
@@ -135,10 +134,9 @@ class ReferenceScorer(Scorer):
 def open_scorer(
     reference: Path, inception: str | None, crop: Crop | None, processes: Processes, skip: bool = False
 ) -> ReferenceScorer:
-    """Open a reference, and Inception from the weight file `inception` (None: the file that TREAD_INCEPTION names, else
-    pytorch-fid's, downloaded if needed). `crop` says how the reference's photos are cropped (None: not at all); with
-    `skip`, damaged ones are left out. All processes call this together. Raises FileNotFoundError or ValueError if the
-    reference or the weights can't be opened."""
+    """Open a reference, and Inception from the weight file `inception` (None: TREAD_INCEPTION's, else pytorch-fid's,
+    downloaded if needed). `crop` says how the reference's photos are cropped (None: not); with `skip`, damaged ones are
+    left out. All processes call this together. Raises FileNotFoundError or ValueError if either can't be opened."""
     with processes.main_first():  # one process fetches the weights
         weights = find_weights(inception)
     network = load_inception(weights, processes.device)

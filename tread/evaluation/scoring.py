@@ -185,9 +185,8 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
 
 def settle_paths(options: ScoringOptions) -> tuple[ScoringOptions, list[Path]]:
     """Find the checkpoints that options.checkpoint names, a path or a pattern with *. Call it once, in one process, as
-    the link `latest` may change. Returns the options, with guidance.checkpoint, if set, replaced by that checkpoint's
-    folder, and the distinct folders found, sorted by run and step. Raises FileNotFoundError for a missing checkpoint,
-    ValueError for a damaged one."""
+    the link `latest` may change. Returns the options, with guidance.checkpoint, if set, replaced by its folder, and the
+    distinct folders found, sorted by run and step. Raises FileNotFoundError or, if one is damaged, ValueError."""
     pattern, weak = options.checkpoint, options.guidance.checkpoint
     paths = [pattern] if pattern else []
     if pattern and not Path(pattern).exists():
@@ -345,9 +344,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
-    """Return the folder of CIFAR-10's training pictures: the one that a network of `plans` was trained on, else
-    data/cifar10. With `make`, missing pictures are written, after a download if needed. Raises ValueError or OSError if
-    the download or the writing fails."""
+    """Return the folder of CIFAR-10's training pictures: that of a network of `plans`, else data/cifar10. With `make`,
+    missing pictures are written, after a download if needed. Raises ValueError or OSError if either fails."""
     datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
     folder = Path(datasets[0].path if datasets else "data/cifar10")
     if make:

@@ -74,11 +74,8 @@ def block_states(
 
 def similarity(batches: Iterable[States]) -> Tensor:
     """Return the mean cosine similarity of each pair of states over the tokens that both hold: (L + 1, L + 1) fp64, on
-    the CPU. State 0 is the tokens before the blocks, state k + 1 those after block k.
-
-    All tokens of all samples weigh the same; NaN for two states that never hold the same token. One batch is in memory
-    at a time. A token whose channels are all 0 has similarity 0 to every token, itself included.
-    """
+    the CPU. All tokens of all samples weigh the same; NaN for two states that never hold the same token. One batch is
+    in memory at a time. A token whose channels are all 0 has similarity 0 to every token, itself included."""
     total = count = 0.0
     for states in batches:
         units = F.normalize(states.tokens, dim=-1).flatten(1)  # (L + 1, B·N·D)

@@ -25,10 +25,9 @@ Init = Literal["adaln_zero", "xavier"]
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return x·(1 + scale) + shift for tokens x (B, N, D), shift and scale (B, D); in fp32 under autocast. On a CPU,
-    where norms return bf16 under autocast, x is cast to fp32 first."""
+    """Return x·(1 + scale) + shift for tokens x (B, N, D), shift and scale (B, D); in fp32 under autocast."""
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        x = x.float()
+        x = x.float()  # norms return bf16 there
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
@@ -217,8 +216,7 @@ class Backbone(nn.Module):
 
         routes       pairs (Route, ids_keep (B, K)): a route's blocks run only on the K tokens with these indices. Or
                      pairs (Route, uniform draws (B, N)), from which the rule Route.select chooses ids_keep.
-        record       receives each route's ids_keep, the outputs of the blocks in record.blocks, and the velocity that
-                     the network predicts for the class token, if it has one.
+        record       receives each route's ids_keep, outputs of record.blocks, and any class token's predicted velocity.
         class_token  (B, z) noised feature; required if the network has a class token.
         """
         x, c, *shared = self.embed(x, t, y, class_token)

@@ -20,8 +20,7 @@ class ClassToken(nn.Module):
         self.out = nn.Linear(hidden_size, width)
 
     def before(self, tokens: Tensor, given: Tensor | None) -> Tensor:
-        """Embed the noised feature `given` (B, z) and put it before the patches: (B, N, D) → (B, 1 + N, D). Raises
-        ValueError if `given` is None or has another shape."""
+        """Embed `given` (B, z) before the patches: (B, N, D) → (B, 1 + N, D). ValueError for None or other shapes."""
         if given is None or given.shape != (len(tokens), self.width):
             said = "none" if given is None else tuple(given.shape)
             raise ValueError(f"class_token is {said}, but this network takes ({len(tokens)}, {self.width})")

@@ -1,8 +1,7 @@
 """LightningDiT (Yao et al. 2025, arXiv 2501.01423): DiT with RMSNorm, SwiGLU and rotary positions, each an option.
 
-Parameter names and shapes are those of public LightningDiT checkpoints; with norm="layer", mlp="gelu" and
-positions="sincos" the network is dit.py's DiT, with DiT's names. If some tokens skip blocks, the others keep their
-rotary positions in the full grid.
+Parameters are named and shaped as in public LightningDiT checkpoints; norm="layer", mlp="gelu", positions="sincos" make
+it DiT (dit.py), names included. If some tokens skip blocks, the others keep their positions in the full grid.
 
 Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of d = D/H channels.
 """

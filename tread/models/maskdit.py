@@ -72,9 +72,8 @@ class MaskDiT(DiT):
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None) -> Tensor:
         """Run the network: x (B, C, S, S), time input t (B,), labels y (B,) int64 → (B, out_channels, S, S). `routes`
-        is () or one pair (Route, ids_keep (B, K)): the encoder runs on the tokens with these indices only, the decoder
-        on all, with mask tokens for the others. `record` receives ids_keep and the outputs of the encoder's blocks
-        whose indices are in record.blocks."""
+        is () or one pair (Route, ids_keep (B, K)): the encoder runs only on these tokens, the decoder on all, with mask
+        tokens for the rest. `record` receives ids_keep and the outputs of the encoder's blocks in record.blocks."""
         x, c = self.embed(x, t, y)
         (batch, tokens), ids_keep, record = x.shape[:2], None, record or Record()
         check_spans([route for route, _ in routes], len(self.blocks))

@@ -1,5 +1,4 @@
-"""Mamba-2's token mixing in linear time: the scan by matrix products (state-space duality, Dao & Gu 2024, arXiv
-2405.21060), and the causal convolution before it.
+"""Mamba-2's linear-time token mixing: scan (state-space duality, Dao & Gu 2024, arXiv 2405.21060) and convolution.
 
 Each head holds a state h of P × N numbers. Every token shrinks it, adds to it and reads from it:
 
@@ -30,13 +29,11 @@ LEVEL = 8  # most chunks in a chunk of the next level
 
 def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """Return y (S, T, G·R, P) fp32 of the recurrence h_t = exp(Δ_t·A)·h_{t−1} + Δ_t·x_t B_tᵀ, y_t = h_t C_t, h_0 = 0,
-    for x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B and C (S, T, G, N): S samples, T tokens, G groups of R heads
-    that share B and C, P channels per head, and a state h of P × N numbers per head.
+    for x (S, T, G·R, P), dt = Δ (S, T, G·R), A (G·R,), B and C (S, T, G, N); a head's state h has P × N numbers.
 
-    Δ ≥ 0 and A ≤ 0 may have any size: each decay is the exponential of a sum over the tokens that it spans, never a
-    quotient or a difference of sums, so nothing overflows or cancels. Computed in fp32 for any input precision
-    (products in TF32 where that is allowed). Under autocast matrix products are in bf16, as in mamba_ssm's kernel,
-    while decays, states between chunks and sums stay fp32.
+    Δ ≥ 0 and A ≤ 0 may have any size: each decay is the exponential of a sum over the tokens it spans, not a quotient
+    or difference of sums, so nothing overflows or cancels. Computed in fp32 for any input (products in TF32 if
+    allowed). Under autocast products are in bf16, as in mamba_ssm's kernel; decays, sums and states stay fp32.
     """
     device = "cpu" if x.is_meta else x.device.type
     most, half = CHUNKS.get(device, CHUNK), product_dtype(device)
@@ -64,8 +61,7 @@ def product_dtype(device: str) -> torch.dtype:
 
 
 def _chunks(x: Tensor, most: int) -> Tensor:
-    """Split tokens into c chunks of equal length L ≤ `most`: (S, T, …) → (S, c, L, …). Padding with zeros adds tokens
-    that neither shrink the state nor add to it."""
+    """Split (S, T, …) into chunks of L ≤ `most` tokens, (S, c, L, …); padding by zeros leaves the state as it is."""
     chunks = -(-x.shape[1] // most)
     length = -(-x.shape[1] // chunks)
     if padding := chunks * length - x.shape[1]:
@@ -174,9 +170,8 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Shifted(torch.autograd.Function):
-    """The function behind causal_conv: x (S, T, C), weight (C, K), bias (C,) → (S, T, C). Its backward pass is written
-    by hand, as autograd would keep a tensor of the size of x for each of the K taps. Tap K − 1 − s reads the token
-    s places back; no tap reads before the first token."""
+    """causal_conv's function: x (S, T, C), weight (C, K), bias (C,) → (S, T, C). Its backward pass is written by hand,
+    as autograd would keep a copy of x per tap. Tap K − 1 − s reads the token s places back, none before the first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

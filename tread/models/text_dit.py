@@ -4,8 +4,7 @@ Between attention and MLP, picture tokens give the queries and the text gives ke
 al. 2023, arXiv 2310.00426). The text is normalised and projected once to the tokens' width; its pooled vector is added
 to the timestep's conditioning. The last projections of cross-attention and of the pooled vector start at zero, so the
 text has no effect on an untrained network. Only picture tokens skip blocks: each block sees the whole text. With
-norm="layer", mlp="gelu" and positions="sincos", all parts except those for text are the same as in DiT (dit.py), and
-have the same names.
+norm="layer", mlp="gelu" and positions="sincos", all parts except those for text are DiT's (dit.py), names included.
 
 Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of text tokens and pooled text.
 """

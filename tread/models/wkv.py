@@ -1,7 +1,6 @@
 """Bidirectional WKV, the token mixing of Vision-RWKV (Duan et al. 2024, arXiv 2403.02308, Eq. 4), in linear time.
 
-In each channel, every token gets the mean of all tokens' values, weighted by their keys and by an exponential decay
-with the distance along the sequence:
+In each channel, a token gets the mean of all values, weighted by keys and by exponential decay with the distance:
 
     wkv_t = Σ_i a_ti·v_i / Σ_i a_ti,   a_ti = exp(k_i − (|t − i| − 1)·w/T) for i ≠ t,   a_tt = exp(k_t + u)
 

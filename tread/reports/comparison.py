@@ -88,8 +88,7 @@ def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
 
 
 def _names(groups: list[list[Found]]) -> list[str]:
-    """Return a name for each group: its model and the settings that differ among groups of that model; if this is too
-    long or not unique, the folder of the group's first run."""
+    """Name groups by model and settings that differ within it or, if long or not unique, by the first run's folder."""
     configs, folders = [runs[0].config for runs in groups], [runs[0].folder for runs in groups]
     keys = [key for key in unlike(configs) if key not in APART and key.partition(".")[0] not in UNSAID]
     names = []
@@ -103,8 +102,8 @@ def _names(groups: list[list[Found]]) -> list[str]:
 
 
 def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[object]]:
-    """Return the settings that differ: {dotted key: its value in each config, None if missing}. If `keys` are given,
-    only these keys or sections are compared. The held-out data's hash counts only if all have it; old runs do not."""
+    """Return {dotted key: each config's value or None} of settings that differ, among `keys` (or sections) if given.
+    HELDOUT counts only if all have it."""
     differing = {key: None for config in configs for key in differences(configs[0], config)}
     chosen = [key for key in differing if not keys or any(f"{key}.".startswith(f"{name}.") for name in keys)]
     values = {key: [value_at(config, key) for config in configs] for key in chosen}
@@ -151,8 +150,7 @@ def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def cautions(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return warnings for readers: about groups in which runs share a seed or were made by different code, and about
-    settings that differ between the groups."""
+    """Return warnings on groups whose runs share a seed or differ in code, and on settings that differ between them."""
     warnings = []
     for group in groups:
         seeds = {run.config.get("seed") for run in group.runs}
@@ -234,8 +232,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """Format values as "mean ± standard deviation", or as the mean alone if there is only one value or the deviation is
-    outside 1e-4..1e4. No values give "–"."""
+    """Format values as "mean ± deviation"; the mean for one value or a deviation outside 1e-4..1e4; "–" for none."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0

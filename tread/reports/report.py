@@ -58,9 +58,8 @@ class Subject:
 
 
 def write_report(folders: Sequence[Path | str]) -> Path:
-    """Write a page on runs into the first folder: report.html, or for several runs comparison.html. Return its path.
-    The page names damaged files. Raises FileNotFoundError for a folder without a run, OSError if the page can't be
-    written, ValueError if plotly is missing."""
+    """Write a page on runs, report.html or (several) comparison.html, into the first folder; return its path. It names
+    damaged files. FileNotFoundError for a folder without a run, OSError if writing fails, ValueError without plotly."""
     first, *others = dict.fromkeys(map(Path, folders))
     runs = [find_run(folder) for folder in (first, *others)]
     check_place(first, 0)

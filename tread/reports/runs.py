@@ -26,8 +26,7 @@ class Found:
 
     config    settings of its last start, else of its newest checkpoint; {}: neither can be read. "plugins" lists names
               of files or modules with the first digits of their sha256. HELDOUT is added if recorded.
-    records   a dict of finite numbers per readable line of metrics.jsonl: "step", "seconds" and "flops" since the start
-              of training, and metrics.
+    records   a dict of finite numbers per readable line of metrics.jsonl: metrics, "step", "seconds", "flops" so far.
     starts    entries of run.json, one per start: "step", "config", "versions" and "warnings".
     status    content of status.json; {}: it is missing or damaged.
     problems  messages about what could not be read.
@@ -144,8 +143,7 @@ def _typed(start: dict) -> dict:
 
 
 def _config_of(config: object) -> dict:
-    """Convert a config that this or older code recorded to today's keys. Returns {} if it is not a dict, or if a key
-    of NEEDED is missing or has a wrong type."""
+    """Convert a recorded config to today's keys; {} if it is no dict or lacks a key of NEEDED with the right type."""
     try:
         config = migrate(config)
     except (TypeError, AttributeError):

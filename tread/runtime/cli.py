@@ -25,10 +25,8 @@ ONE_EACH = "one command for each value, each with its own name="
 def door(kind: type | None = None, stopped: str = "stopped") -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Return a decorator that turns a script's main(options) into a function without arguments. In that function Hydra
     composes the options from the script's config file in configs/ and the command line. ValueError, OSError and a lack
-    of GPU memory end the script with a message and no traceback; Ctrl-C prints `stopped`.
-
-    kind  the dataclass of the options; None: main gets the composed config as nested dicts.
-    """
+    of GPU memory end the script with a message and no traceback; Ctrl-C prints `stopped`. `kind` is the dataclass of
+    the options; None: main gets the composed config as nested dicts."""
     import hydra  # imported here because it takes long, and not every script has a config
 
     def decorate(work: Callable[[Any], None]) -> Callable[[], None]:
@@ -52,9 +50,8 @@ def open_door(
     literal: Collection[str] = (),
     spell: Callable[[Iterable[str]], list[str]] = list,
 ) -> None:
-    """Run a script: answer --help, import plugins, check the overrides in sys.argv, and call `main`, which `door`
-    decorated. Every such script accepts plugins=[…]. Hydra's errors end the script without a traceback, unless
-    HYDRA_FULL_ERROR=1 is set.
+    """Run a script, which may get plugins=[…]: answer --help, import plugins, check the overrides in sys.argv, and call
+    `main`, which `door` decorated. Hydra's errors end it without a traceback, unless HYDRA_FULL_ERROR=1 is set.
 
     known    dotted keys that overrides may set, or a function that returns them, called once plugins are imported, as
              these may add keys; None: the keys of the dataclass that `door` was given.

@@ -1,7 +1,6 @@
 """torch.compile block by block: all blocks of a network share one graph for each kind of call.
 
-A kind of call is a combination of batch shape, number of tokens, precision, and whether there are gradients. A run
-therefore has a handful of graphs, however deep its network is.
+A kind is a batch shape, number of tokens, precision, and whether there are gradients: a handful in a run, at any depth.
 """
 
 from collections.abc import Callable, Iterable

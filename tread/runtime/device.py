@@ -91,8 +91,7 @@ def exact(tf32: bool = False) -> Iterator[None]:
 
 
 def computing(device: torch.device, precision: str) -> AbstractContextManager:
-    """Return the context in which to run a frozen network, such as an encoder. `precision` is "bf16" (autocast), "tf32"
-    (fp32 with TF32 allowed), or anything else for exact fp32."""
+    """Return a context to run a frozen network in: "bf16" (autocast), "tf32" (fp32 with TF32), else exact fp32."""
     return autocast(device, precision) if precision == "bf16" else exact(tf32=precision == "tf32")
 
 

@@ -129,9 +129,8 @@ class Processes:
             raise OSError("another process stopped; see its message") from error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` in every process and return this process's result. If `work` fails in one process, all processes
-        raise the error of that process; in the others, an error other than ValueError or OSError becomes RuntimeError.
-        Raises OSError if another process has ended."""
+        """Run `work` in every process and return this process's result. If it fails in one, all raise its error, in the
+        others as RuntimeError unless it is a ValueError or OSError. Raises OSError if another process has ended."""
         done, error, told = None, None, None
         try:
             done = work()

@@ -37,8 +37,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Context that yields a temporary folder and renames it to `folder` at the end, replacing an existing one. After an
-    exception the temporary folder is removed, and the existing one is unchanged."""
+    """Context that yields a temporary folder, which replaces `folder` at the end or, after an exception, is removed."""
     partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -5,9 +5,8 @@ They are used in error messages only: another codebase's name is not accepted, a
 
 from collections.abc import Sequence
 
-# Our keys (a script may know only some of them) | names elsewhere | a note for the message.
-# Of the rows that hold the foreign name and a key known to the script, the first with a key in the foreign name's
-# section is used or, if there is none, the first.
+# Our keys (a script may know only some) | names elsewhere | a note for the message. Of the rows that hold the foreign
+# name and a key known to the script, the first with a key in the foreign name's section is used, else the first.
 _TABLE = """
 train.steps | epochs max_epochs num_epochs num_train_epochs | optimizer steps, not epochs
 train.steps | total_kimg kimg duration | optimizer steps, not images

@@ -1,5 +1,4 @@
-"""Downloads from and uploads to the Hugging Face hub, and checks that its server answers within seconds. Without such
-a check first, the libraries would retry a silent server for minutes."""
+"""Downloads from and uploads to the Hugging Face hub if its server answers; libraries wait minutes for a silent one."""
 
 import re
 import sys
@@ -90,8 +89,7 @@ def check_repository(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a folder's files to the hub's repository `name`, which is created if there is none, and return a URL that
-    shows the upload. Raises OSError if the hub refuses; the folder stays as it is."""
+    """Upload a folder to the hub's repository `name`, made if missing; return the upload's URL. OSError if refused."""
     from huggingface_hub import HfApi
 
     hub = HfApi()

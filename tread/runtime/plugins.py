@@ -1,7 +1,6 @@
 """Imports plugins: user modules, named by the setting `plugins`, that add architectures, optimizers, metrics and so on.
 
-schema.read imports a config's plugins before it reads any other key. Runs and checkpoints record their config, so
-resuming, sampling and scoring import the same plugins as training.
+schema.read imports them before it reads other keys. Resuming, sampling and scoring import those that training did.
 """
 
 import importlib

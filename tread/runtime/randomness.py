@@ -1,9 +1,8 @@
 """Random numbers that follow from an address, such as (seed, step, "noise"), instead of a stored generator state.
 
 Each random number of training is a function of (seed, step, purpose, position in the global batch). A step's numbers
-are drawn for the whole global batch, and a rank or micro-batch takes its rows. So nothing depends on the number of
-ranks or accumulation steps, and a resumed run needs no generator state. Numbers repeat bit for bit on one kind of
-device; a CPU and a GPU draw different ones.
+are drawn for the global batch; a rank or micro-batch takes its rows. So nothing depends on ranks or accumulation, and a
+resumed run needs no generator state. Numbers repeat bit for bit on one kind of device; CPUs and GPUs differ.
 """
 
 import hashlib

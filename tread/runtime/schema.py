@@ -120,9 +120,8 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
 
 
 def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first override that is not key=value, has a key not in `known`, has two dashes before a
-    known key, or has a value that names a key twice, like {a:1,a:2}. Options like --cfg and their values pass, and so
-    do hydra.… and ~key."""
+    """Raise ValueError for the first override that is not key=value, has a key not in `known` or two dashes before a
+    known one, or whose value names a key twice ({a:1,a:2}). Options like --cfg, their values, hydra.… and ~key pass."""
     overrides = list(overrides)
     for before, override in zip(["", *overrides], overrides):
         if not re.search("^[-~]|=", override) and not before.startswith("-"):  # after an option: its value
@@ -207,9 +206,8 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
 
 
 def _convert(hint: Any, value: Any, key: str, known: list[str]) -> Any:
-    """Check a value against a type annotation and return it, with sections as dataclasses, lists as tuples, and whole
-    numbers as the annotation's float or int. Raises ValueError; its text calls the value `key` and may suggest a key in
-    `known`."""
+    """Check a value against a type annotation; return it with sections as dataclasses, lists as tuples, whole numbers
+    as the annotation's float or int. Raises ValueError, which calls the value `key` and may suggest one of `known`."""
     for choice in _choices(hint):
         hint, value = choice.settle(value, key)
     if is_dataclass(hint):

@@ -43,8 +43,7 @@ class Stop:
         self._group, self._flag, self._work = None, None, None
         read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        # Python's handlers run between bytecodes of the main thread, so they are delayed while it waits for a device;
-        # the thread below sees signals at once
+        # Python's handlers are delayed while the main thread waits for a device; the thread below sees signals at once
         self._before = {number: signal.signal(number, self._first) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(read,), daemon=True, name="signals").start()

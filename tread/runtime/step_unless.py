@@ -34,8 +34,7 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
 
 
 def _state(optimizer: torch.optim.Optimizer) -> tuple[list, list, TreeSpec]:
-    """Return the parameters that have state, and the values of optimizer.state and optimizer.param_groups (without
-    their parameters) as a flat list with its pytree structure."""
+    """Return (parameters with state, flat list of the values of state and of param_groups, its pytree structure)."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return list(optimizer.state), *tree_flatten((list(optimizer.state.values()), groups))
 

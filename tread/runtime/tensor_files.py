@@ -55,8 +55,7 @@ def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
 
 
 def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
-    """Return {kind: (weights, place)}. kind is "ema", "model" or None (unknown); the weights are not checked yet;
-    `place` is a text for messages on where they are in the file."""
+    """Return {"ema", "model" or None (unknown): (unchecked weights, their place in the file, for messages)}."""
     content, parts = _read(path), {}
     for kind, keys in KEYS.items():
         for key in keys:
@@ -68,8 +67,7 @@ def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
 
 
 def _read(path: Path) -> object:
-    """Load a file of tensors. Raises ValueError if that fails, also for pickled objects other than tensors, plain
-    values and argparse.Namespace."""
+    """Load a file of tensors, plain values or argparse.Namespace. Raises ValueError for other contents or damage."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -139,8 +137,7 @@ def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert released MaskDiT's label matrix (D, classes), for one-hot labels, to an embedding table (classes + 1, D).
-    The table's last row, for the null class, is zero, since MaskDiT embeds dropped labels as zeros. A square matrix
-    whose last row is zero counts as a table already."""
+    Its last row, the null class, is 0, as MaskDiT embeds dropped labels. A square matrix with such a row stays."""
     if not {MASKDIT, LABELS, FIRST} <= state.keys():
         return state
     matrix = state[LABELS]

@@ -1,10 +1,8 @@
-"""Alignment losses: a block's output is compared, token by token, with targets computed from the same picture.
+"""Alignment losses: a block's projected output is compared, token by token, with targets from the same picture.
 
-kind "repa"  (Yu et al. 2025, arXiv 2410.06940): −cosine between the projected output and patch features that a frozen
-             encoder computes from the clean picture.
-kind "self"  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 between the projected output and the output of a
-             deeper block of the averaged (EMA) network, the teacher. The teacher sees all tokens of the same latents,
-             with the same noise and labels, at a lower noise level.
+kind "repa"  (Yu et al. 2025, arXiv 2410.06940): −cosine with a frozen encoder's patch features of the clean picture.
+kind "self"  (SRA; Jiang et al. 2025, arXiv 2505.02831): smooth L1 to a deeper block's output in the averaged (EMA)
+             network, the teacher. It sees all tokens of the same latents, noise and labels, at a lower noise level.
 
 Tokens may skip an aligned block (see Route in routing_module.py): only the kept tokens are then compared, with the
 targets at their positions. The projector is an MLP without a norm before it. Several aligned blocks share the projector
@@ -36,8 +34,7 @@ BETA = 0.05  # where smooth L1 turns from a parabola into a line (SRA)
 
 @dataclass(frozen=True)
 class Alignment:
-    """Settings of an alignment loss, explained in configs/defaults.yaml. Its targets are an encoder's features (kind
-    "repa") or a deeper block's outputs in the averaged network ("self"). Raises ValueError for conflicting settings."""
+    """Settings of an alignment loss, explained in configs/defaults.yaml. Raises ValueError for conflicting settings."""
 
     kind: Literal["none", "repa", "self"] = "none"
     block: int | None = None
@@ -91,8 +88,7 @@ def alignment_loss(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) 
 
 
 def self_distance(projected: Tensor, targets: Tensor, ids_keep: Tensor | None) -> Tensor:
-    """Return the loss of kind "self" for each sample, the mean smooth L1: (B,) fp32. `projected` (B, K, z) is the
-    projector's output for the tokens ids_keep (B, K) of N (None: all), `targets` (B, N, z) are EMA-network outputs."""
+    """Return the mean smooth L1 of each sample, the loss of kind "self": (B,) fp32. Shapes are as in alignment_loss."""
     distance = F.smooth_l1_loss(projected.float(), _kept(targets, ids_keep), beta=BETA, reduction="none")
     return distance.mean(dim=(1, 2))
 

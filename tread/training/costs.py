@@ -5,7 +5,7 @@ embedding and the last layer, the optimizer and the EMA. It is at least the time
 step. The default constants are estimates for compiled networks in bf16; benchmarks/gpu_check.py measures real ones.
 
 The memory of a compiled step is computed from tables. An uncompiled step is traced: its passes run on torch's fake
-tensors, which have sizes and types but no numbers, after each operation the bytes of the storages in use are counted.
+tensors, which have sizes and types but no numbers, and the bytes of storages in use are counted after each operation.
 """
 
 from collections import Counter
@@ -247,9 +247,8 @@ def picture_side(cfg: Settings) -> int:
 
 
 def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None, side: int | None = None) -> int:
-    """Return the bytes of REPA's encoder and its activations for `images` pictures; 0 unless alignment.source=live.
-    They are measured with blank pictures of `side` pixels (None: picture_side); encoder=None: they are estimated for
-    the DINOv2 in alignment.encoder."""
+    """Return the bytes of REPA's live encoder (0 if none) and its activations for `images` pictures, measured with
+    blank ones of `side` pixels (None: picture_side) or, with encoder=None, estimated for alignment.encoder's DINOv2."""
     alignment, side = cfg.alignment, side or picture_side(cfg)
     if alignment.kind != "repa" or alignment.source != "live":
         return 0

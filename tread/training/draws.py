@@ -1,5 +1,4 @@
-"""The random numbers of a training step, including those that choose which tokens each route keeps. Each number is a
-function of (seed, step, purpose, position in the global batch), see tread/runtime/randomness.py."""
+"""The random numbers of a training step, routes' choice of tokens included; see tread/runtime/randomness.py."""
 
 import math
 from collections.abc import Callable

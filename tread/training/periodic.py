@@ -138,8 +138,7 @@ def mostly_bad(sums: dict) -> bool:
 
 
 def recent_bad_steps(run: Run, sums: dict) -> list[int]:
-    """Return the numbers (from 0) of those of the last 100 steps in which loss or gradient was not finite. `sums` is a
-    result of read_statistics."""
+    """Return the numbers (from 0) of the bad steps among the last 100. `sums` is a result of read_statistics."""
     first = run.step - len(sums["recent"])
     return [first + number for number, flag in enumerate(sums["recent"]) if flag == "1"]
 
@@ -196,10 +195,8 @@ def interrupts(run: Run) -> bool:
 
 def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
     """Do all work that is due after run.step steps, and save if an earlier save was `postponed`. Returns (whether
-    training goes on, whether a save is postponed now). Saves are postponed while loss or gradients are not finite.
-
-    If the work raises an error other than Failure, such as OSError for a file, the step is saved first, if possible.
-    """
+    training goes on, whether a save is postponed now). Saves are postponed while loss or gradients are not finite. If
+    the work raises an error other than Failure, such as OSError for a file, the step is saved first, if possible."""
     try:
         full = False
         try:
@@ -261,8 +258,7 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 
 
 def done_before(run: Run) -> set[str]:
-    """Return the work that `evaluate_and_draw` did at this step before an interruption: names in metrics.jsonl for
-    this step, such as "fid", and "grid" if the grid's file exists."""
+    """Return what `evaluate_and_draw` has done at this step: names in metrics.jsonl, such as "fid", and "grid"."""
     done = {name for record in run.log.records() if record["step"] == run.step for name in record}
     return done | {"grid"} if grid_path(run).exists() else done
 

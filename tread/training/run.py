@@ -35,9 +35,8 @@ class StepStatistics:
     """Sums over the steps since the last log, and which of the last 100 were bad (loss or gradient not finite).
 
     values  what `read` returned, to continue from; None: begin at 0.
-    sums    (8,) fp32 on the device, in the order of NAMES: loss and gradient norm of the good steps; counts of good and
-            bad steps; bad steps in a row up to now, the most in a row since the last log, and how many steps ago these
-            ended; alignment loss.
+    sums    (8,) fp32 on the device, in NAMES' order: loss and gradient norm of good steps; counts of good and bad ones;
+            bad steps in a row now, the most since the last log, and how many steps ago these ended; alignment loss.
     recent  (100,) fp32 for the last steps, the newest last: 1 for a bad step, 0 for a good one, 0.5 if unknown.
     """
 

@@ -244,11 +244,10 @@ def as_recorded(config: dict) -> dict:
 def complete(config: dict) -> tuple[Settings, dict]:
     """Return a config composed by Hydra, with its open values filled in, as Settings and as a dict.
 
-    dataset.channels, size and num_classes are read from the dataset where they are null, and so are the text settings
-    of a text-conditional network. dataset.heldout=auto becomes the held-out data prepared with the dataset, or null.
-    Section `model` of the dict keeps only the chosen architecture's keys. MaskDiT's null sizes and rf's "auto" shifts
-    become numbers, and paths of plugins absolute. Raises ValueError for settings that do not fit together, and
-    FileNotFoundError if data must be read but is missing.
+    Null dataset.channels, size and num_classes, and a text-conditional network's null text settings, are read from the
+    dataset. dataset.heldout=auto becomes the held-out data prepared with it, or null. Section `model` of the dict keeps
+    only the architecture's keys. MaskDiT's null sizes and rf's "auto" shifts become numbers, paths of plugins absolute.
+    Raises ValueError for settings that do not fit together, FileNotFoundError if data must be read but is missing.
     """
     config = as_recorded(config)
     cfg = read(config)

@@ -375,9 +375,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def data_warnings(run: Run) -> list[str]:
-    """Return warnings for: held-out files that are also trained on; held-out photos decoded with other options than the
-    training photos; a dataset made of another archive than dataset.archive; an encoder that has changed since the run's
-    last checkpoint; a plugin that has changed since the run began."""
+    """Return warnings: held-out files are trained on; held-out photos were decoded unlike training photos; the dataset
+    is not of dataset.archive; the encoder has changed since the last checkpoint, or a plugin since the start."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data.folder)), files_of(run.heldout.folder) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
@@ -443,9 +442,8 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open the folder `path`, part "train" or "heldout" of a dataset, after making it if it is missing and built in,
-    such as digits. Its files are memory-mapped or, with placement "ram" or "device", copied to RAM or to `device`.
-    Raises FileNotFoundError, or ValueError if the data does not fit the model."""
+    """Open folder `path`, part "train" or "heldout" of a dataset; a missing built-in one, such as digits, is made
+    first. `placement` is LatentDataset's. FileNotFoundError, or ValueError if the data does not fit the model."""
     prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None
