@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from studies.results import Made
 
@@ -70,7 +70,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
         return Estimate(mean, 1, None, None, None)
     spread = statistics.stdev(values)
     error = spread / math.sqrt(seeds)
-    return Estimate(mean, seeds, spread, error, float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1)) * error)
+    return Estimate(mean, seeds, spread, error, float(special.stdtrit(seeds - 1, (1 + LEVEL) / 2)) * error)
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:

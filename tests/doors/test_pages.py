@@ -226,7 +226,10 @@ def test_scripts_of_commands_exist(page):
                 assert (ROOT / word).exists(), command
 
 
-@pytest.mark.parametrize("page", PAGES)
+FIRST = ("README.md", "docs/start.md", "docs/training.md")  # the commands of other pages compose in the slow suite
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, marks=[pytest.mark.slow] * (p not in FIRST)) for p in PAGES])
 def test_commands_for_other_machines_compose(page):
     """Keys, values and what they say together; everything but the data."""
     for command in commands_of(page):

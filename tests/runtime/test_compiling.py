@@ -14,8 +14,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor import compile_fx, graph, ir, scheduler
-from torch._inductor import config as inductor
 from torch.testing import assert_close
 
 from routing_module import Route, draw_ids
@@ -149,6 +147,11 @@ def lowered(built, model: str, budget: float, width: int = 128, residual: str = 
     """Bytes for each token and channel that a block saves for its backward pass, and that its fused kernels read and
     write, from the difference of two batches; and the number of products. Inductor lowers and fuses for the CPU, and
     writes no code; what it was given runs as it is."""
+    from torch._inductor import compile_fx, graph, ir, scheduler  # imported here because they take seconds
+    from torch._inductor import config as inductor
+
+    if not hasattr(graph.GraphLowering, "_update_scheduler") or torch.__version__ < "2.13":
+        pytest.skip("the numbers are of torch 2.13's fusions")
     found = []
 
     def count(lowering):
@@ -188,10 +191,6 @@ def lowered(built, model: str, budget: float, width: int = 128, residual: str = 
     return (more_saved - saved) / each, (more_moved - moved) / each, products
 
 
-@pytest.mark.skipif(
-    not hasattr(graph.GraphLowering, "_update_scheduler") or torch.__version__ < "2.13",
-    reason="the numbers are of torch 2.13's fusions",
-)
 @pytest.mark.parametrize(
     "model, width, products",
     [

@@ -1,4 +1,4 @@
-"""A run's records: run.json (an entry per start or resume), status.json, metrics.jsonl; also compares configs."""
+"""Reads and writes a run's run.json (an entry per start or resume), status.json and metrics.jsonl; compares configs."""
 
 import contextlib
 import json

@@ -282,8 +282,9 @@ def load_weights(
     adapt: Callable[[StoredWeights], StoredWeights] = lambda stored: stored,
 ) -> StoredWeights:
     """Load the "ema" or "model" `weights` in `path`, a file, folder or hf:user/name[@revision], into `network`, after
-    `adapt` has changed them; return them. `model` and `text`, the network's settings, are compared with recorded ones
-    if given. Raises OSError if weights can't be found, ValueError if names, shapes or recorded settings differ."""
+    `adapt` has changed them; return them. `model` and `text`, the network's settings, are compared with recorded ones;
+    model=None: neither is. Raises OSError if files are missing or the hub is silent; ValueError if the hub has no such
+    weights, or if they are damaged, or names, shapes or recorded settings differ."""
     stored = adapt(read_weights(local(path), weights))
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored

@@ -189,7 +189,8 @@ class SampleFiles:
         return {"prompt": name} if self.prompts else {"class": label, "class_name": name}
 
     def grid(self, pictures: np.ndarray) -> Image.Image:
-        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid, with prompts, or class names if not numbers, beside rows."""
+        """Draw pictures (n, 1 or 3, H, W) uint8 as a grid. Beside each row is its prompt, its class's number and name,
+        or "no class"; nothing if all rows' class names are just their numbers."""
         grid, names = draw_grid(pictures, len(self.seeds)), [self._name(label) for label in self.labels]
         if self.prompts:
             return name_rows(grid, names)

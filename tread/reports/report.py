@@ -281,7 +281,7 @@ def add_settings(page: Page, subject: Subject) -> None:
 
 
 def facts_of(run: Found) -> dict[str, str]:
-    """Return {title: text}: a run's state, network, data, device, training time and FLOPs; "–" if unknown."""
+    """Return {title: text} of a run's state, network, data, steps, training time, device and more; "–" if unknown."""
     config, (first, last) = run.config, [run.starts[place] if run.starts else {} for place in (0, -1)]
     versions, batch = last.get("versions", {}), value_at(config, "train.batch_size")
     seconds, flops, words, count = run.last("seconds"), run.last("flops"), last.get("command"), last.get("processes")

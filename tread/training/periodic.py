@@ -39,7 +39,7 @@ from tread.training.run import Failure, Run
 class Clock:
     """Measures the time and FLOPs of training, not of evaluating and saving, over the whole run and since the last log.
     The first steps are slow (compilation, recording of CUDA graphs). The forecast of the time left ignores them, and
-    so does the logged speed, unless a log is due right after them."""
+    so does the logged speed, except in logs that are due among them or right after."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()

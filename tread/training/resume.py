@@ -177,6 +177,6 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Return whether `value` is null or "auto" for a setting of dataset, text, rf or MaskDiT's decoder. Its value is
-    then filled in later, from the dataset's folder, model.hidden_size or the latents' shape, or left to the user."""
+    """Return whether `value` is null or "auto" for a setting of dataset, text, rf or MaskDiT's decoder. Some of these
+    are filled in later, from the dataset's folder, model.hidden_size or the latents' shape; others stay so."""
     return key.startswith(("dataset.", "model.decoder_", "rf.", "text.")) and value in (None, "auto")
