@@ -486,7 +486,7 @@ def test_tokens_that_come_first_are_checked_among_all_tokens(samples):
 def test_a_prefix_keeps_its_place_in_the_check():
     blocks = torch.nn.ModuleList(Attending(prefix=True) for _ in range(4))
     with attach_routes(blocks, Route(1, 2)).on(torch.rand(2, 16), prefix=1):
-        torch.nn.Sequential(*blocks)(torch.randn(2, 17, 16))
+        assert torch.nn.Sequential(*blocks)(torch.randn(2, 17, 16)).shape == (2, 17, 16)
 
 
 def test_the_check_is_not_seen_by_who_watches_the_blocks():
