@@ -168,8 +168,8 @@ def _by_folder(where: str, names: list[str], classes: list[str]) -> dict[str, in
 
 
 def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tuple[dict[str, int], list[str]]:
-    """Return {picture: index of its class} and the class names. `table` is a labels file, {picture: number or name of
-    its class}, `names` are all files of the source. Raises ValueError, which names `where`, unless they match."""
+    """Return {picture: index of its class} and the class names. `table` is a labels file, {picture: class number or
+    name}. Raises ValueError, which names `where`, for a bad number, a picture without label or a label without file."""
     check_table(where, table, {name for name in names if is_picture(name) or name in table})
     classes = sorted(set(table.values()))
     if not any(isinstance(label, str) for label in classes):

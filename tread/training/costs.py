@@ -72,7 +72,7 @@ def sample_flops(network: Backbone, routes: Sequence[Route], aligner: Aligner | 
 
 
 def passes(network: Backbone) -> float:
-    """Return how many forward passes a training step takes as long as: 3, or about 2 for frozen weights' share."""
+    """Return a training step's cost in forward passes: 2 plus the trained fraction of the parameters."""
     return 2 + count_parameters(network, trained=True) / count_parameters(network)
 
 
