@@ -52,8 +52,8 @@ class Process(Protocol):
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
-        """Return lower noise levels than noise_level(normal), elementwise: their quantiles among the training levels
-        fall by `step` (0 to 1), but not below 0.001; lower ones do not change. RF lowers t by `step` instead."""
+        """Return noise_level(normal), lowered elementwise: each level's quantile among the training levels falls by
+        `step` (0 to 1), at most to 0.001; one below that stays as it is. RF lowers t by `step` instead."""
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 
