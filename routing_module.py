@@ -59,8 +59,7 @@ class Route:
     select           name of the rule that chooses the kept tokens, a key of RULES (tread/routing/ids.py).
     rejoin           index of a block, at most `start` (None: `start`; negative ones count from the end). The skipped
                      tokens are saved before this block and put back, unchanged, after block `end`. Or a key of REJOINS:
-                     "stale" lets all tokens run, but after block `end` the skipped ones return to their values from
-                     before block `start`.
+                     "stale" runs all tokens, but after block `end` the skipped ones are again as before block `start`.
     """
 
     start: int

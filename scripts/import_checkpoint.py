@@ -54,8 +54,8 @@ def main(tree: dict) -> None:
 def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
     """Write a run's folder with a checkpoint at step 0; return warnings, a summary and a sampling command as text.
     `config`: `cfg` as a dict. Raises ValueError or OSError if the folder exists, weights don't fit or writing fails."""
-    folder = Path(cfg.results) / cfg.name
-    if folder.exists():
+    folder = (Path(cfg.results) / cfg.name).expanduser()
+    if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
     sources, expected = chosen(options), build_network(replace(cfg, model=cfg.model.anywhere)).state_dict()
     first = next(iter(sources.values()))
@@ -88,11 +88,13 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
     """Return the spec of the latents that the network was trained on. Raises ValueError if options.statistics, a file
     of each channel's mean and std, does not fit them, or is given although dataset.normalize is false."""
     autoencoder, scale = (AUTOENCODER, SCALE) if options.statistics is None else (UNKNOWN, 1.0)
+    if options.autoencoder in ("none", "pixels"):
+        autoencoder, scale = "pixels", 1.0
     scale = scale if options.scale is None else options.scale
     latents = LatentSpec(
         shape=(cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size),
         classes=tuple(map(str, range(cfg.dataset.num_classes))),
-        autoencoder=located(options.autoencoder or autoencoder),
+        autoencoder=autoencoder if autoencoder == "pixels" else located(options.autoencoder or autoencoder),
         scale=scale,
     )
     if options.statistics is None:

@@ -2,8 +2,7 @@
 
 Writes report.html (comparison.html for several runs) into the first folder, a page of results, samples, curves that can
 be zoomed and hidden, scores, time spent, warnings and settings. It loads nothing from the network. Patterns such as
-'results/seeds-*' work too; runs that differ only in their seed are averaged. Damaged and killed runs are reported as
-far as they can be read.
+'results/seeds-*' work too; runs that differ only in their seed are averaged, damaged ones shown as far as can be read.
 """
 
 import sys

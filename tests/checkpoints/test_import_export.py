@@ -38,7 +38,7 @@ def random_state(composed, seed, *overrides, sizes=SIZES):
 
 
 def bring_in(folder, *overrides, sizes=SIZES):
-    options = ["autoencoder=pixels", "scale=1.0", "name=mine", *sizes, *overrides]
+    options = ["autoencoder=none", "name=mine", *sizes, *overrides]
     return launch_door(import_checkpoint.main, "import_checkpoint", folder, *options)
 
 
@@ -212,9 +212,10 @@ def test_a_network_without_a_null_class_is_not_sampled_without_a_class():
         class_labels([None, 3], 10, 0.0)
 
 
-def test_an_import_says_what_it_took(tmp_path, run, states):
-    """A file of ours brings its record: its kind, its step, and what it meant there."""
+def test_an_import_says_what_it_took(tmp_path, run, states, monkeypatch):
+    """A file of ours brings its record: its kind, its step, and what it meant there, also behind links as the hub's."""
     given = f"weights={run}/latest/model.safetensors"
+    (tmp_path / "results/mine").mkdir(parents=True)  # as a stopped import leaves it
     text = bring_in(tmp_path, given, "scale=2.0")
     assert f"raw (model) weights of {run}/latest/model.safetensors, step 4" in text
     assert "warning: latents.scale was 1.0 where these weights were trained, but is 2.0 now\n" in text
@@ -224,6 +225,15 @@ def test_an_import_says_what_it_took(tmp_path, run, states):
     torch.save(states["ema"], tmp_path / "a.pt")
     text = bring_in(tmp_path, "weights=a.pt", "name=third")
     assert "at a step that is not recorded" in text and "warning: a.pt has no record" in text
+    (tmp_path / "blobs").mkdir()
+    for number, name in enumerate(("info.json", "model.safetensors")):
+        os.link(run / "step_0000004" / name, tmp_path / f"blobs/{number}")
+        (tmp_path / name).symlink_to(f"blobs/{number}")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert "step 4" in bring_in(tmp_path, "weights=model.safetensors", "results='~/runs'")
+    found = checkpoint.find(tmp_path / "home/runs/mine")
+    same(found.tensors("model"), states["model"])
+    assert (found.info["latents"]["autoencoder"], found.info["latents"]["scale"]) == ("pixels", 1.0)
     (tmp_path / "vae.pt").touch()
     bring_in(tmp_path, "weights=a.pt", "autoencoder=vae.pt", "name=fourth")
     found = checkpoint.find(tmp_path / "results/fourth").info["latents"]["autoencoder"]

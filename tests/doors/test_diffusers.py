@@ -54,7 +54,7 @@ from diffusers import AutoModel, DiffusionPipeline
 exports, seeds = sys.argv[1], [3, 4]
 open_pipeline = lambda name: DiffusionPipeline.from_pretrained(f"{exports}/{name}", trust_remote_code=True)
 drawn, told = {}, []
-for name in ("dit", "rectified", "text"):
+for name in ("dit", "rectified", "text", "sprint"):
     pipe = open_pipeline(name)
     pipe.set_progress_bar_config(disable=True)
     what = {"prompt": ["red apple", "red"]} if name == "text" else {"class_labels": ["b", 4]}
@@ -160,7 +160,7 @@ def test_a_process_without_our_code_draws_our_pictures(exports, tmp_path):
     ended = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     theirs = np.load(exports / "drawn.npz")
-    for name in ("dit", "rectified", "text"):
+    for name in ("dit", "rectified", "text", "sprint"):
         model, cfg = tread.load(exports / name, device="cpu"), {"guidance": "cfg", "interval": (0.1, 20), "scale": 1.5}
         for guidance, more in (("", {}), (" cfg", cfg), (" sparse", {"guidance": "sparse"})):
             how = {"steps": 3, "output": "np", "batch_size": 2, **more}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tread.runtime import tensor_files
-from tread.runtime.files import check_file, plain_name, size_text
+from tread.runtime import files, tensor_files
+from tread.runtime.files import check_file, plain_name, size_text, whole_folder
 
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
@@ -71,3 +71,12 @@ def test_tensors_are_written_as_by_safetensors(tmp_path, metadata):
     found = load_file(tmp_path / "ours")
     assert {name: value.dtype for name, value in found.items()} == {name: t.dtype for name, t in tensors.items()}
     assert all(torch.equal(found[name].to(torch.cfloat), each.to(torch.cfloat)) for name, each in tensors.items())
+
+
+def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(files, "sync", lambda path: written.append((path.name, (tmp_path / "a").exists())))
+    with whole_folder(tmp_path / "a") as partial:
+        (partial / "b").mkdir()
+        (partial / "b/c").touch()
+    assert sorted(written[:-1]) == [(".a.partial", False), ("b", False), ("c", False)]

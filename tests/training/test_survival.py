@@ -127,8 +127,10 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(whol
         assert same(copied / RUN, whole / RUN) and not list((copied / RUN).glob(".step_*"))
 
 
-@pytest.mark.parametrize(("last", "every", "left"), [(1, None, [8]), (2, None, [6, 8]), (1, 4, [4, 8])])
+@pytest.mark.parametrize(("last", "every", "left"), [(1, None, [2, 8]), (2, None, [2, 6, 8]), (1, 4, [2, 4, 8])])
 def test_which_checkpoints_are_kept(copied, last, every, left):
+    """Also those with scores beside them, or samples that are being scored."""
+    (copied / RUN / "step_0000002/.fid-1").mkdir()
     checkpoint.prune(copied / RUN, last, every)
     assert sorted(path.name for path in (copied / RUN).glob("*step_*")) == [f"step_{step:07d}" for step in left]
 

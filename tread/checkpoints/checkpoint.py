@@ -77,10 +77,12 @@ def _room_on_the_host(value: Tensor) -> Tensor:
 
 
 def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove a run's checkpoints except the newest keep_last and those at multiples of keep_every steps (None: no
-    multiples). Checkpoints later than `latest` stay: a run that went back to an earlier step will replace them."""
+    """Remove a run's checkpoints except the newest keep_last, those at multiples of keep_every steps (None: no
+    multiples), folders to which something was added, as scores are, and those later than `latest`, which a run that
+    went back to an earlier step will replace."""
     for folder in _folders(run)[:-keep_last]:
-        if not (keep_every and _step(folder) % keep_every == 0):
+        added = {path for path in folder.iterdir() if path.name != "info.json"} - {*folder.glob("*.safetensors")}
+        if not added and not (keep_every and _step(folder) % keep_every == 0):
             gone = folder.with_name(f".{folder.name}.old")  # renamed first: a removal may be interrupted
             shutil.rmtree(gone, ignore_errors=True)
             folder.rename(gone)
@@ -202,11 +204,11 @@ def find(path: Path | str) -> Checkpoint:
 
 def containing(path: Path) -> Checkpoint | None:
     """Return the checkpoint that has the file `path`, or None. Raises ValueError if that one's info.json is damaged."""
-    folder = path.resolve().parent
-    if not (folder / "info.json").is_file() or _parsed(folder).get("format") != "checkpoint":
-        return None
-    checkpoint = find(folder)
-    return checkpoint if path.resolve().name in checkpoint.info["files"] else None
+    for file in (path, path.resolve()):  # the hub's cache has links with names, to files without
+        if (file.parent / "info.json").is_file() and _parsed(file.parent).get("format") == "checkpoint":
+            if file.name in (checkpoint := find(file.parent)).info["files"]:
+                return checkpoint
+    return None
 
 
 def _parsed(folder: Path) -> dict:

@@ -161,7 +161,8 @@ class TreadPipeline(DiffusionPipeline):
         row = KINDS[guide.kind]
         if row.weak_class is False and not self.config.label_drop:
             raise ValueError(f"guidance={guide.kind} draws with no class, which this network was never trained to do")
-        if row.routed and not (self.config.routes and self.transformer.skipped_return):
+        returns = self.transformer.skipped_return or self.transformer.drops_path
+        if row.routed and not (self.config.routes and returns):
             raise ValueError(f"guidance={guide.kind} leaves tokens out, which this network was not trained for")
         if row.drops_path and not self.config.path_drop:
             raise ValueError(f"guidance={guide.kind} leaves out SPRINT's sparse part, which training never did")

@@ -49,9 +49,8 @@ class Lora:
 
     def adapt(self, network: nn.Module) -> frozenset[str]:
         """Add adapters to the layers that `targets` matches, with A drawn from torch's global generator. Freeze all
-        other parameters except those that `also` matches, and return the frozen ones' names, as the network with
-        adapters has them. Raises ValueError if peft is not installed, or if `targets` or `also` matches no
-        name, or `also` all."""
+        other parameters except those that `also` matches; return the frozen ones' names, as the network with adapters
+        has them. Raises ValueError if peft is missing, `targets` or `also` matches no name, or `also` matches all."""
         names = [name for name, _ in block_layers(network)]
         chosen = [name for name in names if re.search(self.targets, name)]
         if not chosen:

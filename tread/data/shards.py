@@ -95,8 +95,7 @@ def open_latents(folder: Path, index: dict, latents: LatentSpec, full: bool) -> 
 def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, list[int]]:
     """View memory-mapped shards as one matrix without a copy, so that one gather reads from all of them. Also returns
     the row at which each shard starts. The matrix spans the memory from the first shard to the last: row i holds
-    elements i to i + width − 1 of this memory. Rows overlap, and many may lie outside the shards: only rows within a
-    shard may be read."""
+    elements i to i + width − 1 of this memory. Rows overlap; only those that lie within a shard may be read."""
     size = shards[0].itemsize
     starts = [shard.ctypes.data for shard in shards]
     base, end = min(starts), max(start + shard.nbytes for start, shard in zip(starts, shards))

@@ -116,8 +116,7 @@ class DatasetWriter(ShardStore):
     def assemble(self, **fields: object) -> None:
         """Write index.json into the shards' folder, once all are done. Raises ValueError if the dataset would be empty,
         OSError if shards are missing. `fields` are more entries of index.json, such as `heldout` or `train`, the folder
-        of the held-out or training data, relative to this one; `normalize_by`, {"mean", "std"} that normalise channels
-        in place of measured ones."""
+        of those data, relative to this one; `normalize_by`, {"mean", "std"} of channels in place of measured ones."""
         self.check_complete()
         notes = list(self.notes())
         entries = [note["entry"] for note in notes if note["entry"]["count"]]

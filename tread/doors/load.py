@@ -187,7 +187,7 @@ class TrainedModel:
     def _pairs(
         self, classes: object, labels: Sequence[Label] | None, prompts: Sequence[str], seeds: list[int]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return (numbers of classes or prompts, seeds), one of each per picture. ValueError for options that conflict."""
+        """Return (numbers of classes or prompts, seeds), one each per picture. ValueError for options that conflict."""
         if labels is not None and (prompts or len(labels) != len(seeds) or classes is not None):
             told = f"labels has {len(labels)} classes for {len(seeds)} seeds"
             raise ValueError(f"{told}: it must give one for each seed, in the place of classes and prompts")

@@ -185,7 +185,10 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
     folder where it is now (None: as recorded). Raises ValueError if it can't be loaded or has another hash or width."""
     if spec.width is None:
         return WordEncoder(spec.vocabulary, spec.tokens)
-    encoder = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
+    try:
+        encoder = ModelEncoder(place or spec.encoder, spec.tokens, (), device, spec.pooled is not None, spec.padding)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{error}\nIf it has moved, text_encoder=<hub id or folder> names its new place") from error
     if spec.fingerprint not in (None, encoder.spec.fingerprint) or encoder.spec.width != spec.width:
         both = f"{encoder.spec.describe()}, and that was {spec.describe()}"
         raise ValueError(f"{place or spec.encoder} is another encoder than the text was made with, by its hash: {both}")

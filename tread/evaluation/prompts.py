@@ -66,10 +66,7 @@ def encode_prompts(
     another hash than in training, or if `place` is given although the encoder is a word list in the checkpoint."""
     if place is not None and saved.cfg.text.width is None:
         raise ValueError(f"text_encoder={place} is given, but {saved.found.folder} holds its words: leave it out")
-    try:
-        encoder = encoder_for(TextSpec(**asdict(saved.cfg.text)), device, place and str(Path(place).expanduser()))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{error}\nIf it has moved, text_encoder=<hub id or folder> names its new place") from error
+    encoder = encoder_for(TextSpec(**asdict(saved.cfg.text)), device, place and str(Path(place).expanduser()))
     return encoder.encode(prompts), remarks(encoder, prompts)
 
 

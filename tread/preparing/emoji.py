@@ -50,8 +50,7 @@ FINER = 4  # emoji are rendered this many times larger, then averaged
 
 
 class Composition(NamedTuple):
-    """The parts of a one-person emoji: activity (the emoji without gender and skin tone), gender ("woman", "man" or
-    "person") and skin tone."""
+    """The parts of a one-person emoji; the activity is what it shows without gender ("woman", …) and skin tone."""
 
     activity: str
     gender: str

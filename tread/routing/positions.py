@@ -101,8 +101,7 @@ def order_matters(
     prefix: int = 0,
 ) -> float:  # fmt: skip
     """Return how much a block's results for its tokens at the indices `ids` (B, K) change if it gets these tokens, but
-    the first `prefix` ones, in another order, relative to what the block adds to its tokens args[0]; 0.0 if they change
-    by rounding errors alone.
+    the first `prefix` ones, in another order, relative to what it adds to its tokens args[0]; 0.0 for rounding errors.
 
     Tokens are replaced by noise, and so are all-zero inputs without a token axis. shared=True permutes all samples
     alike. select(args, kwargs, ids) → (args, kwargs) gathers the tokens; join(output, (args, kwargs), ids) puts the

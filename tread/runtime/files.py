@@ -43,7 +43,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        for path in (*partial.iterdir(), partial):
+        for path in (*partial.rglob("*"), partial):
             sync(path)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)

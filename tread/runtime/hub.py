@@ -1,5 +1,6 @@
 """Downloads from and uploads to the Hugging Face hub if its server answers; libraries wait minutes for a silent one."""
 
+import contextlib
 import re
 import sys
 import threading
@@ -62,10 +63,11 @@ def local(source: str | Path) -> Path:
     except errors.HfHubHTTPError as error:
         raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
     except OSError as error:
-        try:
+        with contextlib.suppress(errors.LocalEntryNotFoundError):
             folder = Path(snapshot_download(**fetch, local_files_only=True))
-        except errors.LocalEntryNotFoundError:
-            raise OSError(f"{source} is not in the cache, and {error}") from error
+            if any(folder.rglob("*.safetensors")):
+                return folder
+        raise OSError(f"{source} is not in the cache, and {error}") from error
     if not any(folder.rglob("*.safetensors")):
         raise ValueError(f"{source} holds no .safetensors; pickles (.pt, .bin, .ckpt) are not taken from the hub")
     return folder

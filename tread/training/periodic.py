@@ -371,7 +371,7 @@ def save(run: Run, leaving: bool = False) -> bool:
         "encoder": run.aligner and run.aligner.fingerprint,
         "class_token": run.data.class_fingerprint,
         "config": run.config,
-        "init_revision": revision_in([start.get("weights") for start in run.log.starts()[:1]]),
+        "init_revision": revision_in([start.get("weights") for start in run.log.starts() if not start["step"]][-1:]),
         "plugins": plugin_hashes(run.cfg.plugins) | (run.earlier.info.get("plugins", {}) if run.earlier else {}),
         "versions": run.log.versions if run.main else None,
     }
