@@ -28,7 +28,7 @@ from tread.runtime.files import check_file
 
 def main() -> None:
     answer_help(__doc__)
-    named = [word.removeprefix("out=") for word in sys.argv[1:] if word.startswith("out=")]
+    named = [os.path.expanduser(word.removeprefix("out=")) for word in sys.argv[1:] if word.startswith("out=")]
     with explained("stopped"):
         groups = comparison.open_groups([word for word in sys.argv[1:] if not word.startswith("out=")])
         out = [*named, os.path.normpath(groups[0].runs[0].folder / "../comparison")][0]

@@ -102,19 +102,20 @@ def column(
     room = memory_of(here) if this else DEVICES[options.device].memory
     aligner = costs.blank_aligner(cfg, network)
     encoder = aligner.encoder if aligner else None
-    live = costs.live_bytes(cfg, images, encoder)
-    how = costs.plan_memory(cfg, network, [(routes, True)], images, room - live, precision, compiled, aligner).how
+    ends = cfg.train.routes_until if routes else 0
+    counted = replace(cfg, train=replace(cfg.train, routes_until=ends, ratio_schedule=None))
+    kinds, once = costs.count_kinds(counted, range(steps)), min(images, cfg.train.micro_batch_size or images)
+    live = costs.live_bytes(cfg, once, encoder)
+    room -= live + (options.devices > 1 or once < images) * 4 * count_parameters(network)  # gradients that stay
+    how = costs.plan_memory(counted, network, [*kinds], once, room, precision, compiled, aligner).how
     saving = replace(cfg, train=replace(cfg.train, memory=how))
     few, more = (costs.memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
-    micro = costs.largest_micro_batch(few, more, images, room - live)
+    micro = costs.largest_micro_batch(few, more, once, room)
     alone = options.devices == 1 and not live and getattr(cfg.model, "kernel", "torch") == "torch"
     graphs = cfg.train.cuda_graphs is True or (cfg.train.cuda_graphs and alone)  # a step is one launch
     constants = constants._replace(launch=0.0 if graphs else constants.launch * -(-images // max(1, micro)))
     frozen = 4 * (count_parameters(network) - count_parameters(network, trained=True))
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)
-    ends = cfg.train.routes_until if routes else 0
-    counted = replace(cfg, train=replace(cfg.train, routes_until=ends, ratio_schedule=None))
-    kinds = costs.count_kinds(counted, range(steps))
     lines = {
         "FLOPs an image": f"{costs.sample_flops(network, routes, aligner):.3e}",
         "FLOPs of the run": f"{costs.training_flops(counted, network, range(steps), aligner):.3e}",
@@ -122,7 +123,7 @@ def column(
         "  optimizer and averages": size_text(few.optimizer + few.averages),
         "  activations of a micro-batch": size_text(saved),
         **({"  live encoder": size_text(live)} if live else {}),
-        "largest micro-batch a device": f"{micro} of {images}" if micro else "none fits",
+        "largest micro-batch a device": f"{micro} of {once}" if micro else "none fits",
         "  by train.memory": how,
     }
     if not micro:
@@ -147,6 +148,7 @@ def measured_seconds(
     cfg: Settings, routes: tuple[Route, ...], images: int, device: torch.device, precision: str
 ) -> float:
     """Measure the seconds of a forward and backward pass on `images` blank samples: the median of three."""
+    torch.compiler.reset()  # graphs of an earlier column may save memory otherwise
     network = costs.blank_network(cfg, device)
     network.residual, how = cfg.train.residual, cfg.train.memory
     network.activation_checkpointing = how == "checkpointing"

@@ -24,7 +24,7 @@ export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
 # No launcher between Slurm and the processes, so that signals and exit codes pass. The first process that ends
 # does not take the others along while they save; those that hang after a crash are ended after 300 s.
-srun --kill-on-bad-exit=0 --wait=300 bash -c '
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} --kill-on-bad-exit=0 --wait=300 bash -c '
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
   export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
   [ "${DOOR:-train.py}" = train.py ] && set -- train.processes=$SLURM_NTASKS "$@"

@@ -127,6 +127,7 @@ def test_help_of_shell_scripts_is_their_head(tmp_path, script):
         ("-m", "would run the first value alone: give one command for each value, each with its own name="),
         ("--multirun", "-m and --multirun would run the first value alone"),
         ("dataset.path=nowhere", "nowhere does not exist: latents of your own need dataset=folder; digits are written"),
+        ("dataset.path=~/nowhere", f"{Path.home()}/nowhere does not exist"),
         ("dataset.heldout=digits", "digits does not exist: latents of your own need dataset=folder"),
         ("model.routes.5.end=3", "model.routes.5.end=3"),
         ("name=${nothing}", "name: Interpolation key 'nothing' not found"),

@@ -37,7 +37,12 @@ def test_the_slurm_script_saves_before_the_end_and_requeues(tmp_path):
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "2"}
+    slurm = {
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_NTASKS": "2",
+    }
     environment = {**os.environ, **slurm, "SLURM_NNODES": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment["PYTHONPATH"] = str(ROOT)
     options = [*TINY, "train.steps=100000", "every.save=100000", "every.sample=100000", "every.evaluate=100000"]

@@ -355,3 +355,11 @@ def test_a_training_step_on_a_gpu_waits_for_nothing_and_uses_fused_attention(tmp
         "train.micro_batch_size=4", "optim.clip_norm=1", "ema.power=[0.1]", "train.cuda_graphs=false",
     )  # fmt: skip
     assert steps == list(range(8))
+
+
+def test_blocks_compiled_later_save_memory_only_if_asked():
+    import torch._functorch.config as functorch
+
+    for saving, budget in ((True, compiling.BUDGET), (False, 1.0)):
+        compiling.compile_blocks([], saving=saving)
+        assert functorch.activation_memory_budget == budget

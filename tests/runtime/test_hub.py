@@ -4,10 +4,13 @@ import socket
 import time
 from urllib.request import urlopen
 
+import huggingface_hub
 import pytest
 from conftest import raising
+from huggingface_hub import errors
 
 from tread.encoders import inception
+from tread.runtime import hub
 from tread.runtime.hub import check_answer
 
 
@@ -40,3 +43,18 @@ def test_inception_weights_without_a_network_end_soon(silent, monkeypatch, tmp_p
     with pytest.raises(FileNotFoundError, match="(?s)could not be fetched.*can't be reached.*inception=…"):
         inception.find_weights()
     assert time.perf_counter() - began < 2
+
+
+def test_a_connection_that_is_lost_is_an_error_of_the_system(monkeypatch, tmp_path):
+    lost = errors.HTTPError("lost")
+
+    def fetch(local_files_only=False, **more):
+        raise errors.LocalEntryNotFoundError("none") if local_files_only else lost
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", raising(lost))
+    monkeypatch.setattr(hub, "check_hub", lambda: None)
+    with pytest.raises(OSError, match="hf:ann/a is not in the cache, and lost"):
+        hub.local("hf:ann/a")
+    with pytest.raises(OSError, match="was written, but not uploaded to ann/a: lost"):
+        hub.push(tmp_path, "ann/a")

@@ -270,7 +270,8 @@ def test_a_plan_counts_alignment_up_to_its_end(tmp_path):
 
 
 def test_a_plan_counts_routes_up_to_their_end_and_a_second_forward_pass(tmp_path):
-    """A quarter of the steps routed: that share of both columns; with checkpointing 4/3 of the time."""
+    """A quarter of the steps routed: that share of both columns; with checkpointing 4/3 of the time. Memory is saved as
+    the steps after the route's end need it, on micro-batches of the size asked for."""
     words = ("experiment=imagenet256_xl2", "model=tread", "train.steps=1_000_000", "devices=1")
 
     def planned(*more: str) -> list[list[float]]:
@@ -285,6 +286,13 @@ def test_a_plan_counts_routes_up_to_their_end_and_a_second_forward_pass(tmp_path
     assert again[0] == whole[0] and again[1] == pytest.approx([4 / 3 * hours for hours in whole[1]], rel=2e-3)
     (flops, adapted), (_, hours) = planned("lora.rank=16", "init_from=x"), whole
     assert 0.66 < flops[0] / whole[0][0] < 0.69 and adapted[0] / hours[0] < 0.78  # two passes of three
+    for more, how in (
+        (("train.routes_until=350000", "devices=4"), ["checkpointing", "checkpointing"]),
+        (("train.micro_batch_size=32", "devices=1"), ["budget", "plain"]),
+        (("train.batch_size=32", "devices=1"), ["plain", "plain"]),  # without gradients that stay
+    ):
+        text = launch_door(plan.main, "plan", tmp_path, *words[:2], "device=4090", *more)
+        assert re.search("by train.memory +(.+)", text)[1].split() == how
 
 
 @pytest.mark.parametrize(

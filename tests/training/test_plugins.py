@@ -25,6 +25,7 @@ from tread.models.architectures import ARCHITECTURES
 from tread.reports.comparison import cautions, open_groups
 from tread.routing.ids import Token
 from tread.runtime import plugins
+from tread.runtime.cli import named_plugins
 from tread.runtime.files import sha256
 from tread.runtime.plugins import check_plugin, import_plugins
 from tread.training.alignment import Alignment
@@ -241,6 +242,14 @@ def test_a_table_refuses_what_is_no_entry_where_it_is_added():
         with pytest.raises(TypeError, match="but must be"):
             table |= {"mine": entry}
         assert "mine" not in table
+
+
+def test_an_experiment_names_plugins_whose_keys_may_be_typed(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/my.yaml").write_text("plugins: [mine.py]\n")
+    words, config = ["experiment=my", f"--config-dir={tmp_path}"], ROOT / "configs/config.yaml"
+    assert named_plugins(words, config) == ["mine.py"] and named_plugins(words[1:], config) == []
+    assert named_plugins([*words, "plugins=[other.py]"], config) == ["other.py"]
 
 
 def test_a_plugin_that_can_not_be_imported_is_named(tmp_path):

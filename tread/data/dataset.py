@@ -178,13 +178,7 @@ class LatentDataset:
         return len(self) // batch_size
 
     def batch(
-        self,
-        seed: int,
-        step: int,
-        batch_size: int,
-        rows: Rows = slice(None),
-        pin: bool = False,
-        expect: bool = False,
+        self, seed: int, step: int, batch_size: int, rows: Rows = slice(None), pin: bool = False, expect: bool = False
     ) -> Batch:
         """Return `rows` (a slice or indices) of the global batch of step `step` (0, 1, …); for `pin`, see `read`.
         Seed, step and batch_size determine samples, views and captions; no sample occurs twice in a global batch or an

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tread.runtime.plugins import import_plugins
 from tread.runtime.signals import leave_at_once
 
 ONE_EACH = "one command for each value, each with its own name="
+AT_HOME = re.compile(r"(?:(?<==)|(?<==['\"]))~(?=/)")
+CONFIG_DIR = re.compile(r"(?:^| )(?:--config-dir|-cd)[ =](\S+)")
 
 
 def door(kind: type | None = None, stopped: str = "stopped") -> Callable[[Callable[[Any], None]], Callable[[], None]]:
@@ -59,7 +62,7 @@ def open_door(
     spell    function that gets the overrides and returns them as Hydra needs them, e.g. spell_folder.
     """
     script = inspect.unwrap(main).__globals__
-    config = config_file(Path(script["__file__"]))
+    config = config_file(Path(script["__file__"]).resolve())
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     with explained():
         answer_help(script["__doc__"], config)
@@ -68,6 +71,7 @@ def open_door(
         import_plugins(named_plugins(sys.argv[1:], config))
         known = schema.known_keys(main.kind) if known is None else [*(known() if callable(known) else known)]
         words = [word for word in sys.argv[1:] if "plugins" in known or not re.match(r"\+*plugins=\[.*\]$", word)]
+        words = [w if w.partition("=")[0] in literal else AT_HOME.sub(str(Path.home()), w, 1) for w in words]
         sys.argv[1:] = spell(take_literally(words, literal))
         schema.check_overrides(sys.argv[1:], known)
         if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:
@@ -84,12 +88,15 @@ def open_door(
     leave_at_once(0)
 
 
-def named_plugins(words: Iterable[str], config: Path) -> list[str]:
-    """Return the plugins that the command-line arguments `words` name by plugins=…, else those that the config file
-    names. Returns [] if the argument or the file can't be parsed; the script reports that error later."""
+def named_plugins(words: list[str], config: Path) -> list[str]:
+    """Return the plugins that the command-line arguments `words` name by plugins=…, else those that an experiment in
+    them or the config file names. Returns [] if one can't be parsed; the script reports that error later."""
     typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
+    names = [f"experiment/{word.partition('=')[2]}.yaml" for word in words if word.startswith("experiment=")]
+    places = product([config.parent, *map(Path, CONFIG_DIR.findall(" ".join(words)))], names)
+    files = [path for folder, name in places if (path := folder / name).is_file()]
     with contextlib.suppress(Exception):  # a config that can't be read is refused later, with the reason
-        plugins = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(typed)).get("plugins")
+        plugins = OmegaConf.merge(*map(OmegaConf.load, [config, *files]), OmegaConf.from_dotlist(typed)).get("plugins")
         return list(plugins) if isinstance(plugins, ListConfig) else []
     return []
 

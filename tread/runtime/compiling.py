@@ -49,12 +49,10 @@ def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor", savin
     """Compile each block in place with torch.compile. Weights and parameter names stay; deep copies are not compiled.
     saving=True: graphs compiled from now on save fewer activations; backward recomputes those that are cheap."""
     import torch._dynamo  # imported here because it takes seconds
+    import torch._functorch.config
 
     torch._dynamo.config.cache_size_limit = max(GRAPHS, torch._dynamo.config.cache_size_limit)
     torch._dynamo.config.optimize_ddp = False  # would split blocks' graphs; DDP's all-reduce overlaps anyway
-    if saving:
-        import torch._functorch.config
-
-        torch._functorch.config.activation_memory_budget = BUDGET
+    torch._functorch.config.activation_memory_budget = BUDGET if saving else 1.0
     for block in blocks:
         block.compile(dynamic=False, fullgraph=True, backend=backend)

@@ -62,7 +62,7 @@ def local(source: str | Path) -> Path:
         raise ValueError(f"{source}: {name} has no revision {revision or 'main'}") from error
     except errors.HfHubHTTPError as error:
         raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
-    except OSError as error:
+    except (OSError, errors.HTTPError) as error:  # of huggingface_hub 1, lost connections are no OSErrors
         with contextlib.suppress(errors.LocalEntryNotFoundError):
             folder = Path(snapshot_download(**fetch, local_files_only=True))
             if any(folder.rglob("*.safetensors")):
@@ -92,13 +92,13 @@ def check_repository(name: str) -> None:
 
 def push(folder: Path, name: str) -> str:
     """Upload a folder to the hub's repository `name`, made if missing; return the upload's URL. OSError if refused."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, errors
 
     hub = HfApi()
     try:
         hub.create_repo(name, exist_ok=True)
         return str(hub.upload_folder(repo_id=name, folder_path=folder))
-    except OSError as error:  # the hub's HTTP errors are OSErrors, too
+    except (OSError, errors.HTTPError) as error:
         raise OSError(f"{folder} was written, but not uploaded to {name}: {' '.join(str(error).split())}") from error
 
 

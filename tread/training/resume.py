@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from tread.checkpoints.checkpoint import find_whole, newest
 from tread.checkpoints.run_log import RunLog, differences, value_at
+from tread.runtime.cli import CONFIG_DIR
 from tread.runtime.plugins import absolute, import_plugins
 from tread.runtime.schema import check_overrides, written
 from tread.runtime.tensor_files import listed
@@ -18,7 +19,6 @@ from tread.training.settings import as_recorded, known_keys
 
 # settings that may change when a finished run is started again
 ON_DONE = ("report", "plugins", "tracker", "train.processes", "train.cuda_graphs")
-CONFIG_DIR = re.compile(r"(?:^| )(?:--config-dir|-cd)[ =](\S+)")
 # folder in configs/ → the key in it that states which of its files was chosen
 GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment": "kind"}
 
