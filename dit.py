@@ -108,9 +108,8 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning or dim, 6 * dim))
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return new tokens (B, N, D) for tokens x (B, N, D) and, if self.returns_values is set, also the attention's
-        value vectors (B, N, H, d). `given` is what Attention.forward takes besides x, if anything, and then the
-        conditioning vector c (B, conditioning)."""
+        """Return new tokens (B, N, D) for tokens x (B, N, D) and, if self.returns_values, the attention's value vectors
+        (B, N, H, d). `given`: what Attention.forward takes besides x, if anything, then c (B, conditioning)."""
         *along, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)

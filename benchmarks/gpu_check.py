@@ -37,7 +37,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from step_time import BLOCK, calls_of, forward_flops, kinds_of, measure, open_run, stages, take_steps
+from step_time import BLOCK, calls_of, kinds_of, measure, open_run, stages, take_steps
 from timing import CPU, DEVICE, ROOT, Turns, begin, circumstances, options_of, take_turns, why_failed
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -408,7 +408,7 @@ def peers(check: Check) -> None:
 
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 of_diffusers(latents[:1], first, first.long())
-            flops = counter.get_total_flops() / forward_flops(run, cfg)
+            flops = counter.get_total_flops() / run.network.forward_flops(())
             check.add(f"{size}: FLOPs of diffusers' DiT", flops, "of ours", 1.0)
             if compiled:  # by block, as the whole of diffusers' XL takes minutes; deepcopy's result is not compiled
                 compile_blocks([*theirs.transformer_blocks, *plain.compiled()])

@@ -44,6 +44,7 @@ from tread.runtime.device import peak_flops
 from tread.runtime.files import check_file, write_json
 from tread.runtime.signals import Stop
 from tread.training import settings, step
+from tread.training.costs import sample_flops
 from tread.training.run import Run
 from tread.training.start import start
 
@@ -87,6 +88,8 @@ def open_run(folder: Path, overrides: Sequence[str]) -> Run:
     config = composed("config", [*overrides, *fixed, f"text.encoder={'words' if words else 'random'}"])
     cfg = settings.read(config)
     shape, count = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size), 4 * cfg.train.batch_size
+    if None in (*shape, cfg.dataset.num_classes):
+        raise ValueError("random data needs dataset.channels, dataset.size and dataset.num_classes")
     random_dataset(folder / "data", shape, cfg.dataset.num_classes, count, count)
     if cfg.model.takes_text:
         random_text(folder / "data", count, words)
@@ -158,12 +161,12 @@ def measure(kinds: Kinds, pairs: int) -> dict:
     batch, peak = run.cfg.train.batch_size, peak_flops(DEVICE, run.precision)
     rows = {}
     for name, turn in turns.items():
-        memory, flops = held_by(kinds[name][0]) + turn.held, forward_flops(*kinds[name])
+        memory, flops = held_by(kinds[name][0]) + turn.held, flops_of(*kinds[name])
         row = rows[name] = {"ms": 1000 * turn.median / BLOCK, "peak_gb": memory / 1e9, "first_turn_s": turn.first}
-        row |= {"images_per_s": 1000 * batch / row["ms"], "flops_per_s": 3000 * flops * batch / row["ms"]}
+        row |= {"images_per_s": 1000 * batch / row["ms"], "flops_per_s": 1000 * flops * batch / row["ms"]}
         row["mfu"] = peak and row["flops_per_s"] / peak
         if name != first and first in turns:
-            ratios, ideal = turns[first].over(turns[name]), forward_flops(run, dense) / flops
+            ratios, ideal = turns[first].over(turns[name]), flops_of(run, dense) / flops
             row |= {"ratio": statistics.median(ratios), "ratio_95": interval(ratios), "ideal": ideal}
             row |= {"of_ideal": row["ratio"] / ideal, "of_ideal_95": [bound / ideal for bound in row["ratio_95"]]}
     for name, row in rows.items():
@@ -187,9 +190,9 @@ def measure(kinds: Kinds, pairs: int) -> dict:
     }
 
 
-def forward_flops(run: Run, cfg: settings.Settings) -> int:
-    """Return the FLOPs of a training step's forward pass for one image."""
-    return run.network.forward_flops(() if cfg.train.routes_until == 0 else cfg.model.routes)
+def flops_of(run: Run, cfg: settings.Settings) -> int:
+    """Return the FLOPs of a training step for one image."""
+    return sample_flops(run.network, () if cfg.train.routes_until == 0 else cfg.model.routes, run.aligner)
 
 
 def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:

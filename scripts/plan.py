@@ -107,10 +107,10 @@ def column(
     kinds, once = costs.count_kinds(counted, range(steps)), min(images, cfg.train.micro_batch_size or images)
     live = costs.live_bytes(cfg, once, encoder)
     room -= live + (options.devices > 1 or once < images) * 4 * count_parameters(network)  # gradients that stay
-    how = costs.plan_memory(counted, network, [*kinds], once, room, precision, compiled, aligner).how
+    how, _, warning = costs.plan_memory(counted, network, [*kinds], once, room, precision, compiled, aligner)
     saving = replace(cfg, train=replace(cfg.train, memory=how))
     few, more = (costs.memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
-    micro = costs.largest_micro_batch(few, more, once, room)
+    micro = costs.largest_micro_batch(few, more, once, room) if warning else once
     alone = options.devices == 1 and not live and getattr(cfg.model, "kernel", "torch") == "torch"
     graphs = cfg.train.cuda_graphs is True or (cfg.train.cuda_graphs and alone)  # a step is one launch
     constants = constants._replace(launch=0.0 if graphs else constants.launch * -(-images // max(1, micro)))

@@ -371,11 +371,13 @@ MARKS = "numbers: the largest guidance scale; small dots: seeds, where there are
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
     """Return twice the standard deviation, over seeds, of the difference of two compared arms in a metric at equal
     "images" or "FLOPs" (`name`): a smaller difference at one seed may be chance. The deviation is pooled over the
-    study's pairs; if these have too few seeds, and study.scale is not "demo", it is taken from the published study
-    "convergence", at the number of images nearest to that at which this study ends. None if it is unknown."""
+    study's pairs; if these have too few seeds, and study.scale is not "demo", it is taken, for Imagenette, from the
+    published "convergence", at the number of images nearest to this study's end. None if it is unknown."""
     pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
     each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
+        if not all("imagenette" in " ".join(arm.overrides) for arm in study.arms.values()):
+            return None
         known = gather(plan(read_study(NOISE_OF, "small")), finished(HERE / "none"))
         last = max(point["images"] for runs in results.values() for run in runs for point in run["points"])
         found = along(known["routed"], known["dense"], metric, name.lower())

@@ -55,12 +55,12 @@ def main(out: Path, steps: int, seeds: int) -> None:
     kept = "init_classes={" + ",".join(f"{digit}:{digit}" for digit in range(KNOWN)) + "}"
     short, rows = steps // 10, {}
     for seed in range(seeds):
-        train(out, f"seven-{seed}", steps, *seven, f"seed={seed}")
-        train(out, f"taught-{seed}", short, f"init_from={out}/seven-{seed}", kept, f"seed={seed}")
-        train(out, f"nothing-{seed}", short, f"seed={seed}")
-        train(out, f"whole-{seed}", steps, f"seed={seed}")
+        train(out, f"seven-{steps}-{seed}", steps, *seven, f"seed={seed}")
+        train(out, f"taught-{steps}-{seed}", short, f"init_from={out}/seven-{steps}-{seed}", kept, f"seed={seed}")
+        train(out, f"nothing-{steps}-{seed}", short, f"seed={seed}")
+        train(out, f"whole-{steps}-{seed}", steps, f"seed={seed}")
         for name in ("taught", "nothing", "whole"):
-            drawn = tread.load(out / f"{name}-{seed}").sample(range(10), range(100), output="pt", steps=18)
+            drawn = tread.load(out / f"{name}-{steps}-{seed}").sample(range(10), range(100), output="pt", steps=18)
             pictures, asked = (drawn * 255).round().byte().numpy(), np.arange(10).repeat(100)
             for which, chosen in (("old", asked < KNOWN), ("new", asked >= KNOWN)):
                 agreement = judge_digits(pictures[chosen], asked[chosen])["label_agreement"]

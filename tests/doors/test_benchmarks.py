@@ -106,6 +106,7 @@ def test_models_beside_train_by_the_same_overrides(launched, import_benchmark, m
         ("step_time", ["128"], "'128' is no option"),
         ("step_time", ["-pairs=8"], "'-pairs=8' is no option"),
         ("step_time", ["modle.depth=3"], "the nearest known one is 'model.depth'"),
+        ("step_time", ["experiment=tiny"], "random data needs dataset.channels, dataset.size and dataset.num_classes"),
         ("step_time", ["model=dit"], "has no routes to compare"),
         ("step_time", ["pairs=3"], "pairs is 3"),
         ("step_time", ["out=made/"], "made/ could not be written: it names a folder"),

@@ -7,6 +7,7 @@ studies/once.json and studies/floor.json, the losses by photo, and the step time
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,6 +140,9 @@ def test_the_tables_of_emojis_and_of_step_times_are_of_their_records():
 def test_two_seeds_tell_no_chance_and_unlike_arms_have_unlike_colours():
     band = figures.chance(*gathered("selection_rate"), "kid")  # of convergence after 100,096 images, by hand:
     assert band == pytest.approx(0.0083614, rel=1e-4)
+    study, results = gathered("selection_rate")
+    other = {name: replace(arm, overrides=("dataset=cifar10",)) for name, arm in study.arms.items()}
+    assert figures.chance(replace(study, arms=other), results, "kid") is None
     assert len({*figures.colours(gathered("recipe")[0]).values()}) == 10
 
 

@@ -73,7 +73,7 @@ COMPOSED = {  # what a command has → why it can't be run here
     r"prepare_text.py": "captions of others, and an encoder from the hub",
     r"dataset=emoji": "renders for half a minute; tests/preparing/test_emoji.py makes a few",
     r" weights=\S+\.pt": "weights of others",
-    r"(emoji|coco256_b2)-tread_text": "a network of captions, which trains for hours (tests/evaluation/test_prompts.py)",
+    r"(emoji|coco256_b2)-tread_text": "a network of captions, trained for hours (tests/evaluation/test_prompts.py)",
     r"reference=|samples=\S+\.npz": "pictures to compare with, and the FID Inception",
     r"name=(seeds|fp32|bf16)-": "studies: commands that run elsewhere, with other steps and seeds",
     r"^python train.py .*(lightning|rwkv|mamba|maskdit|alignment=|routes_until|digits-0.7|v1|stage-2|my-setting)": (

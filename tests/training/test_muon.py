@@ -10,11 +10,12 @@ import torch
 from conftest import equal, launch, launch_processes, random_network, records, same, size_of
 from test_optimizer import give_gradients, settings
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from tread.checkpoints import checkpoint
 from tread.checkpoints.network import build_network, read_network
 from tread.models.architectures import ARCHITECTURES
-from tread.training.muon import SCALES, block_matrices, groups_of, orthogonalized
+from tread.training.muon import SCALES, block_matrices, groups_of, orthogonalized, step_flops
 from tread.training.optimizer import optimizer_step
 
 MUON = ["optim.name=muon", "optim.muon_lr=0.01", "optim.weight_decay=0.1"]
@@ -35,6 +36,16 @@ def direction(matrix):
     """The iterations of each singular value, in fp64."""
     left, sigma, right = torch.linalg.svd(matrix.double() / matrix.double().norm(), full_matrices=False)
     return (left * iterated(sigma)) @ right
+
+
+def test_its_flops_are_those_that_torch_counts():
+    network = random_network(0, hidden_size=16, depth=2, num_heads=2)
+    network.blocks[0].attn.qkv.weight.requires_grad = False
+    with FlopCounterMode(display=False) as counter:
+        for weight in block_matrices(network):
+            if weight.requires_grad:
+                orthogonalized(weight[None].detach(), 5, torch.float32)
+    assert step_flops(network) == counter.get_total_flops() > 0
 
 
 def test_closed_forms():

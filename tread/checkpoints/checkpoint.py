@@ -77,9 +77,8 @@ def _room_on_the_host(value: Tensor) -> Tensor:
 
 
 def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove a run's checkpoints except the newest keep_last, those at multiples of keep_every steps (None: no
-    multiples), folders to which something was added, as scores are, and those later than `latest`, which a run that
-    went back to an earlier step will replace."""
+    """Remove a run's checkpoints except the newest keep_last, multiples of keep_every steps (None: none), folders with
+    something added, as scores are, and those later than `latest`: a run that went back will replace them."""
     for folder in _folders(run)[:-keep_last]:
         added = {path for path in folder.iterdir() if path.name != "info.json"} - {*folder.glob("*.safetensors")}
         if not added and not (keep_every and _step(folder) % keep_every == 0):
@@ -221,8 +220,7 @@ def _parsed(folder: Path) -> dict:
 
 
 def _is_complete(info: dict) -> bool:
-    """Return whether a parsed info.json has step, config, and files with size and sha256; latents may be left out, but
-    must be a dict if they are there."""
+    """Return whether info.json has a step, config, files with size and sha256, and a dict of latents, if it has any."""
     sections = [info.get("files"), info.get("config"), info.get("latents", {})]
     if type(info.get("step")) is not int or not all(isinstance(section, dict) for section in sections):
         return False

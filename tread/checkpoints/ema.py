@@ -21,8 +21,7 @@ def exponential(decay: float = 0.9999, warmup: bool = True) -> Callable[[int], f
 
 
 def power(sigma_rel: float) -> Callable[[int], float]:
-    """Return a function from the number n of earlier updates to a power-function EMA's decay, (1 − 1/(n+1))^(γ+1)
-    (EDM2, Eq. 2). σ_rel determines γ."""
+    """Return n ↦ (1 − 1/(n+1))^(γ+1), a power-function EMA's decay after n updates (EDM2, Eq. 2); σ_rel gives γ."""
     gamma = exponent(sigma_rel)
     return lambda step: (1 - 1 / (step + 1)) ** (gamma + 1)
 

@@ -78,8 +78,7 @@ class SavedNetwork:
         return Model(self.process, network, self.routes(guidance))
 
     def shifted(self, shift: float | None) -> "SavedNetwork":
-        """Return this network with `shift` instead of rf.shift for sampling times; None: the network as it is. Raises
-        ValueError for a shift with EDM."""
+        """Return this network with `shift` as rf.shift in sampling; None: as it is. Raises ValueError for EDM."""
         if shift is None:
             return self
         if self.cfg.objective != "rf":

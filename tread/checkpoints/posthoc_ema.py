@@ -149,9 +149,8 @@ def coefficients(stored: Profiles, step: int, sigma_rel: float) -> np.ndarray:
 
 
 def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return how far the stored profiles pᵢ are from fitting the profile p of width sigma_rel at step `step`: the
-    relative error ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, with the factors xᵢ that `coefficients` returns. It is 0 for
-    an exact fit, and accurate to 1e-7."""
+    """Return how far the stored profiles pᵢ are from the profile p of width sigma_rel at step `step`: the error
+    ‖Σ xᵢ pᵢ − p‖ / ‖p‖ over training time, with the factors xᵢ of `coefficients`; it is accurate to 1e-7."""
     products, goal, scale = _normal_equations(stored, step, sigma_rel)
     x = coefficients(stored, step, sigma_rel) / scale
     return float(np.sqrt(max(0.0, 1 - 2 * x @ goal + x @ products @ x)))

@@ -53,9 +53,8 @@ def value_at(config: dict, key: str) -> object:
 
 
 class RunLog:
-    """A run's metrics.jsonl, run.json and status.json. The main process writes them; others write only failures, to
-    status.json. Create the RunLog before reading anything else in the folder: `start` then notices if another process
-    has trained there meanwhile."""
+    """A run's metrics.jsonl, run.json and status.json. The main process writes them; others write failures to the last.
+    Create the RunLog before reading anything else in the folder: `start` notices if another process trains there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None
@@ -73,10 +72,9 @@ class RunLog:
         return [start for start in starts if isinstance(start, dict) and "config" in start]
 
     def start(self, step: int, config: dict, **facts: object) -> None:
-        """Lock the folder, append a start at step `step`, with `config` and further entries `facts`, to run.json, and
-        drop the metrics of later steps, which will be trained again. Also removes temporary files of killed processes,
-        and writes the status "running". Raises FileExistsError if another process uses the folder, or has trained in
-        it since this RunLog was created."""
+        """Lock the folder, append a start at step `step`, with `config` and `facts`, to run.json, drop the metrics of
+        later steps, which will be trained again, remove killed processes' temporary files, write the status "running".
+        Raises FileExistsError if another process uses the folder, or has trained in it since this RunLog was made."""
         self.versions = versions()  # now: the code on disk may change later
         self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"another process is training in {self.folder}; name=… starts another run"

@@ -46,8 +46,7 @@ class Process(Protocol):
         """Map standard normal numbers to training noise levels, elementwise."""
 
     def quantiles(self, count: int) -> Tensor:
-        """Return the quantiles (i + ½) / count of the training noise levels, rising, (count,) fp64: the mean loss over
-        these levels approximates the expected loss."""
+        """Return the training noise levels' quantiles (i + ½) / count, rising, (count,) fp64: a grid for the loss."""
         quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 

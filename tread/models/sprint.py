@@ -114,8 +114,7 @@ class Sprint(LightningDiT):
 
 
 def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless `depth` leaves SPRINT a sparse part and `routes` is () or one route over exactly that
-    part, with rejoin left at its default."""
+    """Raise ValueError unless SPRINT has a sparse part at `depth`, and routes are () or one over it, without rejoin."""
     if depth <= 2 * DENSE:
         raise ValueError(f"depth {depth} leaves no block for SPRINT's sparse part, all but the first and last {DENSE}")
     if len(routes) > 1:

@@ -68,9 +68,8 @@ def all_emoji() -> dict[str, dict]:
 
 
 def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
-    """Return {emoji: its distinct captions}, from the entries of `all_emoji`: name and aliases in words. The flag of a
-    country or region has "flag of <name>" and its name. An emoji with a skin tone but no aliases has the aliases of the
-    toneless one with the tone added."""
+    """Return {emoji: its distinct captions}, from `all_emoji`'s entries: name and aliases in words. Flags of places
+    have "flag of <name>" and the name. One with a skin tone but no aliases has the toneless one's, with the tone."""
     given = {text: [clean(alias) for alias in entry.get("alias") or []] for text, entry in known.items()}
     bare = {_bare(text): aliases for text, aliases in given.items() if not tones(text)}
     captions = {}

@@ -44,8 +44,7 @@ MUCH = 4  # the report names pictures enlarged by more than this factor
 
 @dataclass
 class Crops:
-    """Cropped photos. An item is (pixels (3, size, size) uint8, "", photo size (W, H)); for a photo that can't be read
-    it is (None, the reason, (0, 0))."""
+    """Cropped photos: (pixels (3, size, size) uint8, "", photo size (W, H)); if unreadable (None, reason, (0, 0))."""
 
     photos: Photos
     crop: Crop

@@ -29,6 +29,7 @@ from tread.runtime.device import Alive, autocast
 from tread.runtime.files import size_text
 from tread.training.alignment import Aligned, Aligner, build_projector
 from tread.training.draws import active_routes
+from tread.training.muon import step_flops
 from tread.training.settings import Settings
 
 Kind = tuple[tuple[Route, ...], bool]  # kind of step: its token routes, and whether its loss has an alignment term
@@ -78,8 +79,9 @@ def passes(network: Backbone) -> float:
 
 def blank_network(cfg: Settings, device: torch.device | str = "meta") -> Backbone:
     """Build the run's network on a device, with LoRA's adapters, if any, and frozen parameters, to count its costs."""
+    cfg = replace(cfg, model=cfg.model.anywhere) if device == "meta" else cfg
     with torch.device(device):
-        network = build_network(replace(cfg, model=cfg.model.anywhere) if device == "meta" else cfg)
+        network = build_network(cfg)
         if cfg.lora.rank:
             cfg.lora.adapt(network)
     cfg.optim.freeze(network)
@@ -116,7 +118,8 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Return the memory of an uncompiled step of `images` samples with token `routes`, traced on fake tensors."""
+    """Return the memory of an uncompiled step of `images` samples with token `routes`, traced on fake tensors as if no
+    parameter were frozen; without optimizer and averages."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
@@ -127,9 +130,7 @@ def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: 
         loss = blank_loss(cfg, network, routes, images, torch.device("cpu"), precision)
         saved = alive.now - before
         loss.backward()
-    averages = weights * (1 + len(cfg.ema.power))
-    optimizer = 4 * cfg.optim.state_size(network)
-    return StepMemory(weights, averages, optimizer, saved, alive.peak + averages + optimizer)
+    return StepMemory(weights, 0, 0, saved, alive.peak)
 
 
 def step_seconds(
@@ -151,6 +152,8 @@ def step_seconds(
         known = block_bytes(cfg.model.architecture, width, values)
         moved += count * width * (known.moved_in_bf16 if cfg.train.residual == "bf16" else known.moved)
     moved = images * moved + UPDATE_BYTES * count_parameters(network, trained=True)
+    if cfg.optim.entry.splits:
+        products += step_flops(network) / images / np.interp(network.hidden_size, *constants.reached)
     seconds = images * products / device.products + moved / (constants.bandwidth * device.bandwidth)
     return float(max(seconds, constants.launch * len(blocks)))
 
@@ -178,11 +181,12 @@ def memory(
         optimizer, saved = int(cfg.optim.copies * weights), images * projector_bytes(aligner, routes, precision)
         more = StepMemory(weights, 0, optimizer, saved, weights + optimizer + max(saved, weights))
         return StepMemory(*map(sum, zip(step, more)))
-    if not compiled:
-        return step_memory(cfg, routes, images, precision)
     weights, gradients = 4 * count_parameters(network), 4 * count_parameters(network, trained=True)
     averaged, how = gradients if cfg.lora.rank else weights, cfg.train.memory
     averages, optimizer = averaged * (1 + len(cfg.ema.power)), 4 * cfg.optim.state_size(network)
+    if not compiled:
+        step = step_memory(cfg, routes, images, precision)
+        return step._replace(averages=averages, optimizer=optimizer, peak=step.peak + averages + optimizer)
     blocks, kind = blocks_run(network, routes), cfg.model.architecture
     values = getattr(cfg.model, "value_residual", False)
     sizes = [(count * width, block_bytes(kind, width, values)) for _, count, width in blocks]

@@ -30,6 +30,12 @@ def block_matrices(network: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in weights if min(weight.shape) > 1]
 
 
+def step_flops(network: nn.Module, iterations: int = 5) -> int:
+    """Return the FLOPs of orthogonalizing the updates of all trained block_matrices(network), as each step does."""
+    sizes = [sorted(weight.shape) for weight in block_matrices(network) if weight.requires_grad]
+    return sum(iterations * (4 * few**2 * many + 2 * few**3) for few, many in sizes)
+
+
 def groups_of(parameters: Iterable[nn.Parameter], network: nn.Module) -> list[dict]:
     """Split parameters into two groups for an optimizer: those in block_matrices(network), for Muon, and the rest."""
     matrices, own, rest = set(block_matrices(network)), [], []
