@@ -118,8 +118,7 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Return the memory of an uncompiled step of `images` samples with token `routes`, traced on fake tensors as if no
-    parameter were frozen; without optimizer and averages."""
+    """Trace an uncompiled step on fake tensors, as if no parameter were frozen and without optimizer and averages."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
@@ -142,7 +141,8 @@ def step_seconds(
     blocks = blocks_run(network, routes)
     head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
-    products = aligner.flops(routes) / np.interp(network.hidden_size, *constants.reached) if aligner else 0
+    update = step_flops(network) / images if cfg.optim.entry.splits else 0
+    products = ((aligner.flops(routes) if aligner else 0) + update) / np.interp(network.hidden_size, *constants.reached)
     moved = network.hidden_size * END_BYTES.moved * network.num_tokens
     values = getattr(cfg.model, "value_residual", False)
     for block, count, width in blocks:
@@ -152,8 +152,6 @@ def step_seconds(
         known = block_bytes(cfg.model.architecture, width, values)
         moved += count * width * (known.moved_in_bf16 if cfg.train.residual == "bf16" else known.moved)
     moved = images * moved + UPDATE_BYTES * count_parameters(network, trained=True)
-    if cfg.optim.entry.splits:
-        products += step_flops(network) / images / np.interp(network.hidden_size, *constants.reached)
     seconds = images * products / device.products + moved / (constants.bandwidth * device.bandwidth)
     return float(max(seconds, constants.launch * len(blocks)))
 

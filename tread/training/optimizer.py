@@ -41,10 +41,9 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 def optimizer_step(
     optimizer: torch.optim.Optimizer, lr: Tensor | float, clip_norm: float | None, hold: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Clip the gradients to the norm clip_norm (None: don't clip), update the parameters, and clear the gradients. The
-    update is skipped if the gradients' norm is not finite, or if `hold`, 0-d fp32, is 1. A parameter group's learning
-    rate is lr, times the group's entry lr_factor if there is one. Returns the norm before clipping, and 1.0 if the
-    update was skipped, else 0.0; both 0-d fp32 on the device."""
+    """Clip the gradients to the norm clip_norm (None: don't), update the parameters and clear the gradients. The update
+    is skipped if the gradients' norm is not finite, or if `hold`, 0-d fp32, is 1. A group's learning rate is lr, times
+    its entry lr_factor, if any. Returns (norm before clipping, 1.0 if skipped else 0.0), 0-d fp32 on the device."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     skip = 1.0 - norm.isfinite().float()
