@@ -221,8 +221,7 @@ def held_by(run: Run) -> int:
 
 
 def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
-    """Return the fraction of a step that "data wait", "forward", "backward", "optimizer", "EMA" and the "rest" take.
-    Steps take longer than usual, as each stage waits for the device."""
+    """Return the fractions of a step, by "data wait", "forward", …, "rest", each of which waits for the device."""
     spent: dict[str, float] = {}
     with ExitStack() as patches:
         patches.enter_context(patch.object(run, "graphs", None))  # a CUDA graph would replay all stages at once

@@ -71,6 +71,10 @@ def show(cfg: Settings, options: Options) -> None:
     print("\n" + " " * 34 + "".join(f"{head:>14}" for head in ("all tokens", "routed")[: len(columns)]))
     for name in dict.fromkeys(name for each in columns for name in each):  # a column that does not fit has fewer
         print(f"{name:<34}" + "".join(f"{each.get(name, '–'):>14}" for each in columns))
+    flops, speeds = ([each[name].replace(",", "") for each in columns] for name in ("FLOPs of the run", "images/s"))
+    if routes and "–" not in speeds:
+        less = 1 - float(flops[1]) / float(flops[0]), 1 - float(speeds[0]) / float(speeds[1])
+        print("the route saves {:.0%} of the run's FLOPs, and {:.0%} of a routed step's time".format(*less))
     stored, each = ("uint8", 1) if cfg.dataset.embedded == "cifar10" else ("fp16", 2)  # bytes of a number
     view = size_text(cfg.dataset.channels * cfg.dataset.size**2 * each)
     stored += ", twice that as moments" * (cfg.dataset.channels not in (1, 3))

@@ -27,8 +27,7 @@ Dots = Sequence[tuple[float, Sequence[float]]]  # x, a value per seed
 
 
 class Figure(NamedTuple):
-    """How a study's results are shown. `draw` draws them into the image file at the given path. `columns` returns
-    {title: {arm: cell}}, the columns that this figure adds to table.md's usual ones."""
+    """How results are shown: `draw` draws them into an image file, `columns` adds {title: {arm: cell}} to table.md."""
 
     draw: Callable[[Study, Results, Path], None]
     columns: Callable[[Study, Results], Columns] = lambda study, results: {}

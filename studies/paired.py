@@ -47,8 +47,7 @@ class Estimate:
         return f"{self.mean:.5g}" if self.seeds == 1 else f"{self._to(self.mean)} ± {self._to(self.spread)}"
 
     def signed(self) -> str:
-        """Format a difference: "+0.0114 (0.0001) [+0.0109, +0.0120]" is the mean, its standard error and its interval;
-        with a single seed there is only its value."""
+        """Format a difference, "+0.0114 (0.0001) [+0.0109, +0.0120]": mean, standard error, interval; or one seed's."""
         if self.seeds == 1:
             return f"{self.mean:+.3g}"
         low, high = self.mean - self.half, self.mean + self.half

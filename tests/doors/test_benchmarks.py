@@ -171,7 +171,7 @@ def test_with_sizes_a_part_keeps_the_other_sizes_numbers(import_benchmark, tmp_p
         """A part."""
         check.add("XL", 2.0, "images/s")
 
-    monkeypatch.setattr(gpu_check, "PARTS", {steps: 1})
+    monkeypatch.setattr(gpu_check, "PARTS", {steps: (1, "nothing")})
     monkeypatch.setattr(gpu_check, "steps", steps)
     monkeypatch.setattr("sys.argv", ["gpu_check.py", f"out={path}", *sizes])
     gpu_check.main()

@@ -1,6 +1,7 @@
 """Text networks against dit.py and lightning.py, a twin written token by token, and torch's FLOPs counter."""
 
 import math
+from types import SimpleNamespace
 
 import modes
 import pytest
@@ -9,7 +10,7 @@ from conftest import CPU
 from modes import assert_modes_agree, counted_flops, drawn, hot
 from torch.testing import assert_close
 
-from dit import DiT
+from dit import DiT, attend
 from rf import RF
 from routing_module import Route
 from tread.diffusion.edm import EDM
@@ -294,3 +295,22 @@ def test_texts_of_another_encoder_are_refused(encoder, change, shown):
 def test_sizes_that_do_not_fit_are_refused(more):
     with pytest.raises(ValueError, match="do not fit"):
         TextDiT(**SIZES, **{"text_tokens": 5, **more})
+
+
+@pytest.mark.parametrize("keys", [64, 77])
+def test_attention_over_padded_words_is_the_formula(keys):
+    """Softmax over the words alone, forward and backward; 64 is where cuDNN had a fault."""
+    q, k, v = (torch.randn(3, n, 2, 8, generator=torch.Generator().manual_seed(n)) for n in (5, keys, keys + 1))
+    v, mask = v[:, :keys], torch.arange(keys) < torch.tensor([[1], [keys - 1], [keys]])
+    found, expected, layer = [], [], SimpleNamespace(q_norm=None, proj=lambda x: x)
+    for how in (found, expected):
+        given = [each.clone().requires_grad_() for each in (q, k, v)]
+        if how is found:
+            out = attend(layer, *given, mask=mask).unflatten(2, (2, 8))
+        else:
+            scores = torch.einsum("bnhd,bmhd->bhnm", *given[:2]) / 8**0.5
+            weights = scores.masked_fill(~mask[:, None, None], -math.inf).softmax(-1)
+            out = torch.einsum("bhnm,bmhd->bnhd", weights, given[2])
+        out.square().sum().backward()
+        how += [out, *(each.grad for each in given)]
+    assert_close(found, expected)

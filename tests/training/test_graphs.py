@@ -1,6 +1,8 @@
 """Steps by CUDA graphs. On a CPU a step is its own replay, over buffers that were last filled for another step, and
 knows nothing of the run's progress. Reference: the same run without graphs, bit for bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import launch, logged, raising, records, same
@@ -8,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from tread.training import failures, graphs, periodic, start, step
-from tread.training.graphs import Graphs
+from tread.training.graphs import Graphs, open_graphs
 
 OPTIONS = ["train.steps=14", "train.micro_batch_size=4", "optim.clip_norm=0.5", "name=run", "every.sample=99"]
 OPTIONS += ["ema.power=[0.1]", "ema.warmup=true", "optim.warmup_steps=5"]
@@ -205,6 +207,22 @@ def test_no_argument_but_tensors_changes_from_step_to_step(tmp_path, monkeypatch
 def test_graphs_are_for_cuda_and_an_error_elsewhere(tmp_path, capsys):
     with pytest.raises(SystemExit, match="train.cuda_graphs is true, but the run is on cpu, without a CUDA device"):
         launch(tmp_path, "train.cuda_graphs=true", "resume=auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "why"),
+    [("sgd", 1, "optim.name=sgd is no fused"), ("adamw", 2, "several processes"), ("adamw", 1, "a live encoder")],
+)
+def test_where_auto_takes_no_graphs_a_line_says_why(monkeypatch, name, count, why):
+    said = []
+    monkeypatch.setattr(graphs, "is_fused", lambda optimizer: optimizer == "adamw")
+    live = SimpleNamespace(encoder=count == 1)
+    train, optim, model = SimpleNamespace(cuda_graphs="auto"), SimpleNamespace(name=name), SimpleNamespace()
+    run = SimpleNamespace(
+        cfg=SimpleNamespace(train=train, optim=optim, model=model), device=torch.device("cuda"), optimizer=name,
+        aligner=live, processes=SimpleNamespace(count=count, say=said.append),
+    )  # fmt: skip
+    assert open_graphs(run) is None and len(said) == 1 and why in said[0]
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ from tread.evaluation.similarity import noised_states, open_latents
 from tread.models.conditions import Text
 from tread.models.text_dit import TextEmbedder
 from tread.preparing import digits
+from tread.training import start
 from tread.training.alignment import Aligned, Aligner, Alignment, build_projector
 from tread.training.settings import complete
 from tread.training.step import loss, step_draws
@@ -90,6 +91,13 @@ def test_a_run_knows_its_encoder_and_keeps_the_empty_caption(folder, spec):
         assert held is given is None or torch.equal(held, given.to(held.dtype).expand_as(held))
     assert "embedding_table" not in "".join(network.state_dict())
     assert (folder / "results" / spec.encoder / "samples/step_0000006.png").exists()
+
+
+def test_a_start_asks_for_faults_of_attention_over_its_words(folder, monkeypatch):
+    monkeypatch.setattr(start, "avoid_faults", lambda device, keys: f"warning: {device} and {keys} keys")
+    for model, keys in (("model=dit_text text.encoder=words", WORDS.tokens), ("model=dit", None)):
+        said = launch(folder, *model.split(), "train.steps=1", f"name=faulty-{keys}")
+        assert f"warning: cpu and {keys} keys" in said
 
 
 def test_it_goes_on_bit_equal_also_in_micro_batches_and_recomputed(folder):

@@ -39,8 +39,7 @@ class Draws(NamedTuple):
 
 
 def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
-    """Return the routes of training step `step` (0, 1, …): the model's, with the selection_ratio of
-    train.ratio_schedule if that is set, and none from step train.routes_until on."""
+    """Return step `step`'s routes: the model's, at train.ratio_schedule's ratio, if set; none from routes_until on."""
     until, schedule = cfg.train.routes_until, cfg.train.ratio_schedule
     if until is not None and step >= until:
         return ()

@@ -154,8 +154,7 @@ def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], s
 
 
 def open_graphs(run: Run) -> Graphs | None:
-    """Return the Graphs that do the run's steps, or None for steps without CUDA graphs; train.cuda_graphs decides.
-    Raises ValueError if train.cuda_graphs is true and the run can't use graphs."""
+    """Return the Graphs that do the run's steps, or None. Raises ValueError if train.cuda_graphs=true can't be."""
     asked, device, never = run.cfg.train.cuda_graphs, run.device, None
     if device.type != "cuda":
         never = f"the run is on {device}, without a CUDA device"
@@ -163,9 +162,12 @@ def open_graphs(run: Run) -> Graphs | None:
         never = f"optim.name={run.cfg.optim.name} is no fused AdamW or Muon, which take the learning rate as a tensor"
     if asked is True and never:
         raise ValueError(f"train.cuda_graphs is true, but {never}")
-    live = run.aligner and run.aligner.encoder
-    unsure = live or run.processes.count > 1 or getattr(run.cfg.model, "kernel", "torch") != "torch"
-    if not asked or never or (asked == "auto" and unsure):
+    kernel, live = getattr(run.cfg.model, "kernel", "torch"), run.aligner and run.aligner.encoder
+    unsure = {"several processes": run.processes.count > 1, "a live encoder": live, kernel: kernel != "torch"}
+    why = never or next((reason for reason, holds in unsure.items() if holds), None)
+    if asked == "auto" and why and device.type == "cuda":
+        run.processes.say(f"train.cuda_graphs=auto takes none with {why}; true would try")
+    if not asked or never or (asked == "auto" and why):
         return None
     stream = torch.cuda.Stream(device)
     return Graphs(run, stream, partial(record_graph, run, stream, torch.cuda.graph_pool_handle()))

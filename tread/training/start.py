@@ -48,8 +48,7 @@ from tread.training.settings import Settings, prepare_embedded
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
-    """Begin or continue the run with settings `cfg`, which `config` holds as a dict, and print `warnings`. Raises
-    ValueError or OSError if settings, data, weights or the folder do not fit."""
+    """Begin or continue the run `cfg` (`config` as a dict), print `warnings`. ValueError or OSError if it can't be."""
     began = time.perf_counter()
     if cfg.init_positions == "scaled":
         cfg, config = with_scaled_positions(cfg, config)
