@@ -294,7 +294,7 @@ def times_written(tokens: Tensor) -> int:
 
 
 def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Call a block on floating-point inputs in fp32, without autocast (TF32 stays); return the first input's dtype."""
+    """Call a block on floating-point inputs in fp32, without autocast (TF32 stays), cast back to the first's dtype."""
     with torch.autocast(inputs[0].device.type, enabled=False):
         return block(*(a.float() if a.is_floating_point() else a for a in inputs)).to(inputs[0].dtype)
 

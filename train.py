@@ -30,7 +30,7 @@ from tread.training.start import start
 @door()
 def main(composed: dict) -> None:
     with launched() as launch:
-        config, warnings = settle(composed, sys.argv[1:], Path(__file__).parent / "configs")
+        config, warnings = settle(composed, sys.argv[1:], Path(__file__).resolve().parent / "configs")
         cfg, config = settings.complete(config)
         run = launch.run = start(cfg, config, launch.stop, warnings)
         launch.finished = train(run)

@@ -198,8 +198,7 @@ def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
 
 
 def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:
-    """Draw heat maps of `metric`, one for each ω and interval, and of FLOPs relative to no guidance, one per interval.
-    Rows are the weak branch's fractions of skipped tokens, columns the strong one's."""
+    """Draw heat maps of `metric` by ω and interval, and of relative FLOPs by interval. Rows: weak, columns: strong."""
     strong, weak = sweep.strong or STRONG, sweep.weak or WEAK
 
     def matrix(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:

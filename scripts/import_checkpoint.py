@@ -55,7 +55,7 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
     """Write a run's folder with a checkpoint at step 0; return warnings, a summary and a sampling command as text.
     `config`: `cfg` as a dict. Raises ValueError or OSError if the folder exists, weights don't fit or writing fails."""
     folder = (Path(cfg.results) / cfg.name).expanduser()
-    if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
+    if folder.is_file() or folder.is_dir() and {*folder.iterdir()} - {*folder.glob(".step_*")}:
         raise FileExistsError(f"{folder} is there already; name=<another name> writes elsewhere")
     sources, expected = chosen(options), build_network(replace(cfg, model=cfg.model.anywhere)).state_dict()
     first = next(iter(sources.values()))

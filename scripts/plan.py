@@ -107,14 +107,16 @@ def column(
     aligner = costs.blank_aligner(cfg, network)
     encoder = aligner.encoder if aligner else None
     ends = cfg.train.routes_until if routes else 0
-    counted = replace(cfg, train=replace(cfg.train, routes_until=ends, ratio_schedule=None))
+    way = "plain" if this and here.type == "cpu" and cfg.train.memory == "auto" else cfg.train.memory
+    counted = replace(cfg, train=replace(cfg.train, routes_until=ends, ratio_schedule=None, memory=way))
     kinds, once = costs.count_kinds(counted, range(steps)), min(images, cfg.train.micro_batch_size or images)
     live = costs.live_bytes(cfg, once, encoder)
     room -= live + (options.devices > 1 or once < images) * 4 * count_parameters(network)  # gradients that stay
     how, _, warning = costs.plan_memory(counted, network, [*kinds], once, room, precision, compiled, aligner)
     saving = replace(cfg, train=replace(cfg.train, memory=how))
-    few, more = (costs.memory(saving, network, routes, count, precision, compiled, aligner) for count in (1, 2))
-    micro = costs.largest_micro_batch(few, more, once, room) if warning else once
+    pairs = [[costs.memory(saving, network, r, n, precision, compiled, aligner) for n in (1, 2)] for r, _ in kinds]
+    few, more = pairs[0]
+    micro = min(costs.largest_micro_batch(*pair, once, room) for pair in pairs) if warning else once
     alone = options.devices == 1 and not live and getattr(cfg.model, "kernel", "torch") == "torch"
     graphs = cfg.train.cuda_graphs is True or (cfg.train.cuda_graphs and alone)  # a step is one launch
     constants = constants._replace(launch=0.0 if graphs else constants.launch * -(-images // max(1, micro)))
@@ -152,11 +154,11 @@ def measured_seconds(
     cfg: Settings, routes: tuple[Route, ...], images: int, device: torch.device, precision: str
 ) -> float:
     """Measure the seconds of a forward and backward pass on `images` blank samples: the median of three."""
-    torch.compiler.reset()  # graphs of an earlier column may save memory otherwise
     network = costs.blank_network(cfg, device)
     network.residual, how = cfg.train.residual, cfg.train.memory
     network.activation_checkpointing = how == "checkpointing"
     if device.type == "cuda" and cfg.train.compile is not False:
+        torch.compiler.reset()  # graphs of an earlier column may save memory otherwise
         compile_blocks(network.compiled(), saving=how == "budget")
     seconds = []
     for _ in range(5):

@@ -34,8 +34,7 @@ class Figure(NamedTuple):
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm: [the metric of each run that has it]}: at each run's end or, if one lacks it there, at the last
-    number of training images these runs share."""
+    """Return {arm: [each run's metric]}, at the run's end or, if one lacks it there, at the last images they share."""
     found = {}
     for arm, runs in results.items():
         having = [run for run in runs if curve(run, metric, "images")]

@@ -21,6 +21,7 @@ from tread.evaluation.metric_table import METRICS
 from tread.models.architectures import TextSettings
 from tread.models.backbone import Backbone
 from tread.runtime import schema
+from tread.runtime.plugins import plugin_hashes
 from tread.runtime.schema import Count, CountOrZero, Positive
 from tread.training import costs, settings
 
@@ -130,8 +131,10 @@ class Training:
 
     @property
     def key(self) -> str:
-        """A hash of the seed, the time budget and the overrides (the last of each setting, in sorted order)."""
-        return _hash([sorted(_last_words(self.overrides)), self.seed, *([self.seconds] if self.seconds else [])])
+        """A hash of the seed, the time budget, the overrides (the last of each setting, sorted) and plugins' files."""
+        named = any(word.startswith("plugins=") for word in self.overrides)
+        code = [sorted(plugin_hashes(self.cfg.plugins).values())] if named else []
+        return _hash([sorted(_last_words(self.overrides)), self.seed, *([self.seconds] if self.seconds else []), *code])
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def test_a_network_without_a_null_class_is_not_sampled_without_a_class():
 def test_an_import_says_what_it_took(tmp_path, run, states, monkeypatch):
     """A file of ours brings its record: its kind, its step, and what it meant there, also behind links as the hub's."""
     given = f"weights={run}/latest/model.safetensors"
-    (tmp_path / "results/mine").mkdir(parents=True)  # as a stopped import leaves it
+    (tmp_path / "results/mine/.step_0000000.partial").mkdir(parents=True)  # as a killed import leaves it
     text = bring_in(tmp_path, given, "scale=2.0")
     assert f"raw (model) weights of {run}/latest/model.safetensors, step 4" in text
     assert "warning: latents.scale was 1.0 where these weights were trained, but is 2.0 now\n" in text
@@ -229,6 +229,9 @@ def test_an_import_says_what_it_took(tmp_path, run, states, monkeypatch):
     for number, name in enumerate(("info.json", "model.safetensors")):
         os.link(run / "step_0000004" / name, tmp_path / f"blobs/{number}")
         (tmp_path / name).symlink_to(f"blobs/{number}")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/model.safetensors").symlink_to(run / "step_0000004/ema.safetensors")
+    assert read_weights(tmp_path / "links/model.safetensors").kind == "ema"  # whatever the link is called
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert "step 4" in bring_in(tmp_path, "weights=model.safetensors", "results='~/runs'")
     found = checkpoint.find(tmp_path / "home/runs/mine")

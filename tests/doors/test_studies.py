@@ -125,11 +125,16 @@ def test_costs_are_divided_by_those_of_the_arm_compared_with():
     assert figures.cost_ratio(run, other | {"timed_on": ("cpu", 3)}, "steady_seconds") == 1.5
 
 
-def test_a_training_is_known_by_what_is_said_of_it():
+def test_a_training_is_known_by_what_is_said_of_it(monkeypatch):
     one = Training(("model=dit", "optim.lr=1e-3", "model.depth=8"), 0, 1, 1)
     assert one.key == Training(("model.depth=12", "optim.lr=1e-3", "model=dit", "model.depth=8"), 0, 2, 1).key
     others = [replace(one, seed=1), replace(one, overrides=("model=dit", "optim.lr=1e-4", "model.depth=8"))]
     assert len({one.key, *(other.key for other in others)}) == 3
+    with_code = replace(one, overrides=(*one.overrides, "plugins=[]"))
+    for digest in "12":
+        monkeypatch.setattr(study, "plugin_hashes", lambda names, digest=digest: {"mine.py": digest})
+        others.append(SimpleNamespace(key=with_code.key))
+    assert len({one.key, *(other.key for other in others)}) == 5  # another version of a plugin is another training
 
 
 def test_published_results_are_those_that_the_studies_ask_for(monkeypatch):

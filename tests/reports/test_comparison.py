@@ -84,6 +84,11 @@ def test_groups_are_named_by_what_tells_them_apart(tmp_path):
     dense = write_run(tmp_path / "dense", [1.0], model__name="dit")
     assert [group.name for group in open_groups([one, other, dense])] == ["tread, lr 1.0", "tread, lr 0.5", "dit"]
     assert [group.name for group in open_groups([one])] == ["tread"]
+    runs = [
+        write_run(tmp_path / name, [1.0], model__name=model, model__routes=routes)
+        for name, model, routes in (("a", "dit", []), ("b", "tread", [{"r": 0.5}]), ("c", "tread", [{"r": 0.25}]))
+    ]
+    assert [group.name for group in open_groups(runs)] == ["dit", "tread, r 0.5", "tread, r 0.25"]
 
 
 def test_when_one_run_is_as_far_as_another(tmp_path):

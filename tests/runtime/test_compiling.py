@@ -179,12 +179,13 @@ def lowered(built, model: str, budget: float, width: int = 128, residual: str = 
         found.append([0, 0, 0])
         cfg, network = built(model, "dataset.size=32", f"model.hidden_size={width}", "model.depth=2")
         network.residual = residual
-        with pytest.MonkeyPatch.context() as patch, functorch.patch(activation_memory_budget=budget):
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(graph.GraphLowering, "codegen", count)
             for scan in (ssd, wkv):
                 patch.setitem(scan.CHUNKS, "cpu", scan.CHUNKS["cuda"])
             with inductor.patch(force_disable_caches=True):
-                compiling.compile_blocks(network.blocks, partial(compile_fx.compile_fx, inner_compile=lower))
+                backend = partial(compile_fx.compile_fx, inner_compile=lower)
+                compiling.compile_blocks(network.blocks, backend, saving=budget == compiling.BUDGET)
                 blank_loss(cfg, network, (), images, CPU, "bf16").backward()
     (saved, moved, _), (more_saved, more_moved, products) = found
     each = 2 * network.num_tokens * network.hidden_size
@@ -358,8 +359,6 @@ def test_a_training_step_on_a_gpu_waits_for_nothing_and_uses_fused_attention(tmp
 
 
 def test_blocks_compiled_later_save_memory_only_if_asked():
-    import torch._functorch.config as functorch
-
     for saving, budget in ((True, compiling.BUDGET), (False, 1.0)):
         compiling.compile_blocks([], saving=saving)
         assert functorch.activation_memory_budget == budget

@@ -250,6 +250,7 @@ def test_an_experiment_names_plugins_whose_keys_may_be_typed(tmp_path):
     words, config = ["experiment=my", f"--config-dir={tmp_path}"], ROOT / "configs/config.yaml"
     assert named_plugins(words, config) == ["mine.py"] and named_plugins(words[1:], config) == []
     assert named_plugins([*words, "plugins=[other.py]"], config) == ["other.py"]
+    assert named_plugins([f"+{words[0]}", words[1]], config) == ["mine.py"]
 
 
 def test_a_plugin_that_can_not_be_imported_is_named(tmp_path):

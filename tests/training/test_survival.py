@@ -131,6 +131,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(whol
 def test_which_checkpoints_are_kept(copied, last, every, left):
     """Also those with scores beside them, or samples that are being scored."""
     (copied / RUN / "step_0000002/.fid-1").mkdir()
+    (copied / RUN / "step_0000004/.fid.lock").touch()  # what a score left that never began keeps nothing
     checkpoint.prune(copied / RUN, last, every)
     assert sorted(path.name for path in (copied / RUN).glob("*step_*")) == [f"step_{step:07d}" for step in left]
 

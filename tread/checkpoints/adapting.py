@@ -67,10 +67,10 @@ def _number(label: Label, classes: tuple[str, ...]) -> int:
 
 
 def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[StoredWeights, list[str]]:
-    """Return (weights, messages): `stored` without position embeddings, so that the network's own are used, its public
-    rotary tables, if any, remade for the new grid, and `scale` in its record; lines to print. `side`: token rows in
-    the new grid; `scale`: its model.position_scale. Raises ValueError if stored positions are not fixed sines and
-    cosines at the recorded scale, or the old grid is unknown."""
+    """Return (weights, lines to print). The weights are `stored` without position embeddings, so that the network keeps
+    its own; a file's rotary tables are remade for the new grid of `side` rows of tokens, and `scale` is recorded as
+    model.position_scale. Raises ValueError if stored positions are not fixed sines and cosines at the recorded scale,
+    or the old grid is unknown."""
     before, stretched = old_side(stored), float(stored.recorded().get("model.position_scale", 1.0))
     for name in (name for name in POSITIONS if name in stored.state):
         given = stored.state[name].float()

@@ -157,8 +157,7 @@ def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return the relative RMS error that storing the averages in fp16 causes in a reconstructed parameter. It is large
-    for a sigma_rel far below the stored widths."""
+    """Return the relative RMS error that fp16 storage causes in a reconstruction: large far below the stored widths."""
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 

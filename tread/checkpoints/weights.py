@@ -266,7 +266,7 @@ def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
         source = checkpoint.find(path)
         return StoredWeights(str(source.folder / f"{weights}.safetensors"), weights, source.tensors(weights), source)
     if source := checkpoint.containing(path):
-        kind = path.stem if path.name in source.info["files"] else path.resolve().stem
+        kind = (path if path.parent.resolve() == source.folder else path.resolve()).stem
         if (kind, weights) == ("ema", "model"):
             raise ValueError(f"{path} holds averaged weights, but the raw ones (model) are asked for")
         return StoredWeights(str(path), kind, source.tensors(kind), source)

@@ -54,8 +54,7 @@ class SectionWriter(ShardStore, ABC):
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
         """Return the section's entries about files: "shards" and, for text, "null" and "counts" with its hash, whose
-        file this writes. `entries` has a dict per shard: {"count": rows, "file": name, "file_sha256": hash}; likewise
-        "lengths" and "pooled" if any."""
+        file this writes. `entries`: per shard {"count": rows, "file": name, "file_sha256": hash, "lengths": …, …}."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:

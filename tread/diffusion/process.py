@@ -46,7 +46,7 @@ class Process(Protocol):
         """Map standard normal numbers to training noise levels, elementwise."""
 
     def quantiles(self, count: int) -> Tensor:
-        """Return the training noise levels' quantiles (i + ½) / count, rising, (count,) fp64: a grid for the loss."""
+        """Return the training noise levels' quantiles (i + ½) / count, rising, (count,) fp64, to evaluate at."""
         quantile = (torch.arange(count, dtype=torch.float64) + 0.5) / count
         return self.noise_level(math.sqrt(2) * torch.erfinv(2 * quantile - 1))
 

@@ -118,8 +118,7 @@ def names_of(what: str) -> list[str]:
 
 
 def scored_names(record: Mapping) -> list[str]:
-    """Return the keys of the metrics to list for the score `record`, fid.json's content: all with Metric.of "samples",
-    then those with "demo" that `record` has."""
+    """Return the keys of metrics to list for the score `record`: all of "samples", then those of "demo" that it has."""
     return names_of("samples") + [name for name in names_of("demo") if name in record]
 
 

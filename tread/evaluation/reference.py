@@ -215,8 +215,7 @@ def save_statistics(
 
 
 def check_size(where: object, size: tuple[int, ...], reference: Reference) -> None:
-    """Raise ValueError unless pictures of `size` (channels, H, W) are RGB and of the reference's size, if it is known.
-    `where`, their source, begins the message."""
+    """Raise ValueError, beginning with `where`, unless `size` (channels, H, W) is RGB and the reference's, if known."""
     if size[0] != 3:
         raise ValueError(f"{where} gives grey pictures, but RGB is scored; digits are scored without reference=…")
     if reference.resolution not in (None, size[1:]):

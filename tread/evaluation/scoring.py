@@ -434,8 +434,8 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """Print and return the content of an earlier fid.json with the same settings, else return None. With the option
-        save_samples it must have a samples.npz, with reference_features the same reference pictures."""
+        """Return an earlier fid.json with the same settings, and print its table; None if there is none. One without
+        samples.npz does not count with save_samples, of other reference pictures not with reference_features."""
         options = self.plan.options
         of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
         path, record = self.files.find(self.settings, with_samples=options.save_samples, **of) or (None, None)

@@ -6,7 +6,8 @@ In each channel, a token gets the mean of all values, weighted by keys and by ex
 
 The decay is relative to the number of tokens T, so it spans the same fraction of any sequence. Sums over the tokens
 before and after a token are computed in chunks: by small matrix products within a chunk, and the same way over the
-chunks' own sums. Each level has CHUNK times fewer sums than the one below (on a GPU the first 64): linear in T.
+chunks' own sums. Each level has CHUNK times fewer sums than the one below (the first, on a GPU, 64 times), so time and
+memory are linear in T.
 
 Shapes: B samples, T tokens, D channels.
 """

@@ -90,11 +90,11 @@ def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
 def _names(groups: list[list[Found]]) -> list[str]:
     """Name groups by model and settings that differ within it or, if long or not unique, by the first run's folder."""
     configs, folders = [runs[0].config for runs in groups], [runs[0].folder for runs in groups]
-    keys = [key for key in unlike(configs) if key not in APART and key.partition(".")[0] not in UNSAID]
     names = []
     for config in configs:
         alike = [other for other in configs if other["model"]["name"] == config["model"]["name"]]
-        parts = [f"{key.rpartition('.')[2]} {value_at(config, key)}" for key in keys if key in unlike(alike)]
+        keys = [key for key in unlike(alike) if key not in APART and key.partition(".")[0] not in UNSAID]
+        parts = [f"{key.rpartition('.')[2]} {value_at(config, key)}" for key in keys]
         names.append(", ".join([config["model"]["name"], *parts]))
     plain = [folder.name for folder in folders]
     plain = [str(folder) if plain.count(folder.name) > 1 else folder.name for folder in folders]
@@ -150,7 +150,7 @@ def curve_metrics(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def cautions(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return warnings on groups whose runs share a seed or differ in code, and on settings that differ between them."""
+    """Return warnings on groups whose runs share a seed or differ in code, and on settings in which groups differ."""
     warnings = []
     for group in groups:
         seeds = {run.config.get("seed") for run in group.runs}

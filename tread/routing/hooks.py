@@ -158,8 +158,7 @@ class Routing:
         return args, kwargs
 
     def _call(self, index: int, module: nn.Module, args: tuple) -> None:
-        """Note that block `index` is called. If this begins a new forward pass, forget inputs saved in the last one, or
-        raise RuntimeError as _check_rejoined does."""
+        """Note a call of block `index`; in a new forward pass forget saved inputs, or raise as _check_rejoined does."""
         if self._ids is not None and _in_forward():
             if index < self._last:
                 self._check_rejoined()

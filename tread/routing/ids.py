@@ -213,8 +213,8 @@ def choose_ids(
 
 
 def pair(route: Route, draws: Tensor, grid: Grid) -> tuple[Route, Tensor]:
-    """Return (route, ids_keep (B, K)), an entry of a network's argument `routes`, chosen by the uniform numbers `draws`
-    (B, N). Rules that need the tokens' values choose later, in the network: for them return (route, draws)."""
+    """Return (route, ids_keep (B, K)), an entry for a network's argument `routes`; the uniform numbers `draws` (B, N)
+    decide the ids. Rules that need the tokens' values choose later, in the network: for them return (route, draws)."""
     return route, draws if RULES[route.select].scores is not None else choose_ids(route, draws, grid)
 
 

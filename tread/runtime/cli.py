@@ -68,10 +68,11 @@ def open_door(
         answer_help(script["__doc__"], config)
         if {"-m", "--multirun"} & {*sys.argv[1:]}:
             raise ValueError(f"-m and --multirun would run the first value alone: give {ONE_EACH}")
-        import_plugins(named_plugins(sys.argv[1:], config))
+        given = [(word, word.partition("=")[0] in literal) for word in sys.argv[1:]]
+        words = [word if raw else AT_HOME.sub(lambda _: os.path.expanduser("~"), word, 1) for word, raw in given]
+        import_plugins(named_plugins(words, config))
         known = schema.known_keys(main.kind) if known is None else [*(known() if callable(known) else known)]
-        words = [word for word in sys.argv[1:] if "plugins" in known or not re.match(r"\+*plugins=\[.*\]$", word)]
-        words = [w if w.partition("=")[0] in literal else AT_HOME.sub(str(Path.home()), w, 1) for w in words]
+        words = [word for word in words if "plugins" in known or not re.match(r"\+*plugins=\[.*\]$", word)]
         sys.argv[1:] = spell(take_literally(words, literal))
         schema.check_overrides(sys.argv[1:], known)
         if {"--cfg", "-c"} & {word.partition("=")[0] for word in sys.argv[1:]}:
@@ -92,7 +93,7 @@ def named_plugins(words: list[str], config: Path) -> list[str]:
     """Return the plugins that the command-line arguments `words` name by plugins=…, else those that an experiment in
     them or the config file names. Returns [] if one can't be parsed; the script reports that error later."""
     typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
-    names = [f"experiment/{word.partition('=')[2]}.yaml" for word in words if word.startswith("experiment=")]
+    names = [f"experiment/{found[1]}.yaml" for word in words if (found := re.match(r"\+*experiment=(.+)", word))]
     places = product([config.parent, *map(Path, CONFIG_DIR.findall(" ".join(words)))], names)
     files = [path for folder, name in places if (path := folder / name).is_file()]
     with contextlib.suppress(Exception):  # a config that can't be read is refused later, with the reason

@@ -118,7 +118,7 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Trace an uncompiled step on fake tensors, as if no parameter were frozen and without optimizer and averages."""
+    """Trace an uncompiled step of `images` samples under `routes`: nothing frozen, no optimizer, no averages."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
