@@ -67,7 +67,7 @@ def _number(label: Label, classes: tuple[str, ...]) -> int:
 
 
 def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[StoredWeights, list[str]]:
-    """Return (weights, lines to print). The weights are `stored` without position embeddings: the network keeps its own.
+    """Return (weights, lines to print). The weights are `stored` less position embeddings; the network keeps its own.
     A file's rotary tables are remade for the new grid of `side` rows of tokens; model.position_scale is recorded as
     `scale`. Raises ValueError unless stored positions are fixed sines and cosines at the old scale on a known grid."""
     before, stretched = old_side(stored), float(stored.recorded().get("model.position_scale", 1.0))
