@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import launch, logged, raising, records, same
+from conftest import launch, launch_processes, logged, raising, records, same
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -202,6 +202,48 @@ def test_no_argument_but_tensors_changes_from_step_to_step(tmp_path, monkeypatch
     assert len(calls[0]) > 500 and any("_fused_adamw_.tensor_lr" in call for call in calls[0])
     differ = [[pair for pair in zip(calls[i], calls[i + 3], strict=True) if pair[0] != pair[1]] for i in range(3)]
     assert not differ[0] and differ[1] and differ[2], differ
+
+
+GRAPHED = """
+from test_graphs import itself
+from tread.training import start
+from tread.training.graphs import Graphs
+
+def open_graphs(run):
+    def recording(do):
+        if FAILS and run.processes.rank == 1:
+            raise RuntimeError("no kernel")
+        replay = itself(run, do)
+
+        def noted():
+            with open(f"replayed-{run.processes.rank}", "a") as file:
+                file.write(f"{run.step} ")
+            return replay()
+
+        return noted
+
+    return Graphs(run, None, recording)
+
+start.open_graphs = open_graphs
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_processes_replay_after_eleven_steps_or_go_on_without(tmp_path, fails):
+    """In DDP, whose buckets change at first; a recording that fails in one process ends the graphs of both."""
+    options = ["model=dit", "train.steps=14", "name=run", "every.sample=99", "dataset.heldout=null"]
+    for name in ("plain", "graphs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "graphed.py").write_text(GRAPHED.replace("FAILS", str(fails)))
+    launch_processes(tmp_path / "plain", *options, processes=2)
+    text = launch_processes(tmp_path / "graphs", *options, f"plugins=[{tmp_path}/graphed.py]", processes=2)
+    assert same(tmp_path / "graphs/results/run", tmp_path / "plain/results/run")
+    assert text.count("going on without CUDA graphs") == fails and text.count("no kernel") == fails
+    replayed = [tmp_path / f"graphs/replayed-{rank}" for rank in (0, 1)]
+    assert [path.read_text().split() if path.exists() else [] for path in replayed] == (
+        [[], []] if fails else [["11"] * 3 + ["12", "13"]] * 2
+    )
 
 
 def test_graphs_are_for_cuda_and_an_error_elsewhere(tmp_path, capsys):
