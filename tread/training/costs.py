@@ -180,11 +180,11 @@ def memory(
         more = StepMemory(weights, 0, optimizer, saved, weights + optimizer + max(saved, weights))
         return StepMemory(*map(sum, zip(step, more)))
     weights, gradients = 4 * count_parameters(network), 4 * count_parameters(network, trained=True)
-    averaged, how = gradients if cfg.lora.rank else weights, cfg.train.memory
+    traced = None if compiled else step_memory(cfg, routes, images, precision)  # its weights include buffers
+    averaged, how = gradients if cfg.lora.rank else traced.weights if traced else weights, cfg.train.memory
     averages, optimizer = averaged * (1 + len(cfg.ema.power)), 4 * cfg.optim.state_size(network)
-    if not compiled:
-        step = step_memory(cfg, routes, images, precision)
-        return step._replace(averages=averages, optimizer=optimizer, peak=step.peak + averages + optimizer)
+    if traced:
+        return traced._replace(averages=averages, optimizer=optimizer, peak=traced.peak + averages + optimizer)
     blocks, kind = blocks_run(network, routes), cfg.model.architecture
     values = getattr(cfg.model, "value_residual", False)
     sizes = [(count * width, block_bytes(kind, width, values)) for _, count, width in blocks]
