@@ -265,6 +265,7 @@ def test_where_auto_takes_no_graphs_a_line_says_why(monkeypatch, name, count, wh
         aligner=live, processes=SimpleNamespace(count=count, say=said.append),
     )  # fmt: skip
     assert open_graphs(run) is None and len(said) == 1 and why in said[0]
+    assert ("=true tries them" in said[0]) == (name == "adamw")
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ from tread.runtime.hub import local, revision_in
 from tread.runtime.tensor_files import save_tensors
 
 VERSION = 1
-OURS = re.compile(r"info\.json$|.*\.safetensors$|\.(?!fid-)")  # files that a checkpoint may lose with its folder
+OWN = re.compile(r"info\.json$|.*\.safetensors$|\.(?!fid-)")  # names that nobody adds to a checkpoint: no scores
 
 
 class Damaged(ValueError):
@@ -83,7 +83,7 @@ def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
     """Remove a run's checkpoints except the newest keep_last, multiples of keep_every steps (None: none), folders with
     something added, as scores are, and those later than `latest`: a run that went back will replace them."""
     for folder in _folders(run)[:-keep_last]:
-        if all(map(OURS.match, os.listdir(folder))) and not (keep_every and _step(folder) % keep_every == 0):
+        if all(map(OWN.match, os.listdir(folder))) and not (keep_every and _step(folder) % keep_every == 0):
             gone = folder.with_name(f".{folder.name}.old")  # renamed first: a removal may be interrupted
             shutil.rmtree(gone, ignore_errors=True)
             folder.rename(gone)

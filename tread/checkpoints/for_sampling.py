@@ -78,7 +78,7 @@ class SavedNetwork:
         return Model(self.process, network, self.routes(guidance))
 
     def shifted(self, shift: float | None) -> "SavedNetwork":
-        """Return this network with `shift` as rf.shift in sampling; None: as it is. Raises ValueError for EDM."""
+        """Return this network with `shift` as rf.shift in sampling; None: as it is. ValueError for a shift with EDM."""
         if shift is None:
             return self
         if self.cfg.objective != "rf":

@@ -166,7 +166,7 @@ def open_graphs(run: Run) -> Graphs | None:
     unsure = {"several processes": run.processes.count > 1, "a live encoder": live, kernel: kernel != "torch"}
     why = never or next((reason for reason, holds in unsure.items() if holds), None)
     if asked == "auto" and why and device.type == "cuda":
-        run.processes.say(f"train.cuda_graphs=auto takes none with {why}; true would try")
+        run.processes.say(f"steps without CUDA graphs: {why}{'; train.cuda_graphs=true tries them' * (not never)}")
     if not asked or never or (asked == "auto" and why):
         return None
     stream = torch.cuda.Stream(device)

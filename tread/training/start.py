@@ -48,7 +48,7 @@ from tread.training.settings import Settings, prepare_embedded
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
-    """Begin or continue the run `cfg` (`config` as a dict), print `warnings`. ValueError or OSError if it can't be."""
+    """Begin or continue the run `cfg` (a dict: `config`); print `warnings`. ValueError or OSError if it doesn't fit."""
     began = time.perf_counter()
     if cfg.init_positions == "scaled":
         cfg, config = with_scaled_positions(cfg, config)
