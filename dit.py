@@ -53,7 +53,7 @@ def attend(
     if layer.q_norm is not None:
         q, k = layer.q_norm(q.float()), layer.k_norm(k.float())
     if table is not None:
-        q, k = rotate(q, table), rotate(k, table)  # in fp32, as the table is
+        q, k, v = rotate(q, table, v.dtype), rotate(k, table, v.dtype), v.contiguous()  # a view keeps q, k
     q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))
     x = F.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask[:, None, None])
     return layer.proj(x.transpose(1, 2).flatten(2))

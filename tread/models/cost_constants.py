@@ -50,15 +50,15 @@ DEVICES = {
 }
 BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py compares them with torch's compiled graphs
     "dit": BlockBytes(36.2, 179, 24.2, 137),
-    "lightning": BlockBytes(40.2, 217, 32.9, 184),
-    "sprint": BlockBytes(40.2, 217, 32.9, 184),
+    "lightning": BlockBytes(36.2, 205, 28.9, 171),
+    "sprint": BlockBytes(36.2, 205, 28.9, 171),
     "dit_text": BlockBytes(48.1, 239, 32.2, 173),
-    "lightning_text": BlockBytes(52.1, 275, 42.9, 218),
-    "rwkv": BlockBytes(80.5, 539, 53, 499),
-    "mamba": BlockBytes(146.6, 1177, 88.7, 1135),
+    "lightning_text": BlockBytes(48.1, 263, 38.9, 206),
+    "rwkv": BlockBytes(68.5, 535, 44.6, 495),
+    "mamba": BlockBytes(126.6, 1201, 84.6, 1159),
 }
 VALUE_BYTES = BlockBytes(2, 16, 0, 14)  # added for a block that mixes in the first block's values
-TOKEN_BYTES = {"mamba": BlockBytes(1306, 23900, 1560, 23900)}  # added per token, whatever the width: the scan's B and C
+TOKEN_BYTES = {"mamba": BlockBytes(1306, 24170, 1306, 24170)}  # added per token, whatever the width: the scan's B and C
 END_BYTES = BlockBytes(30, 41, 30, 41)  # of embedding and last layer together, per token and channel
 UPDATE_BYTES = 44  # per parameter, read or written by gradient clipping, AdamW and one EMA
 SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # hidden sizes of DiTs

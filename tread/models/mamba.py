@@ -87,7 +87,7 @@ class Mamba2Mixer(nn.Module):
         y = self.scan(x, dt, A, B, C) + self.D.unsqueeze(1) * x
         y = y.flatten(2).unflatten(2, (self.directions, -1))
         y = sum(in_raster_order(y[:, :, way], way, grid) for way in ways)
-        return self.out_proj(self.norm(y * F.silu(z.float())))
+        return self.out_proj(self.norm(y * F.silu(z.contiguous().float())))
 
     def mixing(self, tokens: int) -> int:
         """Return the multiply-adds of convolution and scan for one sample of `tokens` tokens."""

@@ -24,11 +24,11 @@ def rotary_angles(head_dim: int, side: int, scale: float = 1.0) -> Tensor:
     return torch.cat([line.repeat_interleave(side, dim=0), line.repeat(side, 1)], dim=1)
 
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate pairs of adjacent channels of x (B, N, H, d); table (B, N, d) holds the cosines, then the sines."""
+def rotate(x: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotate pairs of adjacent channels of x (B, N, H, d), then cast to dtype; table (B, N, d): cosines, then sines."""
     cos, sin = table.unsqueeze(2).chunk(2, dim=3)
     first, second = x.unflatten(3, (-1, 2)).unbind(4)
-    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=4).flatten(3)
+    return torch.stack([(first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)], 4).flatten(3)
 
 
 def public_tables(head_dim: int, side: int) -> dict[str, Tensor]:

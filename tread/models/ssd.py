@@ -71,8 +71,9 @@ def _chunks(x: Tensor, most: int) -> Tensor:
 
 def _decay(a: Tensor) -> Tensor:
     """Return exp(Σ_{j<k≤i} a_k), the decay from token j to token i, and 0 for i < j: (…, L) → (…, L, L), axes j, i."""
-    spans = a.unsqueeze(-2).expand(*a.shape, a.shape[-1]).triu(1)
-    return spans.cumsum(dim=-1).exp().triu()
+    spans = a.unsqueeze(-2).expand(*a.shape, a.shape[-1]).triu(1).cumsum(dim=-1)
+    earlier = a.new_ones(spans.shape[-2:], dtype=torch.bool).tril(-1)
+    return spans.masked_fill(earlier, -torch.inf).exp()  # masked after exp, the backward pass would keep both results
 
 
 def _entering(added: Tensor, a: Tensor) -> Tensor:

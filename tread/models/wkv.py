@@ -32,8 +32,8 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     Token t weighs token i by exp(k_i − (|t − i| − 1)·w/T), and itself by exp(k_t + u).
 
     Computed in fp32 for any input precision (products in TF32 where that is allowed), relative to the largest key of
-    each sample and channel, so keys may have any size; under autocast the products within chunks are in bf16. To stay
-    within fp32's range, w is clamped to ±60, and u to at least −20.
+    each sample and channel, so keys may have any size; under autocast e^k, e^k·v and the products within chunks are in
+    bf16. To stay within fp32's range, w is clamped to ±60, and u to at least −20.
     """
     device = "cpu" if k.is_meta else k.device.type
     most, half = CHUNKS.get(device, CHUNK), product_dtype(device)
@@ -55,20 +55,20 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
         bonus = (bonus - top).exp()
         total = (before + behind) * (-top).exp().unsqueeze(1) + torch.stack([bonus * v, bonus], dim=1)
         total = total.flatten(3)[..., :T]  # (D, 2, B, T), before dividing: in the padding sums may overflow
-        return (total[:, 0] / total[:, 1]).permute(1, 2, 0)
+        return (total[:, 0] / total[:, 1].contiguous()).permute(1, 2, 0)
 
 
 def _sums(x: Tensor, y: Tensor, decay: Tensor, half: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y and
     both sums are (D, 2, B, C, L): channels, numerator and denominator of the mean, samples, chunks, tokens in a chunk.
-    decay is (D, 1, 1, 1). The products within chunks are in the precision `half`."""
+    decay is (D, 1, 1, 1). x, y and the products within chunks are rounded to `half`."""
     D, _, _, C, L = x.shape
     place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)
     gap = place - place.view(L, 1)  # (L, L), column minus row
     reach = torch.where(gap > 0, ((1 - gap.clamp(min=1)) * rate).exp(), 0)  # (D, L, L)
-    reach = reach.to(half)
-    before = (x.to(half).view(D, -1, L) @ reach).view_as(x).float()
-    behind = (y.to(half).view(D, -1, L) @ reach.mT).view_as(y).float()
+    x, y, reach = (part.to(half) for part in (x, y, reach))  # the backward pass keeps no fp32 copies
+    before = (x.view(D, -1, L) @ reach).view_as(x).float()
+    behind = (y.view(D, -1, L) @ reach.mT).view_as(y).float()
     if C == 1:
         return before, behind
 
