@@ -102,7 +102,12 @@ WAITS = {  # what a run trains → its overrides
     "norm": ["model=tread", "model.routes.0.select=norm"],
     "aligned with itself": ["model=tread", "alignment=self"],
     "aligned, text": ["model=tread_text", "alignment=self"],
+    "repa": ["dataset=digits", "model=tread", "alignment=repa", "alignment.source=live", "alignment.encoder=tiles:own"],
 }
+TILES = """
+def own(pictures):
+    return pictures.float().unflatten(3, (4, -1)).unflatten(2, (4, -1)).mean(dim=(3, 5)).flatten(2).transpose(1, 2)
+"""
 
 
 def test_every_network_is_watched():
@@ -111,13 +116,16 @@ def test_every_network_is_watched():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WAITS)
-def test_no_step_waits_on_a_gpu(import_benchmark, tmp_path, name):
-    """PyTorch's own watch over synchronising calls, compiled, in bf16, with CUDA graphs and then without; the first
-    steps compile, make states and record the graphs."""
+def test_no_step_waits_on_a_gpu(import_benchmark, tmp_path, monkeypatch, name):
+    """PyTorch's own watch over synchronising calls, compiled, in bf16, with CUDA graphs and then without (repa: without
+    alone); the first steps compile, make states and record the graphs."""
+    (tmp_path / "tiles.py").write_text(TILES)
+    monkeypatch.syspath_prepend(tmp_path)
     step_time, heads = import_benchmark("step_time"), [] if name == "rwkv" else ["model.num_heads=2"]
     small = ["model.hidden_size=128", "model.depth=6", "train.batch_size=8", "train.micro_batch_size=4", *heads]
-    run = step_time.open_run(tmp_path, ["experiment=imagenet256_s2", *WAITS[name], *small, "train.precision=bf16"])
-    for graphed in (True, False):
+    data = [] if name == "repa" else ["experiment=imagenet256_s2"]
+    run = step_time.open_run(tmp_path, [*data, *WAITS[name], *small, "train.precision=bf16"])
+    for graphed in (True, False)[name == "repa" :]:
         for kind in step_time.kinds_of(run).values():
             step_time.take_steps(*kind, 4)
             assert (run.graphs is not None) == graphed

@@ -42,20 +42,22 @@ def test_activations_of_xl_at_256_images(plan, routed, gigabytes):
 
 
 MORE = ["model=tread train.memory=checkpointing", "model=maskdit", "model=tread alignment=self"]
+BF16 = ["model=tread train.precision=bf16", "model=tread_lightning train.precision=bf16 train.residual=bf16"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["model=tread", *MORE])
+@pytest.mark.parametrize("words", ["model=tread", *MORE, *BF16])
 def test_a_real_step_allocates_what_was_traced(plan, import_benchmark, tmp_path, words):
-    """Within 1% of the profiler's peak, with routes and without; with a projector, which is not traced, 7%."""
-    close = 0.07 if "alignment=self" in words else 0.01
+    """Within 1% of the profiler's peak, in bf16 5%, with routes and without; with a projector, not traced, 7%."""
+    precision = "bf16" if words in BF16 else "fp32"
+    close = 0.05 if words in BF16 else 0.07 if "alignment=self" in words else 0.01
     step_time, timing = import_benchmark("step_time"), import_benchmark("timing")
     words = ["dataset=digits", "model.depth=6", "train.cpu_threads=1", "train.batch_size=64", *words.split()]
     run = step_time.open_run(tmp_path, words)
     for name, kind in step_time.kinds_of(run).items():
         step_time.take_steps(*kind, 2)  # which make the optimizer's state
         real = step_time.held_by(run) + timing.most_allocated(lambda kind=kind: step_time.take_steps(*kind, 1))
-        assert plan(64, "fp32", *words, routed=name != "dense").peak == pytest.approx(real, rel=close), name
+        assert plan(64, precision, *words, routed=name != "dense").peak == pytest.approx(real, rel=close), name
 
 
 @pytest.mark.slow
