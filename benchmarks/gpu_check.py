@@ -45,6 +45,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import gather_tokens
+from tread.diffusion.edm import EDM
+from tread.diffusion.sampling import Model, Sampler, draw
 from tread.models.backbone import count_parameters
 from tread.models.cost_constants import SIZES
 from tread.runtime.compiling import compile_blocks
@@ -448,11 +450,12 @@ def kinds(check: Check) -> None:
 
 def sampling(check: Check) -> None:
     """Time DiT-XL, Stable Diffusion's decoder and DINOv2-B, with random weights, in fp32, TF32 and bf16, in pictures/s.
-    Record the largest difference of an output from the fp32 one, relative to the largest fp32 output."""
+    Record the largest difference of an output from the fp32 one, relative to the largest fp32 output. Time samples of
+    DiT-S and DiT-XL in bf16, with and without CUDA graphs."""
     batch = 2 if CPU else 64
 
-    def network() -> Called:
-        with opened(*words_of("XL", "train.compile=false")) as run:
+    def network(size: str = "XL") -> Called:
+        with opened(*words_of(size, "train.compile=false")) as run:
             side, model = run.cfg.dataset.size, run.network.eval()
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.02)  # adaLN-Zero's output is 0 at the start
@@ -490,8 +493,24 @@ def sampling(check: Check) -> None:
             off = float((found - exact).abs().max() / exact.abs().max())
             check.add(called, batch / turn.median, "pictures/s", largest_difference=off)
 
+    def samples(size: str) -> None:
+        graphed = network(size)[0].to(DEVICE)
+        usual = copy.deepcopy(graphed)
+        usual.register_forward_hook(lambda *given: None)  # then it is sampled without graphs
+        sampler, seeds = Sampler(2 if CPU else 20, batch, "bf16"), range(batch)
+
+        def drawn(model: nn.Module) -> Tensor:
+            return torch.cat(list(draw(Model(EDM(), model), seeds, torch.arange(batch), sampler)))
+
+        same = torch.equal(drawn(graphed), drawn(usual))
+        calls = {"by CUDA graphs": partial(drawn, graphed), "without": partial(drawn, usual)}
+        for how, turn in check.turns({f"{size}, 39 calls {how}": call for how, call in calls.items()}).items():
+            check.add(how, batch / turn.median, "pictures/s", same_bits=same)
+
     for name, made in {"a call of XL's network": network, "decoder": decoder, "DINOv2-B": dinov2}.items():
         check.attempt(name, partial(speeds, name, made))
+    for size in ("S", "XL"):
+        check.attempt(f"{size}, samples", partial(samples, size))
 
 
 PARTS = {  # function of a part → minutes after which it begins no further measurement, and what its numbers decide

@@ -10,9 +10,11 @@ import pytest
 import torch
 from conftest import CPU, assert_refused, opened, random_network, randomized, save_checkpoint, take_samples
 from PIL import Image
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import routing_module
 from rf import RF
 from routing_module import Route
 from sample import parse_seeds
@@ -26,6 +28,9 @@ from tread.diffusion.labels import seeded_labels, spread_classes
 from tread.diffusion.sampling import Model, Sampler, draw, draw_pictures, relative_cost
 from tread.diffusion.solvers import Churn, heun
 from tread.drawing.grids import save_grid
+from tread.models import embedders
+from tread.runtime import cuda_graphs
+from tread.runtime.cuda_graphs import Replayed
 from tread.runtime.device import use_precision
 from tread.runtime.randomness import generator, seeded_normal
 
@@ -385,6 +390,67 @@ def test_cached_casts_change_no_bits_of_other_networks(composed, name, monkeypat
         counts.append(casts.counts.total())
         monkeypatch.setattr(sampling, "autocast", uncached)
     assert torch.equal(*results) and 0 < counts[0] < counts[1] / 2
+
+
+class Traced:
+    """Records calls as a CUDA graph does: the operators on the tensors of one call, with Python's numbers as they were
+    then. `replays` counts, by call recorded."""
+
+    works = True
+
+    def __init__(self):
+        self.replays = []
+
+    def record(self, call):
+        operators, number = make_fx(call)(), len(self.replays)
+        self.replays.append(0)
+
+        def replay():
+            self.replays[number] += 1
+            return operators()
+
+        return replay
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "guidance, process, precision, kinds",
+    [
+        (Guidance(), EDM(), "fp32", [7]),
+        (Guidance("cfg", 1.5), EDM(), "bf16", [7]),  # both branches in one batch
+        (SCHEDULED, RF(), "bf16", [2, 2, 2, 2, 3, 3]),  # all and the fewest tokens in both branches
+        (Guidance("path_drop", 1.5), RF(), "fp32", [7, 7]),
+    ],
+    ids=lambda item: getattr(item, "kind", None),
+)
+def test_replayed_calls_give_the_same_bits(tiny, composed, monkeypatch, guidance, process, precision, kinds):
+    """Against sampling without graphs. In each of two batches a graph for each of the `kinds` of calls, all of whose
+    calls but the first replay it, and before them the first as a trial."""
+    model = Model(process, tiny, (Route(1, 3, fp32="end"),))
+    if guidance.row.drops_path:
+        cfg = read_network(composed("model=sprint", "model.hidden_size=32", "model.depth=6", "model.num_heads=2"))
+        model = Model(process, randomized(partial(build_network, cfg), 0, 0.1).eval(), cfg.model.routes)
+    sampler = Sampler(4, 4, precision, guidance, solver="heun")
+    expected = torch.cat(list(draw(model, range(7), torch.arange(7) % 5, sampler)))
+    recorder = Traced()
+    for module in (routing_module, embedders):  # as on a GPU, where no number is read
+        monkeypatch.setattr(module, "readable", lambda values: False)
+    monkeypatch.setattr(sampling, "replayed", lambda function, *_: Replayed(function, recorder))
+    found = torch.cat(list(draw(model, range(7), torch.arange(7) % 5, sampler)))
+    assert torch.equal(found, expected) and found.std() > 0.1
+    assert recorder.replays == kinds * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("guidance", [Guidance("cfg", 1.5), SPARSE, SCHEDULED], ids=lambda item: item.kind)
+def test_on_a_gpu_graphs_give_the_same_bits(tiny, monkeypatch, guidance, precision, recwarn):
+    use_precision(precision, torch.device("cuda"))
+    model, sampler = Model(RF(), tiny.to("cuda"), (Route(1, 3),)), Sampler(20, 4, precision, guidance)
+    found = torch.cat(list(draw(model, range(10), torch.arange(10), sampler)))
+    assert not recwarn.list and cuda_graphs.recorder_of.cache_info().currsize == 1
+    monkeypatch.setattr(sampling, "replayed", lambda function, *_: function)
+    assert torch.equal(torch.cat(list(draw(model, range(10), torch.arange(10), sampler))), found)
 
 
 @pytest.mark.gpu

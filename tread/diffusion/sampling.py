@@ -22,6 +22,7 @@ from tread.diffusion.solvers import AfterStep, Churn, call_order, solve, unchang
 from tread.diffusion.token_beside import Beside
 from tread.models.conditions import Condition, Text, count, pad, replaced, rows, to
 from tread.routing.ids import RULES, check_ratio, count_kept, pair, with_ratio
+from tread.runtime.cuda_graphs import replayed
 from tread.runtime.device import autocast
 from tread.runtime.randomness import seeded_normal, seeded_uniform
 
@@ -250,7 +251,7 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
         with autocast(x.device, precision):
             return beside.denoise(model.process, network, x, level, y, routes)
 
-    return denoise
+    return replayed(denoise, model.network, model.network.pos_embed.device)
 
 
 def _routes(

@@ -7,7 +7,6 @@ statistics lie outside. A new graph is first tried on the inputs of two steps, w
 gradient norms must equal those without a graph. If they differ, or recording fails, the run continues without graphs.
 """
 
-import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +17,12 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tread.runtime.compiling import first_line
+from tread.runtime.cuda_graphs import Replay, record
 from tread.runtime.device import beside
 from tread.training.optimizer import is_fused
 from tread.training.run import Failure, Run
 from tread.training.step import Inputs, step_on
 
-Replay = Callable[[], list[Tensor]]  # does the step, and returns what step_on returned
 CLOSE = {"rtol": 0.01, "atol": 1e-6, "equal_nan": True}  # of losses and gradient norms in bf16
 
 
@@ -123,33 +122,22 @@ class Graphs:
 
 
 def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], step: Replay) -> Replay:
-    """Record `step` as a CUDA graph with memory of `pool`, without running it. Returns a function that replays the
-    graph and returns what `step` returns. Raises the recording's error, or MemoryError if little memory is left."""
-    groups, graph = run.optimizer.param_groups, torch.cuda.CUDAGraph()
+    """Record `step` as a CUDA graph with memory of `pool`, without running it, and return a function that replays it.
+    Raises the recording's error, or MemoryError if little memory is left."""
+    groups = run.optimizer.param_groups
     before = [group["capturable"] for group in groups]
     for group in groups:  # a fused optimizer has its state on the device anyway
         group["capturable"] = True
-    threads = "thread_local"  # the data loader's threads may use CUDA meanwhile
+    torch.cuda.synchronize(stream.device)
+    torch.cuda.empty_cache()
     try:
-        with torch.cuda.stream(stream):  # to come back from it after a failure, too
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=threads):
-                results = step()
-    except Exception:
-        with contextlib.suppress(RuntimeError, AttributeError):  # torch may leave the pool open, and free nothing
-            torch._C._cuda_endAllocateToPool(stream.device.index, pool)  # RuntimeError if it is closed
-            torch._C._cuda_releasePool(stream.device.index, pool)
-        raise
+        replay = record(stream, pool, step)
     finally:
         for group, capturable in zip(groups, before):
             group["capturable"] = capturable
     free, total = torch.cuda.mem_get_info(stream.device)
     if free < total / 10:  # the pool keeps a step's memory for good
         raise MemoryError("less than a tenth of the device's memory is left for evaluation and samples")
-
-    def replay() -> list[Tensor]:
-        graph.replay()
-        return results
-
     return replay
 
 
