@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, partial
 from threading import get_ident
 from typing import Any
@@ -14,6 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tread.runtime.compiling import first_line
 
 Replay = Callable[[], Any]  # repeats a recorded call, and returns what the call returned
+
+
+def kind_of(given: Any) -> tuple[tuple, list[Tensor]]:
+    """Return the kind of a call with the nested tuple `given`, and the tensors in it. Calls of one kind can share a
+    graph: shapes and types of their tensors are equal, and so are other values, apart from numpy arrays."""
+    leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Hashable)]
+    tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
+    return tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves), tensors
 
 
 def record(stream: "torch.cuda.Stream", pool: tuple[int, int], call: Replay) -> Replay:
@@ -63,9 +71,9 @@ def recorder_of(device: torch.device, thread: int) -> Recorder:
 class Replayed:
     """Calls `function`, of tensors and hashable values to one tensor, by CUDA graphs; it must not change its inputs.
 
-    The first call with given values and shapes of tensors runs as usual. At the second a graph is recorded; its output
-    for the first one's tensors must have the same bits. Later calls replay it. If the bits differ or recording fails,
-    the recorder is not used again, and a warning says why.
+    The first call of a kind runs as usual. At the second a graph is recorded; its output for the first one's tensors
+    must have the same bits. Later calls replay it. If the bits differ or recording fails, the recorder is not used
+    again, and a warning says why.
     """
 
     def __init__(self, function: Callable[..., Tensor], recorder: Recorder) -> None:
@@ -74,9 +82,7 @@ class Replayed:
         self.graphs: dict[tuple, tuple[list[Tensor], Replay]] = {}  # what a kind's graph reads, and its replay
 
     def __call__(self, *given: Any) -> Tensor:
-        leaves = tree_leaves(given)
-        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-        kind = tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves)
+        kind, tensors = kind_of(given)
         if self.recorder and kind in self.first and kind not in self.graphs:
             try:
                 self.graphs[kind] = self._recorded(given, *self.first[kind])
@@ -94,7 +100,7 @@ class Replayed:
 
     def _recorded(self, given: tuple, tensors: list[Tensor], expected: Tensor) -> tuple[list[Tensor], Replay]:
         cloned = tree_map_only(Tensor, torch.clone, given)
-        buffers = [leaf for leaf in tree_leaves(cloned) if torch.is_tensor(leaf)]
+        buffers = kind_of(cloned)[1]
         replay = self.recorder.record(lambda: self.function(*cloned))
         torch._foreach_copy_(buffers, tensors)
         if not torch.equal(replay(), expected):

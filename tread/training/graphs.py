@@ -7,17 +7,17 @@ statistics lie outside. A new graph is first tried on the inputs of two steps, w
 gradient norms must equal those without a graph. If they differ, or recording fails, the run continues without graphs.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tread.runtime.compiling import first_line
-from tread.runtime.cuda_graphs import Replay, record
+from tread.runtime.cuda_graphs import Replay, kind_of, record
 from tread.runtime.device import beside
 from tread.training.optimizer import is_fused
 from tread.training.run import Failure, Run
@@ -49,10 +49,7 @@ class Graphs:
 
     def take(self, inputs: Inputs) -> None:
         """Do a training step: directly if it is one of the first with its routes and shapes, else by a CUDA graph."""
-        leaves = tree_leaves(inputs)
-        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-        fixed = [leaf for leaf in leaves if isinstance(leaf, Hashable)]  # all but numpy arrays of sample numbers
-        key = tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in fixed)
+        key, tensors = kind_of(inputs)  # sample numbers, numpy arrays, do not count
         kind, run, problem = self.kinds.setdefault(key, StepKind()), self.run, None
         try:
             if kind.done < self.usual:
@@ -91,7 +88,7 @@ class Graphs:
         a replay) is raised only in the process where it happens, as Failure if the run has several processes.
         """
         run, cloned = self.run, tree_map_only(Tensor, torch.clone, inputs)
-        kind.buffers = [leaf for leaf in tree_leaves(cloned) if torch.is_tensor(leaf)]
+        kind.buffers = kind_of(cloned)[1]
         step = partial(step_on, run, cloned)
         tallies = [run.statistics.sums, run.statistics.recent]
         before = [tally.clone() for tally in tallies]
