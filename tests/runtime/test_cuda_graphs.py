@@ -1,14 +1,14 @@
 """Calls by CUDA graphs. On a CPU a graph is what torch traces of a call: like a graph's kernels, the operators read the
 tensors of that call, and Python's numbers are as they were then. Reference: the function itself."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tread.runtime import cuda_graphs
 from tread.runtime.cuda_graphs import Replayed, replayed
-
-CUDA = torch.device("cuda")
 
 
 class Tracing:
@@ -59,15 +59,19 @@ def test_what_a_graph_gets_wrong_runs_without(fails):
     assert call(torch.zeros(2)).tolist() == [4, 4] and not recorder.works
 
 
+class OnCuda(torch.nn.Sequential):
+    def parameters(self):
+        return iter([SimpleNamespace(device=torch.device("cuda"))])
+
+
 def test_graphs_are_for_cuda_and_networks_without_hooks(monkeypatch):
-    recorder = Tracing()
+    recorder, layer = Tracing(), torch.nn.Linear(2, 2)
     monkeypatch.setattr(cuda_graphs, "recorder_of", lambda device, thread: recorder)
-    network = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    assert replayed(print, network, torch.device("cpu")) is print
-    assert replayed(print, network, CUDA).recorder is recorder
-    handle = network[0].register_forward_hook(print)
-    assert replayed(print, network, CUDA) is print
+    assert replayed(print, layer) is print
+    assert replayed(print, OnCuda(layer)).recorder is recorder
+    handle = layer.register_forward_hook(print)
+    assert replayed(print, OnCuda(layer)) is print
     handle.remove()
-    assert replayed(print, network, CUDA) is not print
+    assert replayed(print, OnCuda(layer)) is not print
     recorder.works = False
-    assert replayed(print, network, CUDA) is print
+    assert replayed(print, OnCuda(layer)) is print

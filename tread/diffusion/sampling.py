@@ -251,7 +251,7 @@ def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, T
         with autocast(x.device, precision):
             return beside.denoise(model.process, network, x, level, y, routes)
 
-    return replayed(denoise, model.network, model.network.pos_embed.device)
+    return replayed(denoise, model.network)
 
 
 def _routes(

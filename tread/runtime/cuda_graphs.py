@@ -108,9 +108,10 @@ class Replayed:
         return buffers, replay
 
 
-def replayed(function: Callable[..., Tensor], network: nn.Module, device: torch.device) -> Callable[..., Tensor]:
+def replayed(function: Callable[..., Tensor], network: nn.Module) -> Callable[..., Tensor]:
     """Return `function`, which calls the network in inference; on CUDA by graphs (class Replayed), unless an earlier
     recording failed or modules have hooks, which a graph would not call."""
+    device = next(network.parameters()).device
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
     recorder = None if device.type != "cuda" or hooked else recorder_of(device, get_ident())
     return Replayed(function, recorder) if recorder and recorder.works else function
