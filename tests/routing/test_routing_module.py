@@ -80,6 +80,7 @@ def test_a_pair_for_a_list_of_pairs_and_ends_that_are_no_numbers_are_explained()
 def test_ids_that_are_no_rows_of_the_grid_are_refused():
     route, rows = Route(0, 0, 0.5, select="row"), torch.tensor([[4, 5, 6, 7, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5, 6, 7]])
     assert kept_grid(route, rows, (4, 4)) == (2, 4)
+    assert kept_grid(route, torch.tensor([[1, 2]]), (4, 1)) == (2, 1)  # tokens one below the other
     wrong = [
         rows[:, :7],  # not all of a row
         rows - rows.new_tensor([[1], [0]]),  # shifted
@@ -168,6 +169,7 @@ def test_numbers_and_ids_that_would_choose_wrongly_are_refused():
     with pytest.raises(ValueError, match="noise holds 1 NaN"):
         draw_ids(noise, 0.5)
     x, kept = torch.arange(16.0).view(2, 8, 1), torch.zeros(2, 3, 1)
+    assert gather_tokens(x, torch.tensor([[7], [0]])).flatten().tolist() == [7, 8]  # one token is enough
     for rows, message in (
         ([[5, 2, 7], [1, 4, 1]], "token 1 twice in sample 1"),
         ([[5, 2, 5], [1, 4, 7]], "token 5 twice in sample 0"),
