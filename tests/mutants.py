@@ -31,7 +31,7 @@ TESTS = {  # core file → the nearest tests, those that fail soonest first; fol
     "dit.py": "models/test_dit.py models/test_value_residual.py",
     "tread/models/backbone.py": "models/test_dit.py models/test_lightning.py models/test_mamba.py models/test_text.py",
     "tread/models/embedders.py": "models/test_dit.py models/test_bottleneck.py models/test_text.py",
-    "rf.py": "diffusion/test_rf.py diffusion/test_rf_recipe.py diffusion/test_process.py",
+    "rf.py": "diffusion/test_rf.py diffusion/test_rf_recipe.py diffusion/test_process.py diffusion/test_predictions.py",
     "tread/diffusion/edm.py": "diffusion/test_edm.py diffusion/test_process.py",
     "tread/diffusion/process.py": "diffusion/test_process.py diffusion/test_edm.py diffusion/test_rf.py",
     "tread/diffusion/guidance.py": "diffusion/test_guidance.py diffusion/test_sampling.py",
