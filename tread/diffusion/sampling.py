@@ -22,7 +22,7 @@ from tread.diffusion.solvers import AfterStep, Churn, call_order, solve, unchang
 from tread.diffusion.token_beside import Beside
 from tread.models.conditions import Condition, Text, count, pad, replaced, rows, to
 from tread.routing.ids import RULES, check_ratio, count_kept, pair, with_ratio
-from tread.runtime.cuda_graphs import replayed
+from tread.runtime.cuda_graphs import Recorder, Replayed, recording
 from tread.runtime.device import autocast
 from tread.runtime.randomness import seeded_normal, seeded_uniform
 
@@ -174,10 +174,12 @@ def draw(
     if not 0 <= low <= high <= null:
         raise ValueError(f"classes lie in {low}..{high}, but must lie in 0..{null - 1}, or be {null} for no class")
     check_ratios(sampler, model, weak)
-    for start in range(0, len(seeds), sampler.batch_size):
-        part = slice(start, start + sampler.batch_size)
-        given = None if noise is None else noise[part]
-        yield _draw_batch(model, weak, list(seeds[part]), labels[part], sampler, on_step, given, after_step)
+    with recording([branch.network for branch in (model, weak) if branch]) as recorder:
+        for start in range(0, len(seeds), sampler.batch_size):
+            part = slice(start, start + sampler.batch_size)
+            given = None if noise is None else noise[part]
+            batch = list(seeds[part]), labels[part]
+            yield _draw_batch(model, weak, *batch, sampler, on_step, given, after_step, recorder)
 
 
 @torch.no_grad()
@@ -190,20 +192,23 @@ def _draw_batch(
     on_step: OnStep | None,
     noise: Tensor | None,
     after_step: AfterStep,
+    recorder: Recorder | None,
 ) -> Tensor:
     network, device = model.network, next(model.network.parameters()).device
+    if sampler.guidance.scheduled:
+        recorder = None  # two calls in a row have a number of tokens; a graph takes as many
     plan, row = sampler.plan(model.process), sampler.guidance.row
     wanted, weaker = len(seeds), weak or model
     seeds = seeds + seeds[-1:] * (sampler.batch_size - wanted)
     y = model.condition(pad(labels, len(seeds)), device)
-    denoise = _denoiser(model, sampler.precision)
+    denoise = _denoiser(model, sampler.precision, recorder)
     routes = _routes(model, seeds, [call.strong for call in plan], "strong", device)
     strong, other = Branch(denoise, y if row.strong_class else network.null(len(seeds)), routes), None
     if row.weak_class is not None:
         if weak is not None:  # else both branches share a function and can run as one batch
-            denoise = _denoiser(weak, sampler.precision)
+            denoise = _denoiser(weak, sampler.precision, recorder)
         elif row.drops_path:
-            denoise = _denoiser(model, sampler.precision, path_drop=True)
+            denoise = _denoiser(model, sampler.precision, recorder, path_drop=True)
         stream = "strong" if sampler.guidance.same_ids else "weak"
         routes = _routes(weaker, seeds, [call.weak or 0.0 for call in plan], stream, device)
         other = Branch(denoise, y if row.weak_class else weaker.network.null(len(seeds)), routes)
@@ -244,14 +249,16 @@ def _casts_kept(device: torch.device, networks: Collection[nn.Module]) -> Iterat
             weight.requires_grad_(False)
 
 
-def _denoiser(model: Model, precision: str, **more: bool) -> Callable[[Tensor, Tensor, Condition, Routes], Tensor]:
+def _denoiser(
+    model: Model, precision: str, recorder: Recorder | None, **more: bool
+) -> Callable[[Tensor, Tensor, Condition, Routes], Tensor]:
     beside, network = Beside.of(model.network), partial(model.network, **more)
 
     def denoise(x: Tensor, level: Tensor, y: Condition, routes: Routes) -> Tensor:
         with autocast(x.device, precision):
             return beside.denoise(model.process, network, x, level, y, routes)
 
-    return replayed(denoise, model.network)
+    return Replayed(denoise, recorder) if recorder else denoise
 
 
 def _routes(

@@ -20,8 +20,8 @@ from tread.runtime.randomness import seeded_normal
 
 def point(numbers: Tensor, points: int, samples: int, noise_levels: int) -> tuple[Tensor, Tensor]:
     """Return indices of sample and noise level, (n,) int64 each, of evaluation points `numbers` (n,) in 0..points−1. If
-    points ≤ samples, samples are evenly spaced in the dataset, so each class has its share, and point k has level k %
-    noise_levels. Else point k has sample s = k % samples and level (s + k // samples) % noise_levels."""
+    points ≤ samples, samples are evenly spaced in the dataset (a share of each class, if sorted by class), and point k
+    has level k % noise_levels. Else point k has sample s = k % samples, level (s + k // samples) % noise_levels."""
     if points <= samples:
         return numbers * samples // points, numbers % noise_levels
     return numbers % samples, (numbers % samples + numbers // samples) % noise_levels

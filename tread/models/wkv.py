@@ -48,8 +48,8 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
         v = F.pad(v, padding).unflatten(2, (-1, length))
 
         e = k.exp()
-        weighted = torch.stack([e * v, e], dim=1)  # for numerator and denominator, (D, 2, B, C, L)
-        before, behind = _sums(weighted, weighted, decay, half)
+        weighted = torch.stack([e * v, e], dim=1).to(half)  # for numerator and denominator, (D, 2, B, C, L)
+        before, behind = _sums(weighted, weighted, decay)
         bonus = k + u.float().clamp(min=-BONUS_LIMIT).view(-1, 1, 1, 1)
         top = bonus.detach().clamp(min=0)  # bonuses may be large: each token's sums are scaled
         bonus = (bonus - top).exp()
@@ -58,15 +58,14 @@ def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
         return (total[:, 0] / total[:, 1].contiguous()).permute(1, 2, 0)
 
 
-def _sums(x: Tensor, y: Tensor, decay: Tensor, half: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def _sums(x: Tensor, y: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     """Return Σ_{j<i} x_j·exp(−(i − j − 1)·decay) and Σ_{j>i} y_j·exp(−(j − i − 1)·decay) for each token i. x, y and
     both sums are (D, 2, B, C, L): channels, numerator and denominator of the mean, samples, chunks, tokens in a chunk.
-    decay is (D, 1, 1, 1). x, y and the products within chunks are rounded to `half`."""
+    decay is (D, 1, 1, 1). Sums are fp32; products within chunks are in the precision of x and y."""
     D, _, _, C, L = x.shape
     place, rate = torch.arange(L, device=x.device), decay.view(D, 1, 1)
     gap = place - place.view(L, 1)  # (L, L), column minus row
-    reach = torch.where(gap > 0, ((1 - gap.clamp(min=1)) * rate).exp(), 0)  # (D, L, L)
-    x, y, reach = (part.to(half) for part in (x, y, reach))  # the backward pass keeps no fp32 copies
+    reach = torch.where(gap > 0, ((1 - gap.clamp(min=1)) * rate).exp(), 0).to(x.dtype)  # (D, L, L)
     before = (x.view(D, -1, L) @ reach).view_as(x).float()
     behind = (y.view(D, -1, L) @ reach.mT).view_as(y).float()
     if C == 1:

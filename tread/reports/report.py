@@ -58,8 +58,8 @@ class Subject:
 
 
 def write_report(folders: Sequence[Path | str]) -> Path:
-    """Write a page on runs, report.html or (several) comparison.html, into the first folder; return its path. It names
-    damaged files. FileNotFoundError for a folder without a run, OSError if writing fails, ValueError without plotly."""
+    """Write a page on one run, report.html, or on several, comparison.html, into the first folder; return its path. The
+    page names damaged files. FileNotFoundError: a folder has no run; OSError: writing fails; ValueError: no plotly."""
     first, *others = dict.fromkeys(map(Path, folders))
     runs = [find_run(folder) for folder in (first, *others)]
     check_place(first, 0)

@@ -1,14 +1,15 @@
 """CUDA graphs: what a call launches is recorded once, then repeated by one launch instead of hundreds."""
 
 import contextlib
+import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from functools import cache, partial
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tread.runtime.compiling import first_line
@@ -31,13 +32,15 @@ def record(stream: "torch.cuda.Stream", pool: tuple[int, int], call: Replay) -> 
     try:
         with torch.cuda.stream(stream):
             graph.capture_begin(pool, capture_error_mode="thread_local")  # a loader's threads may use CUDA meanwhile
-            try:
-                results = call()
-            finally:
-                graph.capture_end()
+            results = call()
+            graph.capture_end()
     except Exception:
-        with contextlib.suppress(RuntimeError, AttributeError):  # torch may leave the pool open, and free nothing
-            torch._C._cuda_endAllocateToPool(stream.device.index, pool)  # RuntimeError if it is closed
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(stream):
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError):  # if it failed, torch leaves the pool open, and frees nothing
+            before_2_8 = "_cuda_endAllocateCurrentStreamToPool"
+            end = getattr(torch._C, "_cuda_endAllocateToPool", None) or getattr(torch._C, before_2_8)
+            end(stream.device.index, pool)  # RuntimeError if it is closed
             torch._C._cuda_releasePool(stream.device.index, pool)
         raise
 
@@ -48,32 +51,58 @@ def record(stream: "torch.cuda.Stream", pool: tuple[int, int], call: Replay) -> 
     return replay
 
 
+@cache
+def recording_stream(device: torch.device) -> "torch.cuda.Stream":
+    """Return the stream for recordings on a device: always the same, as each stream's products reserve a workspace."""
+    return torch.cuda.Stream(device)
+
+
 class Recorder:
-    """Records calls as CUDA graphs on one device. They share memory, which stays reserved for the next ones."""
+    """Records calls as CUDA graphs in memory that they share. `works` turns False at `close`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self.keeper: Replay | None = None  # the first graph: while it exists, so does the pool
-        self.works = True  # until a recording fails
+        self.device, self.pool, self.works = device, torch.cuda.graph_pool_handle(), True
+        self.keeper: Replay | None = None  # a graph that keeps the pool while others come and go
 
     def record(self, call: Replay) -> Replay:
-        self.keeper = self.keeper or record(self.stream, self.pool, partial(torch.zeros, 1, device=self.stream.device))
-        return record(self.stream, self.pool, call)
+        into_pool = partial(record, recording_stream(self.device), self.pool)
+        if self.keeper is None:
+            torch.cuda.empty_cache()  # during a recording, cached memory can't be used
+            self.keeper = into_pool(partial(torch.zeros, 1, device=self.device))
+        return into_pool(call)
+
+    def close(self) -> None:
+        """Record nothing more, and let go of the memory once no graphs are left."""
+        self.works = False
+        if self.keeper is not None:
+            torch.cuda.synchronize(self.device)  # freed memory may be unmapped, which does not wait for replays
+        self.keeper = None
 
 
-@cache
-def recorder_of(device: torch.device, thread: int) -> Recorder:
-    """Return the device's Recorder for a thread, as a recording takes in all that any thread runs on its stream. It is
-    made once, as each stream's products reserve a workspace."""
-    return Recorder(device)
+@contextlib.contextmanager
+def recording(networks: Collection[nn.Module]) -> Iterator[Recorder | None]:
+    """Context that yields a Recorder for calls of the networks, all on one device, or None: without CUDA; outside of
+    the main thread, as graphs read weights cast by autocast, which other threads' use of autocast frees; and if modules
+    have hooks, or a `forward` of their own instead of their class's, as a graph would not call these again."""
+    device = next(next(iter(networks)).parameters()).device
+    modules = [module for network in networks for module in network.modules()]
+    hooked = any(item._forward_hooks or item._forward_pre_hooks or "forward" in vars(item) for item in modules)
+    if device.type != "cuda" or hooked or threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    recorder = Recorder(device)
+    try:
+        yield recorder
+    finally:
+        recorder.close()
 
 
 class Replayed:
     """Calls `function`, of tensors and hashable values to one tensor, by CUDA graphs; it must not change its inputs.
 
     The first call of a kind runs as usual. At the second a graph is recorded; its output for the first one's tensors
-    must have the same bits. Later calls replay it. If the bits differ or recording fails, the recorder is not used
-    again, and a warning says why.
+    must have the same bits. Later calls replay it. If the bits differ or recording fails, a warning says why, and the
+    recorder is closed.
     """
 
     def __init__(self, function: Callable[..., Tensor], recorder: Recorder) -> None:
@@ -83,13 +112,12 @@ class Replayed:
 
     def __call__(self, *given: Any) -> Tensor:
         kind, tensors = kind_of(given)
-        if self.recorder and kind in self.first and kind not in self.graphs:
+        if self.recorder.works and kind in self.first and kind not in self.graphs:
             try:
                 self.graphs[kind] = self._recorded(given, *self.first[kind])
             except Exception as error:  # kernels, libraries and drivers refuse to be recorded in many ways
-                self.recorder.works, self.recorder = False, None
-                self.graphs.clear()
                 warnings.warn(f"sampling without CUDA graphs: {first_line(error)}", stacklevel=2)
+                self.recorder.close()
         if kind in self.graphs:
             buffers, replay = self.graphs[kind]
             torch._foreach_copy_(buffers, tensors)
@@ -103,15 +131,6 @@ class Replayed:
         buffers = kind_of(cloned)[1]
         replay = self.recorder.record(lambda: self.function(*cloned))
         torch._foreach_copy_(buffers, tensors)
-        if not torch.equal(replay(), expected):
-            raise ArithmeticError("a graph's output has other bits than the same call's without it")
+        differs = "a graph's output has other bits than the same call's without it"
+        assert_close(replay(), expected, rtol=0, atol=0, equal_nan=True, msg=differs)
         return buffers, replay
-
-
-def replayed(function: Callable[..., Tensor], network: nn.Module) -> Callable[..., Tensor]:
-    """Return `function`, which calls the network in inference; on CUDA by graphs (class Replayed), unless an earlier
-    recording failed or modules have hooks, which a graph would not call."""
-    device = next(network.parameters()).device
-    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
-    recorder = None if device.type != "cuda" or hooked else recorder_of(device, get_ident())
-    return Replayed(function, recorder) if recorder and recorder.works else function

@@ -11,7 +11,7 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
 
     The choice between the values before and after the step is made on the device. The host must wait for the device
     if the step creates state, as the first one does, or changes Python numbers, or if the state has tensors on another
-    device. For parameters on a GPU, torch's optimizers have such a tensor, state["step"], unless capturable or fused.
+    device, like the state["step"] of torch's Adam and others for parameters on a GPU, unless capturable or fused.
     """
     for gradient in gradients:
         gradient.masked_fill_(bad, 0.0)  # a step may raise an error for NaN

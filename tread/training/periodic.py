@@ -207,6 +207,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
             full = True
         if full:  # not in the except block, where the traceback holds memory
             run.graphs.leave("evaluation and samples need their memory")
+            wait_for(run.device)  # emptying a cache waits for no graph
             torch.cuda.empty_cache()
             on = evaluate_and_draw(run, done_before(run))
     except Exception as error:
