@@ -37,7 +37,8 @@ TESTS = {  # core file → the nearest tests, those that fail soonest first; fol
     "tread/diffusion/guidance.py": "diffusion/test_guidance.py diffusion/test_sampling.py",
     "tread/diffusion/solvers.py": "diffusion/test_edm.py diffusion/test_rf.py diffusion/test_sampling.py",
     "tread/diffusion/sampling.py": "diffusion/test_sampling.py models/test_text.py models/test_sprint.py",
-    "tread/training/step.py": "test_recorded.py training/test_survival.py training/test_alignment.py",
+    "tread/training/step.py": "test_recorded.py training/test_survival.py training/test_alignment.py "
+    "training/test_class_token_runs.py",
     "tread/training/draws.py": "training/test_draws.py test_recorded.py",
     "tread/training/optimizer.py": "training/test_optimizer.py training/test_runs.py",
     "tread/checkpoints/ema.py": "checkpoints/test_checkpoint.py training/test_posthoc_ema.py",
