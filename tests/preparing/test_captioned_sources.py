@@ -345,8 +345,10 @@ def test_tars_without_captions_have_no_classes(webdataset, tmp_path):
         tar.write({"__key__": "1", "png": picture(1), "cls": 3})
     with pytest.raises(ValueError, match="a tar's name is no class"):
         find_photos(tmp_path / "wds")
+    with pytest.raises(ValueError, match="root=val is .* holds 1 tars: source=.*/wds/0.tar"):
+        find_photos(tmp_path / "wds", root="val")
     shutil.copy(tmp_path / "wds/0.tar", tmp_path / "wds/1.tar")
-    with pytest.raises(ValueError, match="root=val is of one source, but .* holds 2 tars: source=…/val[*].tar"):
+    with pytest.raises(ValueError, match="root=val is of .* named itself, but .* holds 2 tars: source=…/val[*].tar"):
         find_photos(tmp_path / "wds", root="val")
     (tmp_path / "wds/1.tar").unlink()
     for pattern in ("{0..1}.tar", "x*.tar"):

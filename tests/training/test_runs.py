@@ -264,6 +264,9 @@ def test_claim(tmp_path):
         checkpoint.save(run, step, parts, {"config": config, "latents": {}, "samples": 0})
     shutil.rmtree(run / "step_0000002")  # a damaged one, removed by hand: `latest` names nothing
     assert claim(run, "auto", config).checkpoint.step == 1
+    shutil.rmtree(run / "step_0000001")
+    with pytest.raises(FileNotFoundError, match="no whole checkpoint any more: remove the folder"):
+        claim(run, "auto", config)
 
 
 def test_two_do_not_train_in_one_folder(tmp_path):

@@ -157,7 +157,7 @@ def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Return the relative RMS error that fp16 storage causes in a reconstruction: large far below the stored widths."""
+    """Estimate a reconstruction's relative RMS error due to fp16 storage, large if sigma_rel is far below stored ones."""
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 

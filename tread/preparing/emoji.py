@@ -69,7 +69,7 @@ def all_emoji() -> dict[str, dict]:
 
 def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
     """Return {emoji: its distinct captions}, from `all_emoji`'s entries: name and aliases in words. Flags of places
-    have "flag of <name>" and the name. One with a skin tone but no aliases has the toneless one's, with the tone."""
+    have "flag of <name>" and the name. Emoji with a skin tone but no aliases have those without it, the tone added."""
     given = {text: [clean(alias) for alias in entry.get("alias") or []] for text, entry in known.items()}
     bare = {_bare(text): aliases for text, aliases in given.items() if not tones(text)}
     captions = {}

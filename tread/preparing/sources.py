@@ -59,8 +59,9 @@ def find_photos(
         if labels is not None:
             raise ValueError(f"labels={labels} goes with files of pictures, but {source} holds labels of its own")
         return open_parquet(source, paths, root, captions)
-    if len(tars) > 1 and root is not None:
-        raise ValueError(f"root={root} is of one source, but {source} holds {len(tars)} tars: source=…/{root}*.tar")
+    if tars and root is not None:
+        instead = f"source=…/{root}*.tar" if len(tars) > 1 else f"source={tars[0]}"
+        raise ValueError(f"root={root} is of a source named itself, but {source} holds {len(tars)} tars: {instead}")
     if captions is None and labels is None and (photos := open_coco(source, root)):
         return photos
     kind = Folder if source.is_dir() else Zip if source.suffix.lower() == ".zip" else Tar

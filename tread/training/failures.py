@@ -86,7 +86,8 @@ def explain_memory(run: Run, error: str) -> str:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     def attempt(size: int) -> None:
-        few, copies = slice(0, size), 0 if run.optimizer.state else cfg.optim.copies  # for its future state
+        few = slice(0, size)
+        copies = 1 + (0 if run.optimizer.state else cfg.optim.copies)  # gradients that stay, its future state
         room = [parameter.new_empty(math.ceil(copies * parameter.numel())) for parameter in parameters]
         with torch.compiler.set_stance("force_eager"), autocast(run.device, run.precision):
             given = (batch.rows(few), draws.rows(few), run.network.null(1))

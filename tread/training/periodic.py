@@ -259,7 +259,7 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 
 
 def done_before(run: Run) -> set[str]:
-    """Return what `evaluate_and_draw` has done at this step: names in metrics.jsonl, such as "fid", and "grid"."""
+    """Return what is done at this step: the names in its metrics.jsonl records, e.g. "fid"; "grid" if it is drawn."""
     done = {name for record in run.log.records() if record["step"] == run.step for name in record}
     return done | {"grid"} if grid_path(run).exists() else done
 

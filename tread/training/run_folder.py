@@ -41,7 +41,8 @@ class Claim:
 def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
     """Decide how a run starts in `folder`, without changing files; resume="auto": continue a run if there is one.
     Raises FileExistsError if the folder holds files that are not a run's or, with resume=False, a run;
-    FileNotFoundError if resume=True but no checkpoint is there; ValueError if `config` changes a `decisive` setting."""
+    FileNotFoundError if resume=True or the run had checkpoints, but none is whole; ValueError if `config` changes a
+    `decisive` setting."""
     other = "name=<another name> starts a run of its own"
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, but a run needs a folder; {other}")
@@ -57,6 +58,9 @@ def claim(folder: Path, resume: bool | str, config: dict) -> Claim:
         raise FileExistsError(f"{folder} holds a run already; resume=auto continues it, {other}")
     if (folder / "latest").is_dir() and not (folder / "latest").is_symlink():
         raise FileExistsError(f"{folder / 'latest'} is a folder, but must be a link; remove it if step_… is there too")
+    if checkpoint is None and (folder / "latest").is_symlink():  # starting anew would erase its records and samples
+        gone = f"the run in {folder} has no whole checkpoint any more"
+        raise FileNotFoundError(f"{gone}: remove the folder to train it again; {other}")
     before = checkpoint.info["config"] if checkpoint else starts[-1]["config"]
     changed = differences(migrate(before), migrate(config), nothing=NOTHING)
     if fixed := decisive(changed, config):
