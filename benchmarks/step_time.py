@@ -21,12 +21,14 @@ if __name__ == "__main__":
 
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Annotated
 from unittest.mock import patch
 
 import torch
@@ -42,6 +44,7 @@ from tread.models.backbone import count_parameters
 from tread.models.conditions import Text
 from tread.runtime.device import peak_flops
 from tread.runtime.files import check_file, write_json
+from tread.runtime.schema import Range
 from tread.runtime.signals import Stop
 from tread.training import settings, step
 from tread.training.costs import sample_flops
@@ -56,12 +59,8 @@ Kinds = dict[str, tuple[Run, settings.Settings]]  # name of a kind of step → a
 @dataclass(frozen=True)
 class Options:
     beside: str = ""
-    pairs: int = 24
+    pairs: Annotated[int, Range("be at least 6, for an interval of the median", lambda number: number >= 6)] = 24
     out: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.pairs < 6:
-            raise ValueError(f"pairs is {self.pairs}, but an interval of the median needs at least 6")
 
 
 def main() -> None:
@@ -222,7 +221,7 @@ def held_by(run: Run) -> int:
 
 def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
     """Return the fractions of a step, by "data wait", "forward", …, "rest", each of which waits for the device."""
-    spent: dict[str, float] = {}
+    spent = Counter()
     with ExitStack() as patches:
         patches.enter_context(patch.object(run, "graphs", None))  # a CUDA graph would replay all stages at once
         for stage, owner, name in (
@@ -238,13 +237,12 @@ def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
     return {stage: taken / total for stage, taken in spent.items()}
 
 
-def timed(function: Callable, stage: str, spent: dict[str, float]) -> Callable:
+def timed(function: Callable, stage: str, spent: Counter) -> Callable:
     """Wrap a function so that the seconds of each call are added to spent[stage]."""
 
     def call(*arguments: object) -> object:
         outputs = []
-        taken = seconds(lambda: outputs.append(function(*arguments)))
-        spent[stage] = spent.get(stage, 0.0) + taken
+        spent[stage] += seconds(lambda: outputs.append(function(*arguments)))
         return outputs[0]
 
     return call
