@@ -20,7 +20,7 @@ from studies.study import ROOT, Planned, Score, Training, training_flops
 from tread.checkpoints.run_log import RunLog
 from tread.evaluation.metric_table import names_of
 from tread.runtime.device import usable_cores
-from tread.runtime.files import Lock, explain_failure, write_whole
+from tread.runtime.files import Lock, write_json
 from tread.runtime.signals import INTERRUPTED
 
 # KEPT: keys of metrics.jsonl that result.json keeps; LEFT_OUT: keys of a score's JSON that it drops
@@ -116,8 +116,7 @@ class Job:
         if result:
             scores = {score.key: record for score in self.scores if (record := self.record(score)) is not None}
             result["scores"] = result.get("scores", {}) | scores
-            with explain_failure(self.folder):
-                write_whole(path, json.dumps(result, indent=1) + "\n")
+            write_json(path, result)
 
 
 def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
