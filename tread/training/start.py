@@ -208,7 +208,7 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
     if cfg.eval.fid_every:
         reference, samples = Path(cfg.eval.fid_reference), cfg.eval.fid_samples
         online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, pictures, processes)
-    return pictures if cfg.sampling.decode and pictures else autoencoder.preview, online_fid
+    return pictures if cfg.sampling.decode else autoencoder.preview, online_fid
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
