@@ -161,14 +161,13 @@ def keys_of(folders: Sequence[Path], name: str) -> set[str]:
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
     """Return `recorded`, the config or its part at dotted `key`, with `composed`'s values for dotted keys in `typed`
     and for keys that `recorded` lacks. Lists and train.ratio_schedule stay as recorded if no key in them is typed."""
-    below = [name for name in typed if name.startswith(f"{key}." if key else "")]
+    prefix = f"{key}." if key else ""
+    below = [name for name in typed if name.startswith(prefix)]
     if key in typed:
         return composed
     if isinstance(recorded, dict) and isinstance(composed, dict) and (below or key != "train.ratio_schedule"):
         return {
-            part: take_typed(recorded[part], composed[part], typed, f"{key}.{part}" if key else part)
-            if part in recorded and part in composed
-            else value
+            part: take_typed(recorded.get(part, value), composed.get(part, value), typed, f"{prefix}{part}")
             for part, value in (composed | recorded).items()
         }
     if below and isinstance(recorded, list) and isinstance(composed, list) and len(recorded) == len(composed):
