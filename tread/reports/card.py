@@ -52,13 +52,9 @@ def card(
     kind = "text-to-image" if saved.text else "unconditional-image-generation"
     head = [f"library_name: {library}", f"pipeline_tag: {kind}", "tags: [diffusion, dit, tread]"]
     head += [f"license: {license}"] if license else []
-    asked = (
-        'prompt=["a red apple", "a green one"]'
-        if saved.text
-        else f"class_labels=[0, {min(1, cfg.dataset.num_classes - 1)}]"
-    )
-    if not for_diffusers:
-        asked = asked.replace("prompt=", "prompts=").replace("class_labels=", "labels=")
+    drawn = '["a red apple", "a green one"]' if saved.text else f"[0, {min(1, cfg.dataset.num_classes - 1)}]"
+    prompts, labels = ("prompt", "class_labels") if for_diffusers else ("prompts", "labels")
+    asked = f"{prompts if saved.text else labels}={drawn}"
     raw = ', weights="model"' * (saved.weights == "model")
     with torch.device("meta"):
         parameters = count_parameters(build_network(cfg))
