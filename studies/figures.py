@@ -134,17 +134,14 @@ def seconds_alone(results: Results) -> dict[str, str]:
 def pair_table(study: Study, results: Results, metrics: Sequence[str]) -> list[str]:
     """Return the lines of a table of differences between compared arms, paired by seed. Columns are each metric at
     equal training images, FLOPs and seconds; rows are the pairs with runs to compare."""
-    columns: Columns = {}
-    seeds: dict[str, int] = {}  # pair → the largest number of seeds in its row
-    for metric, equal in product(metrics, EQUAL):
-        column = {}
-        for arm, other in study.pairs:
-            if less := paired(results.get(arm, ()), results.get(other, ()), metric, equal):
-                name = pair_name(arm, other)
-                column[name], seeds[name] = less.signed(), max(less.seeds, seeds.get(name, 0))
-        if column:
-            columns[f"{METRICS[metric].title}, equal {equal}"] = column
-    names = [name for name in (pair_name(*pair) for pair in study.pairs) if name in seeds]
+    columns: Columns = defaultdict(dict)
+    seeds = {pair_name(*pair): 0 for pair in study.pairs}  # the largest number of seeds in a pair's row
+    for metric, equal, (arm, other) in product(metrics, EQUAL, study.pairs):
+        if less := paired(results.get(arm, ()), results.get(other, ()), metric, equal):
+            name = pair_name(arm, other)
+            columns[f"{METRICS[metric].title}, equal {equal}"][name] = less.signed()
+            seeds[name] = max(less.seeds, seeds[name])
+    names = [name for name in seeds if seeds[name]]
     first = {"pair": {name: name for name in names}, "seeds": {name: f"{seeds[name]}" for name in names}}
     return grid(first | columns, names)
 
@@ -400,8 +397,7 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
     for metric, name in product(metrics, ("images", "FLOPs")):
         if name == "FLOPs" and metric in drawn - {metrics[0]}:
             continue
-        by, *axis = EQUAL[name]
-        rows = {pair: differences(*(results.get(arm, ()) for arm in pair), by, metric, *axis) for pair in study.pairs}
+        rows = {pair: differences(*(results.get(arm, ()) for arm in pair), EQUAL[name], metric) for pair in study.pairs}
         rows, lines = {pair: less for pair, less in rows.items() if less}, []
         for place, ((arm, _), less) in enumerate(rows.items()):
             lines.append(Line("", less, [place] * len(less), colour=colour[arm]))
@@ -479,7 +475,6 @@ def draw_guidance(study: Study, results: Results, path: Path) -> None:
 
 
 LAST = 0.2  # final fraction of the training over which its loss is averaged
-LOSS_GAP = "training loss above the dense one's"
 
 
 def training_loss(run: Made) -> float | None:
@@ -498,7 +493,7 @@ def training_gap(run: Made, other: Made) -> float | None:
 
 def loss_gap_columns(study: Study, results: Results) -> Columns:
     gaps = {arm: differences(runs, results["dense"], training_gap) for arm, runs in results.items() if arm != "dense"}
-    return {LOSS_GAP: {arm: estimate(less).signed() for arm, less in gaps.items() if less}}
+    return {"training loss above the dense one's": {arm: estimate(less).signed() for arm, less in gaps.items() if less}}
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
@@ -507,7 +502,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
     lengths = {arm: 1 - int(np.subtract(*map(int, re.findall(r"\d+", arm)))) for arm in results if arm != "dense"}
     panels = []
     for metric in study.metrics:
-        by, *names = (training_gap,) if metric == "loss" else (EQUAL["images"][0], metric)
+        by, *names = (training_gap,) if metric == "loss" else (EQUAL["images"], metric)
         less = {arm: differences(results[arm], results["dense"], by, *names) for arm in lengths}
         points = [(lengths[arm], values) for arm, values in less.items() if values]
         if points:
