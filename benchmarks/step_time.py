@@ -130,17 +130,14 @@ def kinds_of(run: Run) -> Kinds:
 
     def routed(fp32: str) -> settings.Settings:
         routes = tuple(replace(route, fp32=fp32) for route in cfg.model.routes)
-        return routes_until(None, replace(cfg, model=replace(cfg.model, routes=routes)))
+        in_all_steps = replace(cfg.train, routes_until=None)
+        return replace(cfg, model=replace(cfg.model, routes=routes), train=in_all_steps)
 
-    kinds = {"dense": (run, routes_until(0, cfg)), "routed": (run, routed("off"))}
+    dense = replace(cfg, train=replace(cfg.train, routes_until=0))
+    kinds = {"dense": (run, dense), "routed": (run, routed("off"))}
     if run.precision == "bf16" and not cfg.model.masks:
         kinds["routed, fp32: end"] = run, routed("end")
     return kinds
-
-
-def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
-    """Return the settings with token routes only in the steps before step `last`; None: in all steps."""
-    return replace(cfg, train=replace(cfg.train, routes_until=last))
 
 
 def calls_of(kinds: Kinds) -> dict[str, Callable[[], None]]:
