@@ -234,11 +234,10 @@ class Children:
         self.running.add(child)
         if self.stopped:
             child.terminate()
-        asked = over is None
-        while not asked and child.poll() is None:
-            time.sleep(PAUSE)
-            if asked := over():
-                child.terminate()
+        if over:
+            while child.poll() is None and not over():
+                time.sleep(PAUSE)
+            child.terminate()  # does nothing if it has ended
         code = child.wait()
         self.running.discard(child)
         if code and not (code == INTERRUPTED and over and over()):
