@@ -86,11 +86,9 @@ def table(study: Study, results: Results) -> str:
         column = cells[METRICS[metric].title]
         whole = columns | more | {METRICS[metric].title: column} | paired_columns(study, results, metric)
         lines += grid(whole, [arm for arm in arms if arm in column])
-    differing = lines[:]
-    if not lines:
-        lines = grid(columns | cells | FIGURES[study.figure].columns(study, results), results)
+    if not (differing := lines):
         differing = pair_table(study, results, [name for name in metrics if name in compared])
-        lines += differing
+        lines = grid(columns | cells | FIGURES[study.figure].columns(study, results), results) + differing
     lines += outcome(study, results)
 
     scores = chain(*(run["scores"] for runs in results.values() for run in runs))
@@ -257,11 +255,11 @@ def over_training(study: Study, results: Results, metric: str, axes: Sequence[st
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
     """Return panels of `metric` over training, an arm's minus its partner's: at equal images, and at equal FLOPs."""
     colour, panels = colours(study), []
-    for axis, name in (("images", "images"), ("flops", "FLOPs")):
+    for name in ("images", "FLOPs"):
         lines = []
         for place, (arm, other) in enumerate(study.pairs):
             besides = place >= len(study.against)
-            less = along(results.get(arm, ()), results.get(other, ()), metric, axis)
+            less = along(results.get(arm, ()), results.get(other, ()), metric, name.lower())
             points = [(point["images"] / 1e3, values) for point, values in less]
             if points:
                 seeds = len(points[0][1])  # the same at each point
@@ -358,7 +356,6 @@ def precision_columns(study: Study, results: Results) -> Columns:
     return columns
 
 
-NOISE_OF = "convergence"  # the published study from which `chance` takes the noise if a study has too few seeds
 ENDS = "dots: seeds; bars: their 95% interval; grey: two standard deviations by seed"  # what end_panels show
 MARKS = "numbers: the largest guidance scale; small dots: seeds, where there are several"  # in balance_panels
 
@@ -373,7 +370,7 @@ def chance(study: Study, results: Results, metric: str, name: str = "images") ->
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
         if not all("imagenette" in " ".join(arm.overrides) for arm in study.arms.values()):
             return None
-        known = gather(plan(read_study(NOISE_OF, "small")), finished(HERE / "none"))
+        known = gather(plan(read_study("convergence", "small")), finished(HERE / "none"))
         last = max(point["images"] for runs in results.values() for run in runs for point in run["points"])
         found = along(known["routed"], known["dense"], metric, name.lower())
         nearest = sorted(found, key=lambda at: abs(at[0]["images"] - last))[:1]
@@ -392,8 +389,7 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
     metric at equal training images and at equal FLOPs, in others at equal images or, if no pair has those, FLOPs. Dots
     are seeds, bars are 95% intervals, the grey band holds differences that may be chance at one seed (see `chance`)."""
     panels, colour, drawn = [], colours(study), set()
-    if not (metrics := measured(study.metrics, results)):
-        return []  # no run has come to its first evaluation
+    metrics = measured(study.metrics, results)  # none before the first evaluation
     for metric, name in product(metrics, ("images", "FLOPs")):
         if name == "FLOPs" and metric in drawn - {metrics[0]}:
             continue
@@ -443,21 +439,17 @@ def ladder_columns(study: Study, results: Results) -> Columns:
     return cells | ({"published": known} if known else {})
 
 
-def sampling_flops(results: Results) -> dict[str, float]:
-    """Return {arm of the study: FLOPs to draw one sample}."""
-    return {arm: runs[0]["scores"][-1]["flops"] for arm, runs in results.items() if runs and runs[0]["scores"]}
-
-
 def guidance_columns(study: Study, results: Results) -> Columns:
-    return {"FLOPs a sample": {arm: f"{flops:.3g}" for arm, flops in sampling_flops(results).items()}}
+    scored = {arm: runs[0]["scores"][-1] for arm, runs in results.items() if runs and runs[0]["scores"]}
+    return {"FLOPs a sample": {arm: f"{score['flops']:.3g}" for arm, score in scored.items()}}
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
     """Draw to image `path` each metric over guidance scale ω, a line per network and guidance kind; y axes from 0."""
-    known, panels, colour = sampling_flops(results), [], colours(study)
-    others = iter(OTHERS)
+    scored = {arm: runs for arm, runs in results.items() if runs and runs[0]["scores"]}
+    panels, colour, others = [], colours(study), iter(OTHERS)
     for metric in study.metrics:
-        ends, over_scale = last_values({arm: results[arm] for arm in known}, metric), {}
+        ends, over_scale = last_values(scored, metric), {}
         for arm, values in ends.items():
             network, guidance = arm.partition(", ")[::2]
             kind, scale = guidance.rpartition(" ")[::2]
