@@ -85,8 +85,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         warnings.append(f"warning: {stays}, although config.yaml says {written(now)}; {advice}")
     if _is_done(folder, config):
         moving = ("dataset.path", "dataset.heldout", "sampling.autoencoder", "eval.fid_reference")
-        places = {key: value_at(recorded, key) for key in moving}
-        moved = [key for key, place in places.items() if place and not Path(place).exists()]
+        moved = [key for key in moving if (place := value_at(recorded, key)) and not Path(place).exists()]
         typed_config, taken = config, {*LAUNCH, *ON_DONE, *moved, *decisive(keys, config)}  # `claim` checks the last
         config = take_typed(recorded, config, taken)
         unused = differences(config, typed_config, nothing=NOTHING).items()

@@ -267,9 +267,8 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
-        kept = cfg.optim.keeps_state(claimed.changed)
-        optimizer = ", with the optimizer," if kept else ", not the optimizer's state,"
-        weights = f"raw and averaged{optimizer} of {earlier.folder}, step {earlier.step:,}{unread}"
+        optimizer = "with the optimizer" if cfg.optim.keeps_state(claimed.changed) else "not the optimizer's state"
+        weights = f"raw and averaged, {optimizer}, of {earlier.folder}, step {earlier.step:,}{unread}"
     elif cfg.init_from is not None:
 
         def adapt(stored: StoredWeights) -> StoredWeights:
