@@ -52,7 +52,6 @@ from tread.training.run import Run
 from tread.training.start import start
 
 BLOCK = 5 if DEVICE.type == "cuda" else 1  # steps in a turn
-STAGED = 5  # steps that are timed by stage
 Kinds = dict[str, tuple[Run, settings.Settings]]  # name of a kind of step → a run, and the settings of its steps
 
 
@@ -217,7 +216,7 @@ def held_by(run: Run) -> int:
 
 
 def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
-    """Return the fractions of a step, by "data wait", "forward", …, "rest", each of which waits for the device."""
+    """Return the fractions of 5 steps' time: "data wait", "forward", …, "rest", each of which waits for the device."""
     spent = Counter()
     with ExitStack() as patches:
         patches.enter_context(patch.object(run, "graphs", None))  # a CUDA graph would replay all stages at once
@@ -229,7 +228,7 @@ def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
             ("EMA", EMA, "update"),
         ):
             patches.enter_context(patch.object(owner, name, timed(getattr(owner, name), stage, spent)))
-        total = seconds(partial(take_steps, run, cfg, STAGED))
+        total = seconds(partial(take_steps, run, cfg, 5))
     spent["rest"] = total - sum(spent.values())
     return {stage: taken / total for stage, taken in spent.items()}
 

@@ -25,7 +25,6 @@ from tread.runtime.signals import INTERRUPTED
 
 # KEPT: keys of metrics.jsonl that result.json keeps; LEFT_OUT: keys of a score's JSON that it drops
 KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")
-PAUSE = 0.5  # seconds between two checks of a run with a time budget
 Part = Literal["both", "train", "score"]
 LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data", "prompts")
 
@@ -236,7 +235,7 @@ class Children:
             child.terminate()
         if over:
             while child.poll() is None and not over():
-                time.sleep(PAUSE)
+                time.sleep(0.5)
             child.terminate()  # does nothing if it has ended
         code = child.wait()
         self.running.discard(child)
