@@ -53,10 +53,8 @@ def cost(*overrides: str) -> tuple[int, int, int, int]:
 
 def main() -> None:
     print("Training: forward, without the tokens it leaves out; a step costs 3 times that. Sampling: all tokens.\n")
-    print(
-        "| size | tokens | model | parameters | training GMAC | of DiT's | DiT's over it | sampling GMAC | of DiT's |"
-    )
-    print("|---" * 9 + "|")
+    head = "size | tokens | model | parameters | training GMAC | of DiT's | DiT's over it | sampling GMAC | of DiT's"
+    print(f"| {head} |\n" + "|---" * 9 + "|")
     shapes = {size: [f"experiment=imagenet256_{size}"] for size in SIZES}
     shapes["960 × 12"] = ["experiment=imagenet256_b2", "model.hidden_size=960"]  # no DiT size, but the paper's 210M
     for size, shape in shapes.items():

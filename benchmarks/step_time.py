@@ -21,12 +21,14 @@ if __name__ == "__main__":
 
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Annotated
 from unittest.mock import patch
 
 import torch
@@ -42,6 +44,7 @@ from tread.models.backbone import count_parameters
 from tread.models.conditions import Text
 from tread.runtime.device import peak_flops
 from tread.runtime.files import check_file, write_json
+from tread.runtime.schema import Range
 from tread.runtime.signals import Stop
 from tread.training import settings, step
 from tread.training.costs import sample_flops
@@ -49,19 +52,14 @@ from tread.training.run import Run
 from tread.training.start import start
 
 BLOCK = 5 if DEVICE.type == "cuda" else 1  # steps in a turn
-STAGED = 5  # steps that are timed by stage
 Kinds = dict[str, tuple[Run, settings.Settings]]  # name of a kind of step → a run, and the settings of its steps
 
 
 @dataclass(frozen=True)
 class Options:
     beside: str = ""
-    pairs: int = 24
+    pairs: Annotated[int, Range("be at least 6, for an interval of the median", lambda number: number >= 6)] = 24
     out: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.pairs < 6:
-            raise ValueError(f"pairs is {self.pairs}, but an interval of the median needs at least 6")
 
 
 def main() -> None:
@@ -131,17 +129,14 @@ def kinds_of(run: Run) -> Kinds:
 
     def routed(fp32: str) -> settings.Settings:
         routes = tuple(replace(route, fp32=fp32) for route in cfg.model.routes)
-        return routes_until(None, replace(cfg, model=replace(cfg.model, routes=routes)))
+        in_all_steps = replace(cfg.train, routes_until=None)
+        return replace(cfg, model=replace(cfg.model, routes=routes), train=in_all_steps)
 
-    kinds = {"dense": (run, routes_until(0, cfg)), "routed": (run, routed("off"))}
+    dense = replace(cfg, train=replace(cfg.train, routes_until=0))
+    kinds = {"dense": (run, dense), "routed": (run, routed("off"))}
     if run.precision == "bf16" and not cfg.model.masks:
         kinds["routed, fp32: end"] = run, routed("end")
     return kinds
-
-
-def routes_until(last: int | None, cfg: settings.Settings) -> settings.Settings:
-    """Return the settings with token routes only in the steps before step `last`; None: in all steps."""
-    return replace(cfg, train=replace(cfg.train, routes_until=last))
 
 
 def calls_of(kinds: Kinds) -> dict[str, Callable[[], None]]:
@@ -221,8 +216,8 @@ def held_by(run: Run) -> int:
 
 
 def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
-    """Return the fractions of a step, by "data wait", "forward", …, "rest", each of which waits for the device."""
-    spent: dict[str, float] = {}
+    """Return the fractions of 5 steps' time: "data wait", "forward", …, "rest", each of which waits for the device."""
+    spent = Counter()
     with ExitStack() as patches:
         patches.enter_context(patch.object(run, "graphs", None))  # a CUDA graph would replay all stages at once
         for stage, owner, name in (
@@ -233,18 +228,17 @@ def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
             ("EMA", EMA, "update"),
         ):
             patches.enter_context(patch.object(owner, name, timed(getattr(owner, name), stage, spent)))
-        total = seconds(partial(take_steps, run, cfg, STAGED))
+        total = seconds(partial(take_steps, run, cfg, 5))
     spent["rest"] = total - sum(spent.values())
     return {stage: taken / total for stage, taken in spent.items()}
 
 
-def timed(function: Callable, stage: str, spent: dict[str, float]) -> Callable:
+def timed(function: Callable, stage: str, spent: Counter) -> Callable:
     """Wrap a function so that the seconds of each call are added to spent[stage]."""
 
     def call(*arguments: object) -> object:
         outputs = []
-        taken = seconds(lambda: outputs.append(function(*arguments)))
-        spent[stage] = spent.get(stage, 0.0) + taken
+        spent[stage] += seconds(lambda: outputs.append(function(*arguments)))
         return outputs[0]
 
     return call

@@ -60,10 +60,7 @@ def main(options: Options) -> None:
         raise FileExistsError(f"out={out} is there already; choose another folder")
     if options.push is not None:
         check_repository(options.push)
-    if options.format == "diffusers":
-        print(export_for_diffusers(options))
-    else:
-        print(account(export(options), options))
+    print(export_for_diffusers(options) if options.format == "diffusers" else account(export(options), options))
     if options.push is not None:
         print(f"  uploaded: {push(out, options.push)}")
 

@@ -78,10 +78,10 @@ def import_file(options: Options, cfg: settings.Settings, config: dict) -> str:
         warnings.append("without statistics=… samples are decoded as if the latents had not been normalised")
     step = "at a step that is not recorded" if first.source is None else f"step {first.source.step:,}"
     raw = " weights=model" if "ema" not in parts else ""
-    use = f"python sample.py checkpoint={saved}{raw}"
     lines = [f"warning: {warning}" for warning in warnings]
     lines += [f"{saved}: {' and '.join(KINDS[kind] for kind in parts)} weights of {options.weights}, {step}"]
-    return "\n".join([*lines, f"  {describe(sizes(next(iter(parts.values()))))}", f"  {use}"])
+    lines += [f"  {describe(sizes(next(iter(parts.values()))))}", f"  python sample.py checkpoint={saved}{raw}"]
+    return "\n".join(lines)
 
 
 def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:

@@ -50,9 +50,8 @@ class Options:
 def main(tree: dict) -> None:
     options = schema.read({key: tree.pop(key) for key in KEYS}, Options)
     cfg = settings.read(tree)
-    if None in (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes) or (
-        cfg.model.takes_text and cfg.text.tokens is None
-    ):
+    shape = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes)
+    if None in shape or (cfg.model.takes_text and cfg.text.tokens is None):
         cfg, _ = settings.complete(tree)  # reads the dataset
     show(cfg, options)
 

@@ -4,17 +4,15 @@ from pathlib import Path
 
 from setuptools.command.build_py import build_py
 
-DOORS = ("train.py", "sample.py", "fid.py")
-
 
 class BuildWithDoors(build_py):
-    """setuptools' build_py, which also copies the scripts in DOORS and configs/ into the package tread/doors, where the
+    """setuptools' build_py, which also copies those three scripts and configs/ into the package tread/doors, where the
     wheel's commands, such as tread-train, find them. An editable install needs no copies: it runs the originals."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            for source in (*DOORS, *map(str, Path("configs").rglob("*.yaml"))):
+            for source in ("train.py", "sample.py", "fid.py", *map(str, Path("configs").rglob("*.yaml"))):
                 target = Path(self.build_lib, "tread", "doors", source)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self.copy_file(source, str(target))

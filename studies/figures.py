@@ -86,11 +86,9 @@ def table(study: Study, results: Results) -> str:
         column = cells[METRICS[metric].title]
         whole = columns | more | {METRICS[metric].title: column} | paired_columns(study, results, metric)
         lines += grid(whole, [arm for arm in arms if arm in column])
-    differing = lines[:]
-    if not lines:
-        lines = grid(columns | cells | FIGURES[study.figure].columns(study, results), results)
+    if not (differing := lines):
         differing = pair_table(study, results, [name for name in metrics if name in compared])
-        lines += differing
+        lines = grid(columns | cells | FIGURES[study.figure].columns(study, results), results) + differing
     lines += outcome(study, results)
 
     scores = chain(*(run["scores"] for runs in results.values() for run in runs))
@@ -134,17 +132,14 @@ def seconds_alone(results: Results) -> dict[str, str]:
 def pair_table(study: Study, results: Results, metrics: Sequence[str]) -> list[str]:
     """Return the lines of a table of differences between compared arms, paired by seed. Columns are each metric at
     equal training images, FLOPs and seconds; rows are the pairs with runs to compare."""
-    columns: Columns = {}
-    seeds: dict[str, int] = {}  # pair → the largest number of seeds in its row
-    for metric, equal in product(metrics, EQUAL):
-        column = {}
-        for arm, other in study.pairs:
-            if less := paired(results.get(arm, ()), results.get(other, ()), metric, equal):
-                name = pair_name(arm, other)
-                column[name], seeds[name] = less.signed(), max(less.seeds, seeds.get(name, 0))
-        if column:
-            columns[f"{METRICS[metric].title}, equal {equal}"] = column
-    names = [name for name in (pair_name(*pair) for pair in study.pairs) if name in seeds]
+    columns: Columns = defaultdict(dict)
+    seeds = {pair_name(*pair): 0 for pair in study.pairs}  # the largest number of seeds in a pair's row
+    for metric, equal, (arm, other) in product(metrics, EQUAL, study.pairs):
+        if less := paired(results.get(arm, ()), results.get(other, ()), metric, equal):
+            name = pair_name(arm, other)
+            columns[f"{METRICS[metric].title}, equal {equal}"][name] = less.signed()
+            seeds[name] = max(less.seeds, seeds[name])
+    names = [name for name in seeds if seeds[name]]
     first = {"pair": {name: name for name in names}, "seeds": {name: f"{seeds[name]}" for name in names}}
     return grid(first | columns, names)
 
@@ -260,11 +255,11 @@ def over_training(study: Study, results: Results, metric: str, axes: Sequence[st
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
     """Return panels of `metric` over training, an arm's minus its partner's: at equal images, and at equal FLOPs."""
     colour, panels = colours(study), []
-    for axis, name in (("images", "images"), ("flops", "FLOPs")):
+    for name in ("images", "FLOPs"):
         lines = []
         for place, (arm, other) in enumerate(study.pairs):
             besides = place >= len(study.against)
-            less = along(results.get(arm, ()), results.get(other, ()), metric, axis)
+            less = along(results.get(arm, ()), results.get(other, ()), metric, name.lower())
             points = [(point["images"] / 1e3, values) for point, values in less]
             if points:
                 seeds = len(points[0][1])  # the same at each point
@@ -361,7 +356,6 @@ def precision_columns(study: Study, results: Results) -> Columns:
     return columns
 
 
-NOISE_OF = "convergence"  # the published study from which `chance` takes the noise if a study has too few seeds
 ENDS = "dots: seeds; bars: their 95% interval; grey: two standard deviations by seed"  # what end_panels show
 MARKS = "numbers: the largest guidance scale; small dots: seeds, where there are several"  # in balance_panels
 
@@ -376,7 +370,7 @@ def chance(study: Study, results: Results, metric: str, name: str = "images") ->
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
         if not all("imagenette" in " ".join(arm.overrides) for arm in study.arms.values()):
             return None
-        known = gather(plan(read_study(NOISE_OF, "small")), finished(HERE / "none"))
+        known = gather(plan(read_study("convergence", "small")), finished(HERE / "none"))
         last = max(point["images"] for runs in results.values() for run in runs for point in run["points"])
         found = along(known["routed"], known["dense"], metric, name.lower())
         nearest = sorted(found, key=lambda at: abs(at[0]["images"] - last))[:1]
@@ -395,13 +389,11 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
     metric at equal training images and at equal FLOPs, in others at equal images or, if no pair has those, FLOPs. Dots
     are seeds, bars are 95% intervals, the grey band holds differences that may be chance at one seed (see `chance`)."""
     panels, colour, drawn = [], colours(study), set()
-    if not (metrics := measured(study.metrics, results)):
-        return []  # no run has come to its first evaluation
+    metrics = measured(study.metrics, results)  # none before the first evaluation
     for metric, name in product(metrics, ("images", "FLOPs")):
         if name == "FLOPs" and metric in drawn - {metrics[0]}:
             continue
-        by, *axis = EQUAL[name]
-        rows = {pair: differences(*(results.get(arm, ()) for arm in pair), by, metric, *axis) for pair in study.pairs}
+        rows = {pair: differences(*(results.get(arm, ()) for arm in pair), EQUAL[name], metric) for pair in study.pairs}
         rows, lines = {pair: less for pair, less in rows.items() if less}, []
         for place, ((arm, _), less) in enumerate(rows.items()):
             lines.append(Line("", less, [place] * len(less), colour=colour[arm]))
@@ -447,21 +439,17 @@ def ladder_columns(study: Study, results: Results) -> Columns:
     return cells | ({"published": known} if known else {})
 
 
-def sampling_flops(results: Results) -> dict[str, float]:
-    """Return {arm of the study: FLOPs to draw one sample}."""
-    return {arm: runs[0]["scores"][-1]["flops"] for arm, runs in results.items() if runs and runs[0]["scores"]}
-
-
 def guidance_columns(study: Study, results: Results) -> Columns:
-    return {"FLOPs a sample": {arm: f"{flops:.3g}" for arm, flops in sampling_flops(results).items()}}
+    scored = {arm: runs[0]["scores"][-1] for arm, runs in results.items() if runs and runs[0]["scores"]}
+    return {"FLOPs a sample": {arm: f"{score['flops']:.3g}" for arm, score in scored.items()}}
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
     """Draw to image `path` each metric over guidance scale ω, a line per network and guidance kind; y axes from 0."""
-    known, panels, colour = sampling_flops(results), [], colours(study)
-    others = iter(OTHERS)
+    scored = {arm: runs for arm, runs in results.items() if runs and runs[0]["scores"]}
+    panels, colour, others = [], colours(study), iter(OTHERS)
     for metric in study.metrics:
-        ends, over_scale = last_values({arm: results[arm] for arm in known}, metric), {}
+        ends, over_scale = last_values(scored, metric), {}
         for arm, values in ends.items():
             network, guidance = arm.partition(", ")[::2]
             kind, scale = guidance.rpartition(" ")[::2]
@@ -479,7 +467,6 @@ def draw_guidance(study: Study, results: Results, path: Path) -> None:
 
 
 LAST = 0.2  # final fraction of the training over which its loss is averaged
-LOSS_GAP = "training loss above the dense one's"
 
 
 def training_loss(run: Made) -> float | None:
@@ -498,7 +485,7 @@ def training_gap(run: Made, other: Made) -> float | None:
 
 def loss_gap_columns(study: Study, results: Results) -> Columns:
     gaps = {arm: differences(runs, results["dense"], training_gap) for arm, runs in results.items() if arm != "dense"}
-    return {LOSS_GAP: {arm: estimate(less).signed() for arm, less in gaps.items() if less}}
+    return {"training loss above the dense one's": {arm: estimate(less).signed() for arm, less in gaps.items() if less}}
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
@@ -507,7 +494,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
     lengths = {arm: 1 - int(np.subtract(*map(int, re.findall(r"\d+", arm)))) for arm in results if arm != "dense"}
     panels = []
     for metric in study.metrics:
-        by, *names = (training_gap,) if metric == "loss" else (EQUAL["images"][0], metric)
+        by, *names = (training_gap,) if metric == "loss" else (EQUAL["images"], metric)
         less = {arm: differences(results[arm], results["dense"], by, *names) for arm in lengths}
         points = [(lengths[arm], values) for arm, values in less.items() if values]
         if points:

@@ -20,12 +20,11 @@ from studies.study import ROOT, Planned, Score, Training, training_flops
 from tread.checkpoints.run_log import RunLog
 from tread.evaluation.metric_table import names_of
 from tread.runtime.device import usable_cores
-from tread.runtime.files import Lock, explain_failure, write_whole
+from tread.runtime.files import Lock, write_json
 from tread.runtime.signals import INTERRUPTED
 
 # KEPT: keys of metrics.jsonl that result.json keeps; LEFT_OUT: keys of a score's JSON that it drops
 KEPT = ("step", "loss", *names_of("heldout"), "flops", "seconds")
-PAUSE = 0.5  # seconds between two checks of a run with a time budget
 Part = Literal["both", "train", "score"]
 LEFT_OUT = ("checkpoint", "command", "settings", "versions", "reference", "warnings", "weak_network", "data", "prompts")
 
@@ -116,8 +115,7 @@ class Job:
         if result:
             scores = {score.key: record for score in self.scores if (record := self.record(score)) is not None}
             result["scores"] = result.get("scores", {}) | scores
-            with explain_failure(self.folder):
-                write_whole(path, json.dumps(result, indent=1) + "\n")
+            write_json(path, result)
 
 
 def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
@@ -235,11 +233,10 @@ class Children:
         self.running.add(child)
         if self.stopped:
             child.terminate()
-        asked = over is None
-        while not asked and child.poll() is None:
-            time.sleep(PAUSE)
-            if asked := over():
-                child.terminate()
+        if over:
+            while child.poll() is None and not over():
+                time.sleep(0.5)
+            child.terminate()  # does nothing if it has ended
         code = child.wait()
         self.running.discard(child)
         if code and not (code == INTERRUPTED and over and over()):

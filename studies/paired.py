@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from scipy import special
@@ -140,15 +141,14 @@ def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) 
     return found
 
 
-EQUAL = {  # quantity at which two runs are compared → the function that does it, and its argument `axis`, if any
-    "images": (at_equal_images,),
-    "FLOPs": (at_equal, "flops"),
-    "seconds": (at_equal, "steady_seconds"),
+EQUAL = {  # quantity at which two runs are compared → the function that does it
+    "images": at_equal_images,
+    "FLOPs": partial(at_equal, axis="flops"),
+    "seconds": partial(at_equal, axis="steady_seconds"),
 }
 
 
 def paired(runs: Sequence[Made], others: Sequence[Made], metric: str, equal: str) -> Estimate | None:
     """Return the estimate of one arm's metric minus another's, paired by seed, at equal "images", "FLOPs" or "seconds"
     (`equal`); None without pairs. An arm is given by its runs, one per seed."""
-    by, *axis = EQUAL[equal]
-    return estimate(differences(runs, others, by, metric, *axis))
+    return estimate(differences(runs, others, EQUAL[equal], metric))

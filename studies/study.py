@@ -4,7 +4,6 @@ A training is identified by a hash of its overrides and seed, a score by a hash 
 studies share equal runs, and a published result counts as done even without the run's folder.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from tread.evaluation.metric_table import METRICS
 from tread.models.architectures import TextSettings
 from tread.models.backbone import Backbone
 from tread.runtime import schema
+from tread.runtime.files import content_hash
 from tread.runtime.plugins import plugin_hashes
 from tread.runtime.schema import Count, CountOrZero, Positive
 from tread.training import costs, settings
@@ -165,7 +165,7 @@ class Planned:
 
 
 def _hash(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+    return content_hash(json.dumps(content))[:12]
 
 
 def names() -> list[str]:
@@ -282,13 +282,10 @@ def plan(study: Study, seeds: int | None = None, made: Mapping | None = None, gu
     guess  True: until its trials are trained, an arm with `choose` takes the first value instead of being left out.
     """
     arms = {name: _chosen(study, name, made) or (_chosen(study, name, None) if guess else None) for name in study.arms}
-    counts = {name: 1 if name in _trials(study) else seeds or arm.seeds for name, arm in arms.items() if arm}
+    trials = {trial for each in study.trials.values() for trial in each.values()}
+    counts = {name: 1 if name in trials else seeds or arm.seeds for name, arm in arms.items() if arm}
     order = [(name, number) for number in range(max(counts.values())) for name in counts if number < counts[name]]
     return [_planned(name, arms[name], arms[name].first_seed + number) for name, number in order]
-
-
-def _trials(study: Study) -> set[str]:
-    return {trial for each in study.trials.values() for trial in each.values()}
 
 
 def _chosen(study: Study, name: str, made: Mapping[str, dict] | None) -> Arm | None:

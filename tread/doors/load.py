@@ -5,7 +5,7 @@ import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +86,6 @@ class TrainedModel:
     precision: Precision
     _decoding: tuple[str | None, Decoding]  # the name and precision of the autoencoder, see `load`
     _text_encoder: str | None
-    _decoder: Decoder | None = None
 
     @property
     def process(self) -> Process:
@@ -103,7 +102,7 @@ class TrainedModel:
     def to(self, device: torch.device | str) -> "TrainedModel":
         """Move the network to a device, in place, and return this TrainedModel."""
         self.network.to(device)
-        self._decoder = None
+        vars(self).pop("_decoder", None)
         if faulty := avoid_faults(self.device):
             warnings.warn(faulty, stacklevel=2)
         return self
@@ -178,7 +177,7 @@ class TrainedModel:
         model = replace(saved.with_weights(self.network, guide), prompts=text)
         weaker = other and other.load(self.device, guide)
         latents = self.saved.latents
-        decoder = partial(from_network, latents=latents) if output == "latent" else self._open_decoder()
+        decoder = partial(from_network, latents=latents) if output == "latent" else self._decoder
         drawn = draw_pictures(model, decoder, columns, torch.tensor(numbers), sampler, weaker, True, on_step)
         count = -(-len(columns) // sampler.batch_size)
         bar = tqdm(drawn, desc="sampling", total=count, unit="batch", disable=None)  # None: off where no terminal is
@@ -196,10 +195,9 @@ class TrainedModel:
         rows = row_labels(self.saved, numbers, prompts)
         return tuple(zip(*(itertools.product(rows, seeds) if labels is None else zip(rows, seeds))))
 
-    def _open_decoder(self) -> Decoder:
-        if self._decoder is None:
-            self._decoder = load_decoder(self.saved.latents, self.device, *self._decoding)
-        return self._decoder
+    @cached_property
+    def _decoder(self) -> Decoder:
+        return load_decoder(self.saved.latents, self.device, *self._decoding)
 
 
 def _plain(value: object) -> object:

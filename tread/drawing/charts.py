@@ -10,7 +10,6 @@ import numpy as np
 from tread.runtime.files import explain_failure, whole_file
 
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # its first message would break a progress bar
-NUMBERED = 14  # rows or columns up to which a heat map shows numbers
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ def save_panels(path: Path, panels: Sequence[Panel], columns: int, title: str = 
             axis.set_yticks(range(len(panel.names)), panel.names)
             axis.set_ylim(len(panel.names) - 0.5, -0.5)
         axis.set_title(panel.title, fontsize=10)
-        axis.set_xlabel(panel.x_label)
-        axis.set_ylabel(panel.y_label)
+        axis.set(xlabel=panel.x_label, ylabel=panel.y_label)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
@@ -150,7 +148,7 @@ def save_heat_maps(
     rows: Sequence[float | str],
     labels: tuple[str, str],
     title: str = "",
-    most: int = NUMBERED,
+    most: int = 14,
 ) -> None:
     """Draw matrices (rows, columns) side by side into a PNG file, with numbers in the cells; cells that are NaN stay
     empty. With more than `most` rows or columns, cells are small, ticks are fewer, and a colour bar replaces numbers.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from tread.runtime.files import whole_file
@@ -37,8 +37,7 @@ def name_rows(grid: Image.Image, names: Sequence[str]) -> Image.Image:
     space, most = font.size // 2, max(1, pitch * 4 // (5 * font.size))
     shown = [textwrap.wrap(name, LETTERS, max_lines=most, placeholder="…") or [""] for name in names]
     margin = max(int(font.getlength(line)) + 1 for name in shown for line in name) + 2 * space
-    named = Image.new(grid.mode, (margin + grid.width, grid.height), "white")
-    named.paste(grid, (margin, 0))
+    named = ImageOps.expand(grid, (margin, 0, 0, 0), "white")
     for row, name in enumerate(shown):
         middle = row * pitch + (pitch - GAP) / 2
         for number, line in enumerate(name):

@@ -52,13 +52,9 @@ def card(
     kind = "text-to-image" if saved.text else "unconditional-image-generation"
     head = [f"library_name: {library}", f"pipeline_tag: {kind}", "tags: [diffusion, dit, tread]"]
     head += [f"license: {license}"] if license else []
-    asked = (
-        'prompt=["a red apple", "a green one"]'
-        if saved.text
-        else f"class_labels=[0, {min(1, cfg.dataset.num_classes - 1)}]"
-    )
-    if not for_diffusers:
-        asked = asked.replace("prompt=", "prompts=").replace("class_labels=", "labels=")
+    drawn = '["a red apple", "a green one"]' if saved.text else f"[0, {min(1, cfg.dataset.num_classes - 1)}]"
+    prompts, labels = ("prompt", "class_labels") if for_diffusers else ("prompts", "labels")
+    asked = f"{prompts if saved.text else labels}={drawn}"
     raw = ', weights="model"' * (saved.weights == "model")
     with torch.device("meta"):
         parameters = count_parameters(build_network(cfg))
@@ -84,23 +80,18 @@ def card(
         rows["data"] = f"{config['dataset']['name']}, {info['samples']:,} pictures"
     else:  # of import_checkpoint.py
         rows["training"] = f"elsewhere; imported from {PurePath(info['weights']).name}"
-    classes = "" if saved.text else _classes(latents.classes)
+    named = ", ".join(latents.classes[:LISTED]).encode(errors="backslashreplace").decode()  # a folder's may be no UTF-8
+    more = f", … ({len(latents.classes):,} in all)" if len(latents.classes) > LISTED else ""
     parts = [
         "---\n" + "\n".join(head) + "\n---",
         f"# {config['name']}",
         (FOR_DIFFUSERS if for_diffusers else FOR_TREAD).format(asked=asked, place=place or "user/name", weights=raw),
         "| | |\n|---|---|\n" + "\n".join(f"| {name} | {said} |" for name, said in rows.items()),
-        classes,
+        "" if saved.text else f"Classes, from 0: {named}{more}.",
         "## Scores\n\n" + _scores(saved),
         "## Licence\n\n" + "\n\n".join(filter(None, [license or "Not stated.", info.get("attribution")])),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _classes(names: tuple[str, ...]) -> str:
-    more = f", … ({len(names):,} in all)" if len(names) > LISTED else ""
-    listed = ", ".join(names[:LISTED]).encode(errors="backslashreplace").decode()  # a folder's name may be no UTF-8
-    return f"Classes, from 0: {listed}{more}."
 
 
 def _scores(saved: SavedNetwork) -> str:

@@ -105,9 +105,8 @@ class Page:
             f'<section id="{anchors[title]}">\n<h2>{escape(title)}</h2>\n{"".join(content)}\n</section>'
             for title, content in self.sections.items()
         ]
-        charts = json.dumps(self.charts, allow_nan=False)  # ASCII
-        for sign in "<>&":  # escaped, as they could end the script element
-            charts = charts.replace(sign, f"\\u{ord(sign):04x}")
+        escapes = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"}  # these could end the script element
+        charts = json.dumps(self.charts, allow_nan=False).translate(escapes)  # ASCII
         template = (HERE / "page.html").read_text(encoding="utf-8")
         parts = {  # key → text to put in the place of {{key}} in the template
             "title": escape(self.title),
@@ -145,16 +144,13 @@ def data_uri(path: Path) -> tuple[str, bool]:
     try:
         with Image.open(path) as picture:
             picture.load()  # a truncated file fails here
-            if path.stat().st_size <= BYTES and max(picture.size) <= 2 * SIDE and picture.format == "PNG":
-                return picture_uri("png", path.read_bytes()), False
+            kept = path.stat().st_size <= BYTES and max(picture.size) <= 2 * SIDE and picture.format == "PNG"
             small = picture.convert("RGB")
     except (SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, for broken PNGs and huge ones
         raise ValueError(str(error)) from error
-    small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=88)
-    return picture_uri("jpeg", buffer.getvalue()), True
-
-
-def picture_uri(kind: str, content: bytes) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    if not kept:
+        small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+        buffer = io.BytesIO()
+        small.save(buffer, "JPEG", quality=88)
+    kind, content = ("png", path.read_bytes()) if kept else ("jpeg", buffer.getvalue())
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}", not kept

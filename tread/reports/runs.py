@@ -91,14 +91,13 @@ def find_run(folder: Path) -> Found:
     present = [name for name in FILES if (folder / name).exists()]
     if not present and not any(folder.glob("step_*/info.json")):
         raise FileNotFoundError(f"{folder} is no run's folder: it has neither {', '.join(FILES)} nor a checkpoint")
-    log, problems = RunLog(folder), []
+    log = RunLog(folder)
     starts = [_typed(start) for start in log.starts()]
     records = [record for record in map(_numbers, log.records()) if record]
     status = log.read_status()
     status = status if isinstance(status, dict) else {}
-    for name, content in zip(FILES, (starts, records, status)):
-        if not content:
-            problems.append(f"{name} is {'damaged or empty' if name in present else 'missing'}")
+    lacking = [name for name, content in zip(FILES, (starts, records, status)) if not content]
+    problems = [f"{name} is {'damaged or empty' if name in present else 'missing'}" for name in lacking]
     lines = log.metrics.read_text(errors="replace").splitlines() if "metrics.jsonl" in present else []
     if lost := sum(bool(line.strip()) for line in lines) - len(records):
         problems.append(f"{lost} of {lost + len(records)} lines of metrics.jsonl can't be read and are left out")

@@ -117,14 +117,13 @@ class Aligned(nn.Module):
         self.network, self.projector, self.blocks = network, projector, tuple(blocks)
 
     def forward(
-        self, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), record: Record | None = None,
+        self, x: Tensor, t: Tensor, y: Condition, routes: Routes, record: Record,
         path_drop: Tensor | None = None, class_token: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the network's output for x (B, C, S, S), time input t (B,) and conditions y. For each aligned block i,
         set record.outputs[i] to (projected tokens (B, K, z), ids_keep (B, K)); ids_keep is None if all tokens ran. The
         last two arguments are for networks that take them: in samples where path_drop (B,) bool is true, mask tokens
         replace the output of SPRINT's sparse part; class_token (B, channels) holds noised class tokens."""
-        record = record or Record()
         record.blocks = self.blocks
         some = {"path_drop": path_drop, "class_token": class_token}  # not every network takes them
         given = {name: value for name, value in some.items() if value is not None}

@@ -38,10 +38,9 @@ USABLE = 0.94  # share of a device's memory for tensors; CUDA and fragmentation 
 
 def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Aligner | None = None) -> int:
     """Return the FLOPs of the training steps in `steps` on global batches, with alignment if `aligner` is given."""
-    flops = 0
-    for (routes, aligned), count in count_kinds(cfg, steps).items():
-        flops += count * sample_flops(network, routes, aligner if aligned else None)
-    return cfg.train.batch_size * flops
+    kinds = count_kinds(cfg, steps).items()
+    each = (count * sample_flops(network, routes, aligner if aligned else None) for (routes, aligned), count in kinds)
+    return cfg.train.batch_size * sum(each)
 
 
 def changes(cfg: Settings, steps: range) -> list[int]:

@@ -103,7 +103,6 @@ def explain_memory(run: Run, error: str) -> str:
             break
         except torch.OutOfMemoryError:
             at_most = size // 2
-    fits = f"train.micro_batch_size={size} would fit, with the same results"
     said = f"out of memory with micro-batches of {tried} images: {error.splitlines()[0]}"
-    advice = fits if size else "even one image does not fit"
-    return f"{said}\n  {advice}. train.memory=checkpointing needs less memory too"
+    fits = f"train.micro_batch_size={size} would fit, with the same results" if size else "even one image does not fit"
+    return f"{said}\n  {fits}. train.memory=checkpointing needs less memory too"

@@ -21,7 +21,6 @@ SCALES = {  # r of a matrix with so many rows and columns
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
     "match_rms": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,  # AdamW's step size (arXiv 2502.16982)
 }
-COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of an iteration: σ → a·σ + b·σ³ + c·σ⁵ for each singular value σ
 
 
 def block_matrices(network: nn.Module) -> list[nn.Parameter]:
@@ -46,7 +45,7 @@ def groups_of(parameters: Iterable[nn.Parameter], network: nn.Module) -> list[di
 
 def orthogonalized(matrices: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
     """Return `matrices` (n, rows, columns) with nonzero singular values brought near 1, by Newton–Schulz in `dtype`."""
-    a, b, c = COEFFICIENTS
+    a, b, c = 3.4445, -4.775, 2.0315  # of an iteration: σ → a·σ + b·σ³ + c·σ⁵ for each singular value σ
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = (x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype).contiguous()

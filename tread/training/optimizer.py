@@ -14,8 +14,6 @@ from tread.runtime.step_unless import step_unless
 from tread.training.muon import Muon
 from tread.training.settings import Settings
 
-SKIPPING = (torch.optim.AdamW, torch.optim.Adam, Muon)  # fused, they clip and skip by themselves
-
 
 def learning_rate(cfg: Settings, step: int) -> float:
     """Return the learning rate of training step `step` (0, 1, …), as optim.warmup_steps, schedule and final_lr say."""
@@ -34,7 +32,8 @@ def backward(loss: Tensor) -> None:
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `optimizer` is a fused Adam(W) or Muon, which can clip, skip bad steps and take lr as a tensor."""
-    return type(optimizer) in SKIPPING and all(group["fused"] for group in optimizer.param_groups)
+    kinds = (torch.optim.AdamW, torch.optim.Adam, Muon)
+    return type(optimizer) in kinds and all(group["fused"] for group in optimizer.param_groups)
 
 
 @torch.no_grad()

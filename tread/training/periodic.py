@@ -236,12 +236,12 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
             loss = evaluate(run)
         if run.stop.agreed():
             return False
-        doubt = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g}: {DIVERGED}"
+        found = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g}"
+        doubt = f"{found}: {DIVERGED}"
         if not math.isfinite(loss):
             if spoilt := run.processes.from_main(lambda: name_spoilt(run.heldout, evaluated(run))):
-                found = f"the {METRICS[metric].title} after step {run.step} is {loss:.3g}: held-out samples"
                 advice = "prepare them again, or set dataset.heldout=null, and the run goes on"
-                raise ValueError(f"{found} {spoilt} hold numbers that are not finite: {advice}")
+                raise ValueError(f"{found}: held-out samples {spoilt} hold numbers that are not finite: {advice}")
             raise Failure(doubt)
 
         def note() -> None:

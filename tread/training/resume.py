@@ -85,8 +85,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         warnings.append(f"warning: {stays}, although config.yaml says {written(now)}; {advice}")
     if _is_done(folder, config):
         moving = ("dataset.path", "dataset.heldout", "sampling.autoencoder", "eval.fid_reference")
-        places = {key: value_at(recorded, key) for key in moving}
-        moved = [key for key, place in places.items() if place and not Path(place).exists()]
+        moved = [key for key in moving if (place := value_at(recorded, key)) and not Path(place).exists()]
         typed_config, taken = config, {*LAUNCH, *ON_DONE, *moved, *decisive(keys, config)}  # `claim` checks the last
         config = take_typed(recorded, config, taken)
         unused = differences(config, typed_config, nothing=NOTHING).items()
@@ -161,14 +160,13 @@ def keys_of(folders: Sequence[Path], name: str) -> set[str]:
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
     """Return `recorded`, the config or its part at dotted `key`, with `composed`'s values for dotted keys in `typed`
     and for keys that `recorded` lacks. Lists and train.ratio_schedule stay as recorded if no key in them is typed."""
-    below = [name for name in typed if name.startswith(f"{key}." if key else "")]
+    prefix = f"{key}." if key else ""
+    below = [name for name in typed if name.startswith(prefix)]
     if key in typed:
         return composed
     if isinstance(recorded, dict) and isinstance(composed, dict) and (below or key != "train.ratio_schedule"):
         return {
-            part: take_typed(recorded[part], composed[part], typed, f"{key}.{part}" if key else part)
-            if part in recorded and part in composed
-            else value
+            part: take_typed(recorded.get(part, value), composed.get(part, value), typed, f"{prefix}{part}")
             for part, value in (composed | recorded).items()
         }
     if below and isinstance(recorded, list) and isinstance(composed, list) and len(recorded) == len(composed):

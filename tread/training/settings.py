@@ -188,13 +188,12 @@ class Settings:
             if (value := getattr(self.rf, key)) != getattr(RF, key):
                 instead = "; for edm add ln s to edm.P_mean" * (key == "train_shift")
                 raise ValueError(f"rf.{key} is {written(value)}, but belongs to objective=rf, not to edm{instead}")
-        for key in ("init_classes", "init_positions"):
-            if getattr(self, key) is not None and self.init_from is None:
+        given = {"init_classes": self.init_classes, "init_positions": self.init_positions, "lora.rank": self.lora.rank}
+        for key, value in given.items():
+            if value is not None and self.init_from is None:
                 raise ValueError(f"{key} is given, but init_from=… is not, whose weights it changes")
         if self.init_classes is not None and model.takes_text:
             raise ValueError(f"init_classes is given, but {named} takes texts, not classes")
-        if self.lora.rank and self.init_from is None:
-            raise ValueError("lora.rank is given, but init_from=… is not, whose weights it adapts")
         if self.lora.rank and self.optim.entry.splits:
             raise ValueError(f"optim.name={self.optim.name} updates whole matrices, which lora.rank freezes: try adamw")
         if self.lora.rank and self.ema.power:

@@ -208,7 +208,7 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
     if cfg.eval.fid_every:
         reference, samples = Path(cfg.eval.fid_reference), cfg.eval.fid_samples
         online_fid = open_online_fid(reference, samples, cfg.eval.inception, data.latents, pictures, processes)
-    return pictures if cfg.sampling.decode and pictures else autoencoder.preview, online_fid
+    return pictures if cfg.sampling.decode else autoencoder.preview, online_fid
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
@@ -267,9 +267,8 @@ def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: Latent
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
-        kept = cfg.optim.keeps_state(claimed.changed)
-        optimizer = ", with the optimizer," if kept else ", not the optimizer's state,"
-        weights = f"raw and averaged{optimizer} of {earlier.folder}, step {earlier.step:,}{unread}"
+        optimizer = "with the optimizer" if cfg.optim.keeps_state(claimed.changed) else "not the optimizer's state"
+        weights = f"raw and averaged, {optimizer}, of {earlier.folder}, step {earlier.step:,}{unread}"
     elif cfg.init_from is not None:
 
         def adapt(stored: StoredWeights) -> StoredWeights:
