@@ -453,7 +453,7 @@ def test_on_a_gpu_graphs_give_the_same_bits(tiny, monkeypatch, guidance, precisi
     found = torch.cat(list(draw(model, range(10), torch.arange(10), sampler)))
     assert not recwarn.list and len(recorded) == 3 * (1 if guidance.kind == "cfg" else 2)
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() < 2**26
+    assert torch.cuda.memory_reserved() < 2**28  # products keep workspaces
     monkeypatch.setattr(sampling, "recording", lambda networks: nullcontext())
     assert torch.equal(torch.cat(list(draw(model, range(10), torch.arange(10), sampler))), found)
 
