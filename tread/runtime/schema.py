@@ -113,8 +113,7 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
         return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
 
     nearest = max(known, key=likeness)
-    names = (other.rpartition(".")[2] for other in (key, nearest))
-    alike = difflib.SequenceMatcher(None, *names).ratio() >= 0.5
+    alike = difflib.SequenceMatcher(None, *(other.rpartition(".")[2] for other in (key, nearest))).ratio() >= 0.5
     more = f"the nearest known one is {nearest!r}" if alike else "--help all prints all"
     return ValueError(f"unknown setting {key!r}; {more}")
 
