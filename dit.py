@@ -123,8 +123,7 @@ class DiTBlock(nn.Module):
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         """Return the multiply-adds for one sample of `tokens` tokens; attention=False counts the linear layers only."""
-        products = 2 * tokens * tokens * self.attn.proj.out_features if attention else 0
-        return linear_products(self, tokens) + products
+        return linear_products(self, tokens) + (2 * tokens * tokens * self.attn.proj.out_features if attention else 0)
 
 
 class DiT(Backbone):

@@ -91,12 +91,11 @@ class TextEmbedder(nn.Module):
         nn.init.zeros_(self.pooled_proj.weight)
 
     def forward(self, y: Text) -> tuple[Tensor, Tensor]:
-        hidden = ~y.mask.unsqueeze(2)
         if self.vocabulary:
             tokens = self.words(y.tokens.masked_fill(~y.mask, 0)) + self.places.weight
         else:
             tokens = y.tokens.to(self.proj.weight.dtype)
-        tokens = tokens.masked_fill(hidden, 0)
+        tokens = tokens.masked_fill(~y.mask.unsqueeze(2), 0)
         pooled = tokens.sum(1) / y.mask.sum(1, keepdim=True) if y.pooled is None else y.pooled.to(tokens.dtype)
         return self.pooled_proj(self.pooled_norm(pooled)), self.proj(self.norm(tokens))
 
