@@ -137,10 +137,9 @@ def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan
 
 def setting(options: ScoringOptions, point: Point) -> ScoringOptions:
     """Return fid.py's options for one point of the sweep. Raises ValueError for a guidance that is not valid."""
-    guidance = replace(options.guidance, **point._asdict())
     ratios = f"strong{point.strong:g}-weak{point.weak:g}-" if options.guidance.row.routed else ""
     name = f"{ratios}scale{point.scale:g}{within(point.interval, '-within')}"
-    return replace(options, guidance=guidance, out=str(Path(options.out) / name))
+    return replace(options, guidance=replace(options.guidance, **point._asdict()), out=str(Path(options.out) / name))
 
 
 def within(interval: tuple[float, ...] | None, word: str) -> str:
@@ -167,9 +166,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
     best = METRICS[metric].best(records, key=lambda point: records[point][metric])
     score = f"{metric} {records[best][metric]:.5g} of {records[best]['count']:,} samples"
     ratios = f"strong {best.strong} weak {best.weak} " if routed else ""
-    where = f"{ratios}scale {best.scale}{within(best.interval, ' within ')}"
     without = f"; without guidance {baseline[metric]:.5g}" if baseline else ""
-    print(f"  best      {score} at {where}{without}")
+    print(f"  best      {score} at {ratios}scale {best.scale}{within(best.interval, ' within ')}{without}")
     print(f"  written   {', '.join(map(str, files))}")
 
 

@@ -229,8 +229,7 @@ def mean_line(name: str, points: Dots, colour: str, dashed: bool = False, interv
 def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, key: str = "") -> None:
     """Draw panels into the image `path`, under the study's `seen` and a line, `key`, that explains what is drawn."""
     if panels:
-        width = 4.6 if columns < 3 else 3.7
-        save_panels(path, panels, columns, "\n".join(filter(None, [study.seen, key])), width)
+        save_panels(path, panels, columns, "\n".join(filter(None, [study.seen, key])), 4.6 if columns < 3 else 3.7)
 
 
 def over_training(study: Study, results: Results, metric: str, axes: Sequence[str]) -> list[Panel]:
@@ -587,8 +586,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):
         if record and record["trained"]:
-            scores = {name: score for name, score in record["scores"].items() if name in wanted}
-            kept[key] = record | {"scores": scores}
+            kept[key] = record | {"scores": {name: each for name, each in record["scores"].items() if name in wanted}}
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(record)}" for key, record in kept.items())
     head = json.dumps({"study": study.name, "scale": study.scale, "title": study.title})
     with explain_failure(folder):

@@ -239,10 +239,9 @@ def add_time(page: Page, subject: Subject) -> None:
 def time_of(run: Found) -> dict[str, float]:
     """Return {activity: seconds > 0} of a run, such as "waiting for data"; older code did not record all of them."""
     rest = run.status.get("spent")
-    records = [*run.records, rest if isinstance(rest, dict) else {}]
 
     def total(key: str) -> float:
-        return sum(record.get(key, 0.0) for record in records)
+        return sum(record.get(key, 0.0) for record in [*run.records, rest if isinstance(rest, dict) else {}])
 
     waited = since = first = 0.0
     for record in run.records:
