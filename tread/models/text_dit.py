@@ -9,7 +9,6 @@ norm="layer", mlp="gelu" and positions="sincos", all parts except those for text
 Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of text tokens and pooled text.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -63,7 +62,7 @@ class TextBlock(DiTBlock):
 
 
 class TextEmbedder(nn.Module):
-    """Embed a text as a vector (B, D), added to the conditioning, and as tokens (B, T, D) that blocks attend to.
+    """Embed a text as a vector (B, D), added to the conditioning, and tokens (B, T, D) with a mask (B, T), for blocks.
 
     width       channels C of the encoder's tokens; None: texts are word ids, embedded here with learned positions.
     pooled      channels P of the encoder's pooled text; None: the mean of the tokens is used instead.
@@ -90,14 +89,14 @@ class TextEmbedder(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
         nn.init.zeros_(self.pooled_proj.weight)
 
-    def forward(self, y: Text) -> tuple[Tensor, Tensor]:
+    def forward(self, y: Text) -> tuple[Tensor, ...]:
         if self.vocabulary:
             tokens = self.words(y.tokens.masked_fill(~y.mask, 0)) + self.places.weight
         else:
             tokens = y.tokens.to(self.proj.weight.dtype)
         tokens = tokens.masked_fill(~y.mask.unsqueeze(2), 0)
         pooled = tokens.sum(1) / y.mask.sum(1, keepdim=True) if y.pooled is None else y.pooled.to(tokens.dtype)
-        return self.pooled_proj(self.pooled_norm(pooled)), self.proj(self.norm(tokens))
+        return self.pooled_proj(self.pooled_norm(pooled)), self.proj(self.norm(tokens)), y.mask
 
     def multiply_adds(self) -> int:
         return self.text_tokens * self.proj.weight.numel() + self.pooled_proj.weight.numel()
@@ -163,7 +162,3 @@ class TextDiT(LightningDiT):
     def forward_flops(self, *given: object, **more: object) -> int:
         """Return the FLOPs of one sample's forward pass, including the text's projections; arguments as in Backbone."""
         return super().forward_flops(*given, **more) + 2 * self.y_embedder.multiply_adds()
-
-    def embed_condition(self, y: Text) -> Sequence[Tensor]:
-        """Return the embedded pooled text (B, D), and the embedded text (B, T, D) with its mask (B, T), for blocks."""
-        return *self.y_embedder(y), y.mask
