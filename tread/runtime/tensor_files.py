@@ -141,12 +141,10 @@ def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
     if not {MASKDIT, LABELS, FIRST} <= state.keys():
         return state
     matrix = state[LABELS]
-    if matrix.ndim != 2 or matrix.shape[:1] != state.get(EXPAND, state[FIRST]).shape[:1]:
+    by_channel = matrix.ndim == 2 and matrix.shape[:1] == state.get(EXPAND, state[FIRST]).shape[:1]
+    if not by_channel or (matrix.shape[0] == matrix.shape[1] and not matrix[-1].any()):
         return state
-    rows, columns = matrix.shape
-    if rows == columns and not matrix[-1].any():
-        return state
-    return {**state, LABELS: torch.cat([matrix.T, matrix.new_zeros(1, rows)])}
+    return {**state, LABELS: torch.cat([matrix.T, matrix.new_zeros(1, len(matrix))])}
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:
