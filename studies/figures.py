@@ -259,8 +259,7 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
         for place, (arm, other) in enumerate(study.pairs):
             besides = place >= len(study.against)
             less = along(results.get(arm, ()), results.get(other, ()), metric, name.lower())
-            points = [(point["images"] / 1e3, values) for point, values in less]
-            if points:
+            if points := [(point["images"] / 1e3, values) for point, values in less]:
                 seeds = len(points[0][1])  # the same at each point
                 told = f" ({seeds} seed{'s' * (seeds > 1)})" * (seeds < ENOUGH)
                 of = colour[other if besides else arm]
@@ -495,8 +494,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
     for metric in study.metrics:
         by, *names = (training_gap,) if metric == "loss" else (EQUAL["images"], metric)
         less = {arm: differences(results[arm], results["dense"], by, *names) for arm in lengths}
-        points = [(lengths[arm], values) for arm, values in less.items() if values]
-        if points:
+        if points := [(lengths[arm], values) for arm, values in less.items() if values]:
             band = chance(study, results, metric) if metric != "loss" else None
             title = f"{METRICS[metric].title} − the dense one's"
             line = mean_line("routes", points, "C1", interval=True)
@@ -555,8 +553,7 @@ def similarity_columns(study: Study, results: Results) -> Columns:
 
 def draw_similarity(study: Study, results: Results, path: Path) -> None:
     """Draw to image `path` each arm's heat maps of cosine similarity between blocks' outputs, averaged over seeds."""
-    means = {key: np.mean(each, axis=0) for key, each in matrices(results).items()}
-    if means:
+    if means := {key: np.mean(each, axis=0) for key, each in matrices(results).items()}:
         names = ["in", *range(len(next(iter(means.values()))) - 1)]
         panels = {f"{arm} network,\n{SIMILARITIES[panel]}": mean for (arm, panel), mean in means.items()}
         label, less = "behind block (in: the embedding)", {}

@@ -192,8 +192,7 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
     for key in tree:
         if key not in hints:
             raise _unknown(f"{prefix}{key}", known)
-    missing = [item.name for item in fields(kind) if item.name not in tree and item.default is MISSING]
-    if missing:
+    if missing := [item.name for item in fields(kind) if item.name not in tree and item.default is MISSING]:
         raise ValueError(f"missing settings: {', '.join(prefix + name for name in missing)}")
     values = {key: _convert(hints[key], value, prefix + key, known) for key, value in tree.items()}
     try:
