@@ -46,9 +46,7 @@ class PatchEmbed(nn.Module):
         else:
             tokens = self.proj(x).flatten(2).transpose(1, 2).contiguous()
         tokens = self.expand(tokens)
-        if positions is None:
-            return tokens
-        return kept_as(residual, tokens + positions, tokens)
+        return tokens if positions is None else kept_as(residual, tokens + positions, tokens)
 
 
 def kept_as(residual: Residual, tokens: Tensor, product: Tensor) -> Tensor:

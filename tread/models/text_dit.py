@@ -149,10 +149,7 @@ class TextDiT(LightningDiT):
     def take_null(self, text: Text) -> None:
         """Store the encoded empty caption (1, …), for `null`. Raises ValueError if it does not fit the network."""
         self.y_embedder.check(text, 1)
-        self.null_tokens.copy_(text.tokens)
-        self.null_mask.copy_(text.mask)
-        if text.pooled is not None:
-            self.null_pooled.copy_(text.pooled)
+        each(Tensor.copy_, Text(self.null_tokens, self.null_mask, self.null_pooled), text)
 
     def null(self, count: int) -> Text:
         """Return the empty caption for `count` samples, stored by take_null or loaded; in a new network zeros."""
