@@ -158,8 +158,7 @@ def outcome(study: Study, results: Results) -> list[str]:
     best = METRICS[rule["metrics"][0]].best(ran, key=ends.get, default=rule["rivals"][0])
     said, signs = [], []
     for metric in rule["metrics"]:
-        pair = results.get(rule["arm"], ()), results.get(best, ())
-        less = estimate(differences(*pair, last_difference, metric))
+        less = estimate(differences(results.get(rule["arm"], ()), results.get(best, ()), last_difference, metric))
         said.append(f"{METRICS[metric].title} {less.signed() if less else 'not paired'}")
         better = -1 if METRICS[metric].better == "lower" else 1
         signs.append(better * less.sign if less and less.sign is not None else None)

@@ -60,8 +60,7 @@ def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
     for kind, keys in KEYS.items():
         for key in keys:
             if isinstance(content, dict) and isinstance(content.get(key), dict):
-                weights = _flat(content[key]).get(kind, content[key])
-                parts[kind] = weights, f"{path}, under {key!r},"
+                parts[kind] = _flat(content[key]).get(kind, content[key]), f"{path}, under {key!r},"
                 break
     return parts or {kind: (part, str(path)) for kind, part in (_flat(content) or {None: content}).items()}
 
