@@ -105,8 +105,7 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
                 raise ValueError(f"sweep.metric is {metric}, but: {records[point]['unavailable'].get(metric)}")
             progress.update()
     if processes.main:
-        baseline = records.pop(None, {})
-        write(folder, sweep, records, baseline, metric, routed)
+        write(folder, sweep, records, metric, routed)
 
 
 def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
@@ -146,9 +145,11 @@ def within(interval: tuple[float, ...] | None, word: str) -> str:
     return f"{word}{interval[0]:g}..{interval[1]:g}" if interval else ""
 
 
-def write(folder: Path, sweep: Sweep, records: Mapping[Point, dict], baseline: dict, metric: str, routed: bool) -> None:
+def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
     """Write the table and the figures, with heat maps if tokens skip blocks in guidance (`routed`); print the setting
-    with the best `metric`. `records` are the scores by setting, `baseline` those without guidance, {} if not scored."""
+    with the best `metric`. `records` are the scores by setting; None stands for no guidance."""
+    records = dict(records)
+    baseline = records.pop(None, {})
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
     columns = [*Point._fields, "flops_relative", "step", "count", *scored_names(rows[0])]
