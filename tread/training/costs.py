@@ -140,7 +140,8 @@ def step_seconds(
     blocks = blocks_run(network, routes)
     head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
-    update = step_flops(network) / images if cfg.optim.entry.splits else 0
+    iterations = int((cfg.optim.options or {}).get("steps", 5))  # of Muon
+    update = step_flops(network, iterations) / images if cfg.optim.entry.splits else 0
     products = ((aligner.flops(routes) if aligner else 0) + update) / np.interp(network.hidden_size, *constants.reached)
     moved = network.hidden_size * END_BYTES.moved * network.num_tokens
     values = getattr(cfg.model, "value_residual", False)
