@@ -69,20 +69,17 @@ class Photos:
         """Return (name, reason) of files that can't be read or are no pictures, judged by their first bytes or, if
         `whole`, by decoding. Returns [], unchecked, for over 100,000 files (`whole`: 10,000) or if not self.heads."""
 
-        def look(first: int) -> Faults:
-            found = []
-            for picture, (read, name) in zip(self.names[first::THREADS], self.files[first::THREADS]):
-                try:
-                    why = read_rgb(read(name)) and None if whole else no_picture(read(name, HEAD))
-                except (OSError, ValueError) as error:
-                    why = str(error)
-                found += [(picture, why)] if why else []
-            return found
+        def fault(file: tuple) -> str | None:
+            read, name = file
+            try:
+                return read_rgb(read(name)) and None if whole else no_picture(read(name, HEAD))
+            except (OSError, ValueError) as error:
+                return str(error)
 
         if not self.heads or len(self) > (DECODED if whole else LOOKED):
             return []
         with ThreadPoolExecutor(THREADS) as pool:  # network disks are slow to open a file
-            return sorted(sum(pool.map(look, range(THREADS)), []))
+            return sorted((name, why) for name, why in zip(self.names, pool.map(fault, self.files)) if why)
 
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
         """Raise ValueError if there is no picture, if some files can't be used or aren't pictures (unless `skip`), or
