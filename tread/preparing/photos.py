@@ -84,9 +84,8 @@ class Photos:
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
         """Raise ValueError if there is no picture, if some files can't be used or aren't pictures (unless `skip`), or
         if a class has no picture (unless `allow_empty`). The message covers all faults, grouped by kind."""
-        lines = named(self.faults, ": {}")
         if not self.names:
-            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
+            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){named(self.faults, ': {}')}")
         unused = [] if allow_empty else np.setdiff1d(range(len(self.classes)), self.labels)
         empty, texts = [self.classes[label] for label in unused], []
         if not skip:
