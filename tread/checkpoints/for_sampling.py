@@ -155,4 +155,5 @@ def meaning(saved: SavedNetwork) -> dict[str, object]:
     token = saved.cfg.model.class_token, saved.found.info.get("class_token")  # its width, and its encoder's hash
     text = saved.text and {**saved.text, **({"text.encoder": None} if saved.text["text.fingerprint"] else {})}
     own = {"objective": saved.cfg.objective, "text": text, "class_token": token}
-    return {**own, **saved.latents.to_network_scale}
+    names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")  # of what latents mean
+    return own | {name: getattr(saved.latents, name) for name in names}
