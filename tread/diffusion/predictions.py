@@ -37,10 +37,3 @@ def error_of(
     elif kind == "noise":
         error = error / (1 - t).clamp(min=clamp)
     return error * {"velocity": 1, "x": t, "noise": 1 - t}[loss_of]
-
-
-def negatives(x: Tensor, noise: Tensor, batch: int) -> Tensor:
-    """Return the true velocity of each sample's successor, (batch, C, S, S), for a contrastive loss (arXiv 2506.05350).
-    The last sample's successor is the extra one if x and noise hold batch + 1 samples, else the first."""
-    velocity = noise - x
-    return velocity[1:] if len(velocity) > batch else velocity.roll(-1, 0)
