@@ -41,7 +41,7 @@ from tread.runtime import schema
 from tread.runtime.compiling import Compile, compile_blocks, settle_compile
 from tread.runtime.device import Precision, avoid_faults, device_name, use_precision
 from tread.runtime.distributed import Processes
-from tread.runtime.files import check_place, content_hash, explain_failure
+from tread.runtime.files import check_place, content_hash, explain_failure, write_json
 from tread.runtime.plugins import plugin_changes, plugin_hashes
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
@@ -551,9 +551,9 @@ class CheckpointScoring:
             if self.plan.options.save_samples:
                 tqdm.write(f"  writing   {files.path('samples.npz')}")
                 save_npz(files.path("samples.npz"), parts.arrays("pictures"), parts.whole("labels"))
-            where = files.write(record)
+            write_json(files.path("fid.json"), record)
             add_line(self.lines, record)
-        tqdm.write(f"{table(record)}\n  written   {where}")
+        tqdm.write(f"{table(record)}\n  written   {files.path('fid.json')}")
 
 
 def common_record(
@@ -603,6 +603,6 @@ def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringO
         files = files_beside(options)
         with explain_failure(files.folder):
             files.make_room(record["settings"], options.samples)
-            where = files.write(record)
-        tqdm.write(f"{table(record)}\n  written   {where}")
+            write_json(files.path("fid.json"), record)
+        tqdm.write(f"{table(record)}\n  written   {files.path('fid.json')}")
     processes.wait()
