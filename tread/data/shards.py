@@ -147,8 +147,7 @@ class ShardRows:
             mirrored, views = np.broadcast_to(views >= self._views, indices.shape).copy(), views % self._views
         chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._stride)
         device = self._rows.device
-        lock = pin and device.type == "cpu"
-        batch = self._rows.new_empty((len(indices), self._rows.shape[1]), pin_memory=lock)
+        batch = self._rows.new_empty((len(indices), self._rows.shape[1]), pin_memory=pin and device.type == "cpu")
         batch = torch.index_select(self._rows, 0, chosen.to(device), out=batch).view(-1, *self._shape)
         if mirrored is not None:
             batch[mirrored] = batch[mirrored].flip(-1)
