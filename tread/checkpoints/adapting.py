@@ -97,8 +97,7 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
 
 def old_side(stored: StoredWeights) -> int:
     """Return the number of rows of the token grid on which `stored` was trained. Raises ValueError if it is unknown."""
-    told = sizes(stored.state)
-    if "dataset.size" not in told:
+    if "dataset.size" not in sizes(stored.state):
         raise ValueError(f"init_positions is given, but {stored.where} holds no pos_embed that tells its size")
     return math.isqrt(stored.state["pos_embed"].shape[1])
 

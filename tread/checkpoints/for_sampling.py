@@ -57,8 +57,7 @@ class SavedNetwork:
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
         """Return the network's token routes; if there are none but guidance.force lets tokens skip, a default route."""
         model = self.cfg.model
-        forced = guidance.force and guidance.row.routed and not model.routes
-        return (model.usual_route,) if forced else model.routes
+        return (model.usual_route,) if guidance.force and guidance.row.routed and not model.routes else model.routes
 
     def without_weights(self, guidance: Guidance) -> Model:
         """Return a Model as `load` does, but on the meta device, to count tokens and FLOPs or to compare shapes."""
