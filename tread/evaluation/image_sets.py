@@ -99,8 +99,7 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
         return data.read(np.arange(start, stop)).pictures.numpy()
 
     shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in read_index(path)["shards"]]
-    digest = content_hash(json.dumps(shards))
-    return Pictures(str(path), len(data), (data.picture_size,) * 2, digest, read)
+    return Pictures(str(path), len(data), (data.picture_size,) * 2, content_hash(json.dumps(shards)), read)
 
 
 class Npz:

@@ -138,8 +138,7 @@ def open_scorer(
     downloaded if needed). `crop` says how the reference's photos are cropped (None: not); with `skip`, damaged ones are
     left out. All processes call this together. Raises FileNotFoundError or ValueError if either can't be opened."""
     with processes.main_first():  # one process fetches the weights
-        weights = find_weights(inception)
-    network = load_inception(weights, processes.device)
+        network = load_inception(find_weights(inception), processes.device)
     return ReferenceScorer(open_reference(reference, crop, processes, network.sizes, skip), network, processes)
 
 

@@ -238,7 +238,6 @@ class ScoringPlan:
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         decoded_in = self.options.decode_precision
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
-        routes = [_decisive(route) for network in routed for route in network.routes(sampler.guidance)]
         decisive = {
             "step": saved.found.step,
             "checkpoint": saved.sha256,
@@ -253,7 +252,7 @@ class ScoringPlan:
             "guidance": sampler.guidance.describe(),
             "weak_network": weak and weak.sha256,
             "weak_process": weak and _decisive(weak.process),
-            "routes": routes,
+            "routes": [_decisive(route) for network in routed for route in network.routes(sampler.guidance)],
             "dtype": sampler.precision,
             "batch_size": sampler.batch_size,
             "compiled": self.compiled,
