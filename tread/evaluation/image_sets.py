@@ -269,9 +269,8 @@ def extract_all(
 
     with processes.lock(parts.work.with_suffix(".lock")):
         processes.from_main(lambda: parts.begin(again=True))
-        processes.from_main(
-            lambda: parts.forget(lambda note: "[Errno" in str(note.get("damaged")))
-        )  # a disk may recover
+        # a disk may recover
+        processes.from_main(lambda: parts.forget(lambda note: "[Errno" in str(note.get("damaged"))))
         parts.share(processes, f"features of {Path(pictures.where).name}", work, verify=True)
         processes.from_main(lambda: parts.check_complete(processes))
     found = [(name, why) for note in parts.notes() for name, why in note.get("damaged", ())]
