@@ -196,8 +196,7 @@ class StoredWeights:
         """Return lines that warn of settings that differ from those of the weights' training, or that were not
         recorded. `latents` describes the network's latents. `predicts`: what the network is to predict now, "noise" (on
         timesteps 0..999, as in DDPM) or "objective" (the target of cfg.objective); None: what `cfg` says."""
-        of_ddpm = cfg.objective == "edm" and cfg.edm.predicts == "ddpm_noise"
-        predicts = predicts or ("noise" if of_ddpm else "objective")
+        predicts = predicts or ("noise" if cfg.objective == "edm" and cfg.edm.predicts == "ddpm_noise" else "objective")
         lines = []
         if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
             lines.append(f"{self.where} holds {len(aside)} tensors {PROJECTORS}* of its alignment, which are set aside")
