@@ -29,7 +29,6 @@ from tread.runtime.device import use_cores
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256
 
-NEIGHBOURS = 3
 REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # number of real digits behind these values
 Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]  # see Scorer.score
 
@@ -154,7 +153,7 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
     (train, train_labels), (heldout, heldout_labels) = digits_parts().values()
     generated = np.round(pictures.reshape(len(pictures), -1) / 255 * 16)  # the scans' grey levels 0..16
-    classifier = KNeighborsClassifier(NEIGHBOURS).fit(train, train_labels)
+    classifier = KNeighborsClassifier(n_neighbors=3).fit(train, train_labels)
     reference = Moments.of(heldout).gaussian
     return {
         "label_agreement": float(classifier.score(generated, labels)),

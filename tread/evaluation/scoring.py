@@ -141,8 +141,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     plans = [plan_scoring(options, checkpoint.find(path), precision, compiled) for path in paths]
     options = settle_reference(options, plans)
-    crop = settle_crop(options, plans)
-    if crop:
+    if crop := settle_crop(options, plans):
         processes.say(f"crop={crop.size} reads photos with orientation={crop.orientation} alpha={crop.alpha}")
     # open what is scored and what scores it
     skip = options.on_error == "skip"
