@@ -364,8 +364,7 @@ def finish(
     for part, report in made.items():
         folder = writers[part].folder
         if part == "heldout":
-            classes = sum(map(bool, report["class_counts"].values()))
-            counts = f"{report['count']:,} samples of {classes:,} classes"
+            counts = f"{report['count']:,} samples of {sum(map(bool, report['class_counts'].values())):,} classes"
             processes.say(f"  held out  {folder}: {counts}, for the evaluation loss")
             for text in told("  left out  of the pictures held out", report["left_out"]):
                 processes.say(text)
