@@ -4,8 +4,8 @@ Captions may lie beside pictures (a.txt beside a.jpg), one per line. Faults are 
 import hashlib
 import posixpath
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ class Photos:
 
         if not self.heads or len(self) > (DECODED if whole else LOOKED):
             return []
-        with ThreadPoolExecutor(THREADS) as pool:  # network disks are slow to open a file
+        with ThreadPool(THREADS) as pool:  # network disks are slow to open a file
             return sorted((name, why) for name, why in zip(self.names, pool.map(fault, self.files)) if why)
 
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
