@@ -99,8 +99,7 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
     size = shards[0].itemsize
     starts = [shard.ctypes.data for shard in shards]
     base, end = min(starts), max(start + shard.nbytes for start, shard in zip(starts, shards))
-    dtype = torch.from_numpy(np.empty(0, shards[0].dtype)).dtype
-    flat = torch.frombuffer((ctypes.c_char * (end - base)).from_address(base), dtype=dtype)
+    flat = torch.from_numpy(np.frombuffer((ctypes.c_char * (end - base)).from_address(base), shards[0].dtype))
     return flat.as_strided(((end - base) // size - width + 1, width), (1, 1)), [(s - base) // size for s in starts]
 
 
