@@ -156,8 +156,7 @@ class StoredWeights:
             if name in whole
             and (whole[name].shape != value.shape or whole[name].is_floating_point() < value.is_floating_point())
         ]
-        hidden = ours.keys() - theirs.keys()
-        unlike = {key: value for key, value in recorded.items() if key in hidden and ours[key] != value}
+        unlike = {key: value for key, value in recorded.items() if key not in theirs and ours.get(key, value) != value}
         turned = {key: theirs[key] for key in ("model.positions", "model.num_heads") if key in theirs}
         turned = {key: value for key, value in turned.items() if ours.get(key, value) != value}
         differing = {
