@@ -11,6 +11,7 @@ tensors, which have sizes and types but no numbers, and the bytes of storages in
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from routing_module import Route
 from tread.checkpoints.network import build_network, process_of
-from tread.diffusion.token_beside import with_blank_token
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost, open_encoder
 from tread.models.backbone import Backbone, count_parameters
 from tread.models.cost_constants import END_BYTES, PREDICTED, UPDATE_BYTES, Constants, Device, block_bytes, blocks_run
@@ -111,7 +111,9 @@ def blank_loss(
     x = torch.zeros(images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=device)
     level = torch.full((images,), 0.5, device=device)
     chosen = [pair(route, torch.zeros(images, network.num_tokens, device=device), network.grid) for route in routes]
-    called = with_blank_token(network, images)
+    token = network.z_embedder
+    zeros = {} if token is None else {"class_token": network.pos_embed.new_zeros(images, token.width)}
+    called = partial(network, **zeros)
     with autocast(device, precision):
         return process_of(cfg).loss(called, x, network.null(images), level, torch.zeros_like(x), chosen).mean()
 
