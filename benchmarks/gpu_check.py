@@ -184,8 +184,7 @@ def machine(check: Check) -> None:
             f"products of {size}, inputs' gradients": lambda: gradient @ weight,
             f"products of {size}, weights' gradients": lambda: gradient.T @ x,
         }
-        turns = check.turns({name: repeated(call, times) for name, call in calls.items()})
-        for name, turn in turns.items():
+        for name, turn in check.turns({name: repeated(call, times) for name, call in calls.items()}).items():
             check.add(name, times * 2 * rows * width * 4 * width / turn.median / 1e12, "TFLOP/s")
 
     check.attempt("copy", copies)
@@ -327,11 +326,8 @@ def variants(check: Check) -> None:
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
-    settings = {
-        "as it is": contextlib.nullcontext,
-        "train.residual=bf16": contextlib.nullcontext,
-        "train.cuda_graphs=false": contextlib.nullcontext,
-        "train.memory=budget": contextlib.nullcontext,
+    plain = ("as it is", "train.residual=bf16", "train.cuda_graphs=false", "train.memory=budget")
+    settings = dict.fromkeys(plain, contextlib.nullcontext) | {
         "attention by flash": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
         "attention by cuDNN": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
         "max-autotune without graphs": lambda: inductor.patch(max_autotune=True),
@@ -382,8 +378,7 @@ def peers(check: Check) -> None:
         def step() -> None:
             noise, t = torch.randn_like(latents), torch.rand(len(latents), device=DEVICE)
             with autocast(DEVICE, "fp32" if CPU else "bf16"):
-                output = network(latents + t.view(-1, 1, 1, 1) * noise, t, labels)
-                loss = (output - noise).square().mean()
+                loss = (network(latents + t.view(-1, 1, 1, 1) * noise, t, labels) - noise).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -544,8 +539,7 @@ def main() -> None:
                 if re.split("[,:]", name)[0] not in options.sizes
             }
             result[part.__name__] = {**circumstances(), "rows": rows}
-            check = Check(part.__name__, minutes, path, result, options)
-            part(check)
+            part(Check(part.__name__, minutes, path, result, options))
             print(f"  {time.perf_counter() - began:.0f} s; decides {decided}\n")
 
 

@@ -105,7 +105,8 @@ def run(sweep: Sweep, options: ScoringOptions, processes: Processes) -> None:
                 raise ValueError(f"sweep.metric is {metric}, but: {records[point]['unavailable'].get(metric)}")
             progress.update()
     if processes.main:
-        write(folder, sweep, records, metric, routed)
+        baseline = records.pop(None, {})
+        write(folder, sweep, records, baseline, metric, routed)
 
 
 def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
@@ -126,8 +127,7 @@ def check(sweep: Sweep, options: ScoringOptions, paths: list[Path]) -> None:
 def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan]) -> str:
     """Return the metric to draw: sweep.metric (None: the first one scored). Raises ValueError if it is not scored."""
     reference = settle_reference(options, plans).reference
-    scored = feature_metrics() if reference else plans[0].judge.metrics
-    allowed = [*scored, *([scoring.CLIP] if options.clip else [])]
+    allowed = [*(feature_metrics() if reference else plans[0].judge.metrics), *[scoring.CLIP] * bool(options.clip)]
     metric = sweep.metric or next(iter(allowed), None)
     if metric not in allowed:
         given = "a reference" if reference else "no reference"
@@ -137,21 +137,18 @@ def choose_metric(sweep: Sweep, options: ScoringOptions, plans: list[ScoringPlan
 
 def setting(options: ScoringOptions, point: Point) -> ScoringOptions:
     """Return fid.py's options for one point of the sweep. Raises ValueError for a guidance that is not valid."""
-    guidance = replace(options.guidance, **point._asdict())
     ratios = f"strong{point.strong:g}-weak{point.weak:g}-" if options.guidance.row.routed else ""
     name = f"{ratios}scale{point.scale:g}{within(point.interval, '-within')}"
-    return replace(options, guidance=guidance, out=str(Path(options.out) / name))
+    return replace(options, guidance=replace(options.guidance, **point._asdict()), out=str(Path(options.out) / name))
 
 
 def within(interval: tuple[float, ...] | None, word: str) -> str:
     return f"{word}{interval[0]:g}..{interval[1]:g}" if interval else ""
 
 
-def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric: str, routed: bool) -> None:
+def write(folder: Path, sweep: Sweep, records: Mapping[Point, dict], baseline: dict, metric: str, routed: bool) -> None:
     """Write the table and the figures, with heat maps if tokens skip blocks in guidance (`routed`); print the setting
-    with the best `metric`. `records` are the scores by setting; None stands for no guidance."""
-    records = dict(records)
-    baseline = records.pop(None, {})
+    with the best `metric`. `records` are the scores by setting, `baseline` those without guidance, {} if not scored."""
     files = [folder / "sweep.csv", folder / "curves.png"] + [folder / "sweep.png"] * routed
     rows = [{**record, **p._asdict(), "interval": within(p.interval, "")} for p, record in records.items()]
     columns = [*Point._fields, "flops_relative", "step", "count", *scored_names(rows[0])]
@@ -167,9 +164,8 @@ def write(folder: Path, sweep: Sweep, records: dict[Point | None, dict], metric:
     best = METRICS[metric].best(records, key=lambda point: records[point][metric])
     score = f"{metric} {records[best][metric]:.5g} of {records[best]['count']:,} samples"
     ratios = f"strong {best.strong} weak {best.weak} " if routed else ""
-    where = f"{ratios}scale {best.scale}{within(best.interval, ' within ')}"
     without = f"; without guidance {baseline[metric]:.5g}" if baseline else ""
-    print(f"  best      {score} at {where}{without}")
+    print(f"  best      {score} at {ratios}scale {best.scale}{within(best.interval, ' within ')}{without}")
     print(f"  written   {', '.join(map(str, files))}")
 
 

@@ -158,8 +158,7 @@ def outcome(study: Study, results: Results) -> list[str]:
     best = METRICS[rule["metrics"][0]].best(ran, key=ends.get, default=rule["rivals"][0])
     said, signs = [], []
     for metric in rule["metrics"]:
-        pair = results.get(rule["arm"], ()), results.get(best, ())
-        less = estimate(differences(*pair, last_difference, metric))
+        less = estimate(differences(results.get(rule["arm"], ()), results.get(best, ()), last_difference, metric))
         said.append(f"{METRICS[metric].title} {less.signed() if less else 'not paired'}")
         better = -1 if METRICS[metric].better == "lower" else 1
         signs.append(better * less.sign if less and less.sign is not None else None)
@@ -229,8 +228,7 @@ def mean_line(name: str, points: Dots, colour: str, dashed: bool = False, interv
 def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, key: str = "") -> None:
     """Draw panels into the image `path`, under the study's `seen` and a line, `key`, that explains what is drawn."""
     if panels:
-        width = 4.6 if columns < 3 else 3.7
-        save_panels(path, panels, columns, "\n".join(filter(None, [study.seen, key])), width)
+        save_panels(path, panels, columns, "\n".join(filter(None, [study.seen, key])), 4.6 if columns < 3 else 3.7)
 
 
 def over_training(study: Study, results: Results, metric: str, axes: Sequence[str]) -> list[Panel]:
@@ -260,8 +258,7 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
         for place, (arm, other) in enumerate(study.pairs):
             besides = place >= len(study.against)
             less = along(results.get(arm, ()), results.get(other, ()), metric, name.lower())
-            points = [(point["images"] / 1e3, values) for point, values in less]
-            if points:
+            if points := [(point["images"] / 1e3, values) for point, values in less]:
                 seeds = len(points[0][1])  # the same at each point
                 told = f" ({seeds} seed{'s' * (seeds > 1)})" * (seeds < ENOUGH)
                 of = colour[other if besides else arm]
@@ -496,8 +493,7 @@ def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
     for metric in study.metrics:
         by, *names = (training_gap,) if metric == "loss" else (EQUAL["images"], metric)
         less = {arm: differences(results[arm], results["dense"], by, *names) for arm in lengths}
-        points = [(lengths[arm], values) for arm, values in less.items() if values]
-        if points:
+        if points := [(lengths[arm], values) for arm, values in less.items() if values]:
             band = chance(study, results, metric) if metric != "loss" else None
             title = f"{METRICS[metric].title} − the dense one's"
             line = mean_line("routes", points, "C1", interval=True)
@@ -556,8 +552,7 @@ def similarity_columns(study: Study, results: Results) -> Columns:
 
 def draw_similarity(study: Study, results: Results, path: Path) -> None:
     """Draw to image `path` each arm's heat maps of cosine similarity between blocks' outputs, averaged over seeds."""
-    means = {key: np.mean(each, axis=0) for key, each in matrices(results).items()}
-    if means:
+    if means := {key: np.mean(each, axis=0) for key, each in matrices(results).items()}:
         names = ["in", *range(len(next(iter(means.values()))) - 1)]
         panels = {f"{arm} network,\n{SIMILARITIES[panel]}": mean for (arm, panel), mean in means.items()}
         label, less = "behind block (in: the embedding)", {}
@@ -587,8 +582,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):
         if record and record["trained"]:
-            scores = {name: score for name, score in record["scores"].items() if name in wanted}
-            kept[key] = record | {"scores": scores}
+            kept[key] = record | {"scores": {name: each for name, each in record["scores"].items() if name in wanted}}
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(record)}" for key, record in kept.items())
     head = json.dumps({"study": study.name, "scale": study.scale, "title": study.title})
     with explain_failure(folder):

@@ -86,8 +86,9 @@ class Backbone(nn.Module):
     learn_sigma  True: twice the output channels, as in public DiT; the second half is unused here.
     init         "adaln_zero" (DiT's): modulations and last layer start at zero, so an untrained network outputs
                  0. "xavier": Xavier-uniform linear layers overwrite the zeros, as in the released TREAD code.
-    embedder     function (hidden_size) → module that embeds the condition y and has methods initialize() and
-                 check(y, batch) like those of LabelEmbedder; None: y are class labels, and a LabelEmbedder is used.
+    embedder     function (hidden_size) → module that embeds the condition y as (B, D) or ((B, D), *further), and has
+                 methods initialize() and check(y, batch) like those of LabelEmbedder; None: y are class labels, and a
+                 LabelEmbedder is used.
     bottleneck   channels to which patches are projected before a second projection to D (JiT); None: directly to D.
     class_token  channels z of the feature that REG's class token embeds (class_token.py); None: no class token.
 
@@ -252,9 +253,6 @@ class Backbone(nn.Module):
         tokens = self.x_embedder(x, self.pos_embed, self.residual)
         if self.z_embedder is not None:
             tokens = self.z_embedder.before(tokens, class_token)
-        condition, *shared = self.embed_condition(y)
+        embedded = self.y_embedder(y)
+        condition, *shared = embedded if isinstance(embedded, tuple) else (embedded,)
         return tokens, self.t_embedder(t) + condition, *shared
-
-    def embed_condition(self, y: Tensor) -> Sequence[Tensor]:
-        """Return (embedded labels (B, D), *further), as in `embed`; this class has no further inputs."""
-        return (self.y_embedder(y),)

@@ -49,8 +49,7 @@ def join(*parts: Condition) -> Condition:
 
 def pad(y: Condition, total: int) -> Condition:
     """Pad conditions to `total` samples by repeating the last one."""
-    missing = total - count(y)
-    return each(lambda part: torch.cat([part, part[-1:].expand(missing, *part.shape[1:])]), y)
+    return each(lambda part: torch.cat([part, part[-1:].expand(total - len(part), *part.shape[1:])]), y)
 
 
 def to(y: Condition, device: torch.device | str) -> Condition:

@@ -74,8 +74,7 @@ def block_bytes(architecture: str, width: int, value_residual: bool = False) -> 
 
 def blocks_run(network: Backbone, routes: Sequence[Route]) -> list[tuple[nn.Module, int, int]]:
     """Return (block, number of tokens on which it runs, its hidden size) for each block, MaskDiT's decoder included."""
-    counts = zip(network.blocks, network.tokens_run(routes))
-    blocks = [(block, count, network.hidden_size) for block, count in counts]
+    blocks = [(block, count, network.hidden_size) for block, count in zip(network.blocks, network.tokens_run(routes))]
     decoder = getattr(network, "decoder_blocks", ())
     return blocks + [(block, network.num_tokens, network.decoder_hidden_size) for block in decoder]
 

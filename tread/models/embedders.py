@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from routing_module import readable
+from tread.models.rotary import rotary_angles
 
 Residual = Literal["fp32", "bf16"]
 WAVES = 256  # number of cosines and sines that embed the time input
@@ -22,11 +23,8 @@ def sincos_positions(dim: int, grid_size: int, scale: float = 1.0) -> Tensor:
     `scale` multiplies rows and columns. Raises ValueError unless dim is a multiple of 4."""
     if dim % 4:
         raise ValueError(f"hidden_size {dim} is not a multiple of 4 (2-D sine-cosine positions)")
-    frequency = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim / 4))
-    angle = scale * torch.arange(grid_size, dtype=torch.float64)[:, None] * frequency
-    line = torch.cat([angle.sin(), angle.cos()], dim=1)
-    column, row = line.repeat(grid_size, 1), line.repeat_interleave(grid_size, dim=0)
-    return torch.cat([column, row], dim=1).float()
+    angles = rotary_angles(dim, grid_size, scale).unflatten(1, (2, -1)).flip(1)  # of columns, then of rows
+    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1).float()
 
 
 class PatchEmbed(nn.Module):
@@ -48,9 +46,7 @@ class PatchEmbed(nn.Module):
         else:
             tokens = self.proj(x).flatten(2).transpose(1, 2).contiguous()
         tokens = self.expand(tokens)
-        if positions is None:
-            return tokens
-        return kept_as(residual, tokens + positions, tokens)
+        return tokens if positions is None else kept_as(residual, tokens + positions, tokens)
 
 
 def kept_as(residual: Residual, tokens: Tensor, product: Tensor) -> Tensor:

@@ -101,5 +101,4 @@ class RWKV(Backbone):
     needs_grid = True
 
     def __init__(self, *, hidden_size: int = 768, depth: int = 12, mlp_ratio: float = 4.0, **sizes: Any) -> None:
-        make_block = partial(RWKVBlock, hidden_size, mlp_ratio)
-        super().__init__(make_block, hidden_size=hidden_size, depth=depth, **sizes)
+        super().__init__(partial(RWKVBlock, hidden_size, mlp_ratio), hidden_size=hidden_size, depth=depth, **sizes)

@@ -94,8 +94,7 @@ class Sprint(LightningDiT):
 
     def output_of(self, block: int, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         x, c = self.embed(x, t, y)
-        blocks = self.fusing(self.blocks, self.from_g(x), Record())[: block + 1]
-        return self.run(blocks, x, c)
+        return self.run(self.fusing(self.blocks, self.from_g(x), Record())[: block + 1], x, c)
 
     def forward_flops(
         self, routes: Sequence[Route] = (), attention: bool = True, upto: int | None = None, path_drop: bool = False

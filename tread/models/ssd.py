@@ -144,8 +144,7 @@ def _fused_scan_backward(
     """Return the gradients of _fused_scan's arguments; mamba_ssm computes them from g, the gradient of the result y."""
     from mamba_ssm.ops.triton.ssd_combined import _mamba_chunk_scan_combined_bwd
 
-    gradients = _mamba_chunk_scan_combined_bwd(g, x, dt, A, B, C, y, FUSED_CHUNK)[:5]
-    return tuple(part.contiguous() for part in gradients)
+    return tuple(part.contiguous() for part in _mamba_chunk_scan_combined_bwd(g, x, dt, A, B, C, y, FUSED_CHUNK)[:5])
 
 
 _fused_scan.register_fake(lambda x, *_: torch.empty_like(x))

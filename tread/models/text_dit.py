@@ -9,7 +9,6 @@ norm="layer", mlp="gelu" and positions="sincos", all parts except those for text
 Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of text tokens and pooled text.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from dit import DiTBlock, MlpKind, Norm, attend, make_norm
 from routing_module import readable
-from tread.models.backbone import modulate
 from tread.models.conditions import Text, each
 from tread.models.lightning import DIT_PARTS, LightningDiT
 
@@ -54,13 +52,8 @@ class TextBlock(DiTBlock):
         """Map tokens x (B, N, D) to tokens; if self.returns_values is set, also return the self-attention's values
         (B, N, H, d). `given`: what Attention.forward takes besides x (rotary table, first block's values), if
         anything, then conditioning c (B, D), text (B, T, D) and its mask (B, T) bool."""
-        *along, c, text, mask = given
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
-        x = x + gate1.unsqueeze(1) * change
-        x = x + self.cross_attn(self.cross_norm(x), text, mask)
-        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return (x, values.contiguous()) if self.returns_values else x
+        *given, text, mask = given
+        return super().forward(x, *given, further=lambda x: self.cross_attn(self.cross_norm(x), text, mask))
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         kv, T = self.cross_attn.kv, self.text_tokens  # kv runs on the text instead of the tokens
@@ -69,7 +62,7 @@ class TextBlock(DiTBlock):
 
 
 class TextEmbedder(nn.Module):
-    """Embed a text as a vector (B, D), added to the conditioning, and as tokens (B, T, D) that blocks attend to.
+    """Embed a text as a vector (B, D), added to the conditioning, and tokens (B, T, D) with a mask (B, T), for blocks.
 
     width       channels C of the encoder's tokens; None: texts are word ids, embedded here with learned positions.
     pooled      channels P of the encoder's pooled text; None: the mean of the tokens is used instead.
@@ -96,15 +89,14 @@ class TextEmbedder(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
         nn.init.zeros_(self.pooled_proj.weight)
 
-    def forward(self, y: Text) -> tuple[Tensor, Tensor]:
-        hidden = ~y.mask.unsqueeze(2)
+    def forward(self, y: Text) -> tuple[Tensor, ...]:
         if self.vocabulary:
             tokens = self.words(y.tokens.masked_fill(~y.mask, 0)) + self.places.weight
         else:
             tokens = y.tokens.to(self.proj.weight.dtype)
-        tokens = tokens.masked_fill(hidden, 0)
+        tokens = tokens.masked_fill(~y.mask.unsqueeze(2), 0)
         pooled = tokens.sum(1) / y.mask.sum(1, keepdim=True) if y.pooled is None else y.pooled.to(tokens.dtype)
-        return self.pooled_proj(self.pooled_norm(pooled)), self.proj(self.norm(tokens))
+        return self.pooled_proj(self.pooled_norm(pooled)), self.proj(self.norm(tokens)), y.mask
 
     def multiply_adds(self) -> int:
         return self.text_tokens * self.proj.weight.numel() + self.pooled_proj.weight.numel()
@@ -157,10 +149,7 @@ class TextDiT(LightningDiT):
     def take_null(self, text: Text) -> None:
         """Store the encoded empty caption (1, …), for `null`. Raises ValueError if it does not fit the network."""
         self.y_embedder.check(text, 1)
-        self.null_tokens.copy_(text.tokens)
-        self.null_mask.copy_(text.mask)
-        if text.pooled is not None:
-            self.null_pooled.copy_(text.pooled)
+        each(Tensor.copy_, Text(self.null_tokens, self.null_mask, self.null_pooled), text)
 
     def null(self, count: int) -> Text:
         """Return the empty caption for `count` samples, stored by take_null or loaded; in a new network zeros."""
@@ -170,7 +159,3 @@ class TextDiT(LightningDiT):
     def forward_flops(self, *given: object, **more: object) -> int:
         """Return the FLOPs of one sample's forward pass, including the text's projections; arguments as in Backbone."""
         return super().forward_flops(*given, **more) + 2 * self.y_embedder.multiply_adds()
-
-    def embed_condition(self, y: Text) -> Sequence[Tensor]:
-        """Return the embedded pooled text (B, D), and the embedded text (B, T, D) with its mask (B, T), for blocks."""
-        return *self.y_embedder(y), y.mask

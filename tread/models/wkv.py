@@ -82,10 +82,7 @@ def _sums(x: Tensor, y: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
 def products(tokens: int, channels: int) -> int:
     """Return the multiply-adds of wkv's matrix products for one sample: quadratic in the tokens up to CHUNK, about
     linear beyond. CHUNK, the chunk size for CPUs, is used whatever the device."""
-    total, chunks = 0, tokens
-    while True:
-        length = min(chunks, CHUNK)
-        chunks = -(-chunks // length)
-        total += 4 * chunks * length * length * channels  # before and behind, numerator and denominator
-        if chunks == 1:
-            return total
+    length = min(tokens, CHUNK)
+    chunks = -(-tokens // length)
+    own = 4 * chunks * length * length * channels  # before and behind, numerator and denominator
+    return own if chunks == 1 else own + products(chunks, channels)

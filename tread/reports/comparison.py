@@ -55,8 +55,7 @@ class SeedGroup:
         each = [{r["step"]: r for r in run.records if metric in r} for run in self.runs]
         points = []
         for step in each[0]:
-            records = [series[step] for series in each if step in series]
-            if len(records) == len(each):
+            if len(records := [series[step] for series in each if step in series]) == len(each):
                 spread = statistics.stdev(record[metric] for record in records) if len(each) > 1 else None
                 known = [[r[key] for r in records if key in r] for key in (metric, "flops", "seconds")]
                 mean, *costs = (sum(values) / len(each) if len(values) == len(each) else None for values in known)
@@ -153,11 +152,9 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
     """Return warnings on groups whose runs share a seed or differ in code, and on settings in which groups differ."""
     warnings = []
     for group in groups:
-        seeds = {run.config.get("seed") for run in group.runs}
-        if len(seeds) < len(group.runs):
+        if len(seeds := {run.config.get("seed") for run in group.runs}) < len(group.runs):
             warnings.append(f"{group.name}: {len(group.runs)} runs of {len(seeds)} seeds: ± is not that of seeds")
-        codes = {str(run.starts[-1]["versions"].get("git")) for run in group.runs if run.starts}
-        if len(codes) > 1:
+        if len(codes := {str(run.starts[-1]["versions"].get("git")) for run in group.runs if run.starts}) > 1:
             warnings.append(f"{group.name}: its runs are of different code: {', '.join(sorted(codes))}")
 
     def tell(groups: Sequence[SeedGroup], keys: Sequence[str], follows: str = "") -> None:

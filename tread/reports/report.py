@@ -136,8 +136,7 @@ def troubles_of(run: Found) -> list[str]:
         for key, (old, new) in differences(before["config"], now["config"]).items():
             if key not in LAUNCH:
                 texts.append(f"{key} was {written(old)}, is {written(new)} from step {now['step']:,} on")
-    commits = list(dict.fromkeys(str(start["versions"].get("git")) for start in starts))
-    if len(commits) > 1:
+    if len(commits := list(dict.fromkeys(str(start["versions"].get("git")) for start in starts))) > 1:
         texts.append(f"its code changed between starts: commits {', '.join(commits)}")
     elif commits and "+changes" in commits[0]:
         texts.append("its code differed from the stated commit: there were changes that were not committed")
@@ -188,8 +187,7 @@ def add_curves(page: Page, subject: Subject) -> None:
 
 def add_scores(page: Page, subject: Subject) -> None:
     each = [(run, *find_scores(run.folder)) for run in subject.runs]
-    each = [(run, scored, problems) for run, scored, problems in each if scored or problems]
-    if each:
+    if each := [(run, scored, problems) for run, scored, problems in each if scored or problems]:
         page.section("Scores")
     for run, scored, problems in each:
         if len(subject.runs) > 1:
@@ -239,10 +237,9 @@ def add_time(page: Page, subject: Subject) -> None:
 def time_of(run: Found) -> dict[str, float]:
     """Return {activity: seconds > 0} of a run, such as "waiting for data"; older code did not record all of them."""
     rest = run.status.get("spent")
-    records = [*run.records, rest if isinstance(rest, dict) else {}]
 
     def total(key: str) -> float:
-        return sum(record.get(key, 0.0) for record in records)
+        return sum(record.get(key, 0.0) for record in [*run.records, rest if isinstance(rest, dict) else {}])
 
     waited = since = first = 0.0
     for record in run.records:

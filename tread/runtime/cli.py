@@ -134,10 +134,9 @@ def spell_folder(words: Iterable[str]) -> list[str]:
 def take_literally(words: Iterable[str], keys: Collection[str]) -> list[str]:
     """Return command-line arguments with the values of `keys` encoded, so that Hydra does not parse special characters
     in these values, such as commas, quotes, braces or $. `plain` decodes the values."""
-    parted = [(word, *word.partition("=")) for word in words]
     return [
         f"{key}=${{literal:x{os.fsencode(text).hex()}}}" if equals and key in keys else word
-        for word, key, equals, text in parted
+        for word, (key, equals, text) in ((word, word.partition("=")) for word in words)
     ]
 
 

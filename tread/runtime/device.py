@@ -104,8 +104,7 @@ def use_cores(threads: int | None, processes: int) -> int:
     OMP_NUM_THREADS or, if unset, an equal share of the cores for each of the `processes` on this machine. accelerate
     and torchrun set OMP_NUM_THREADS=1 in processes that they launch, so 1 counts as unset there."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # may be a list, a number per nesting level
-    launched = not LAUNCHED.isdisjoint(os.environ)
-    if not asked.isdecimal() or asked == "0" or (launched and asked == "1"):
+    if not asked.isdecimal() or asked == "0" or (asked == "1" and LAUNCHED & os.environ.keys()):
         asked = max(1, usable_cores() // processes)
     torch.set_num_threads(threads or int(asked))
     return torch.get_num_threads()

@@ -170,7 +170,7 @@ class Processes:
     def lock(self, path: Path, busy: str | None = None) -> Iterator[None]:
         """Context that all processes enter; the main one holds the lock file `path`, the others don't wait for it. If
         another launch holds the lock, the main process raises FileExistsError(busy) or, with busy=None, waits."""
-        held = None
+        held = contextlib.nullcontext()
         if self.main:
             try:
                 held = Lock(path, busy or "")
@@ -179,11 +179,8 @@ class Processes:
                     raise
                 self.say(f"another process is making {path.with_suffix('')}; waiting for it")
                 held = Lock(path, None)
-        try:
+        with held:
             yield
-        finally:
-            if held is not None:
-                held.release()
 
 
 def split_batch(batch_size: int, ranks: int, rank: int, micro_batch_size: int | None) -> list[slice]:

@@ -62,8 +62,7 @@ def check_plugin(name: str, folder: Path) -> str:
     elsewhere = Path(name).is_file() and run.resolve() not in Path(name).resolve().parents
     if not name.endswith(".py") or file in _imported or elsewhere:
         return name
-    places = (Path(name), folder / file, run / file, Path(file))
-    near = next((place for place in places if place.is_file()), None)
+    near = next((place for place in (Path(name), folder / file, run / file, Path(file)) if place.is_file()), None)
     if near is None:
         where = " or ".join(dict.fromkeys(map(str, (folder, run, Path.cwd()))))
         raise ValueError(f"it needs the plugin {file}, which is neither {name} nor in {where}")

@@ -113,8 +113,7 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
         return alike + 2 * difflib.SequenceMatcher(None, name, other_name).ratio() + (name == other_name)
 
     nearest = max(known, key=likeness)
-    names = (other.rpartition(".")[2] for other in (key, nearest))
-    alike = difflib.SequenceMatcher(None, *names).ratio() >= 0.5
+    alike = difflib.SequenceMatcher(None, *(other.rpartition(".")[2] for other in (key, nearest))).ratio() >= 0.5
     more = f"the nearest known one is {nearest!r}" if alike else "--help all prints all"
     return ValueError(f"unknown setting {key!r}; {more}")
 
@@ -193,8 +192,7 @@ def _build(kind: type, tree: Any, prefix: str, known: list[str]) -> Any:
     for key in tree:
         if key not in hints:
             raise _unknown(f"{prefix}{key}", known)
-    missing = [item.name for item in fields(kind) if item.name not in tree and item.default is MISSING]
-    if missing:
+    if missing := [item.name for item in fields(kind) if item.name not in tree and item.default is MISSING]:
         raise ValueError(f"missing settings: {', '.join(prefix + name for name in missing)}")
     values = {key: _convert(hints[key], value, prefix + key, known) for key, value in tree.items()}
     try:

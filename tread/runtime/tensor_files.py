@@ -60,8 +60,7 @@ def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
     for kind, keys in KEYS.items():
         for key in keys:
             if isinstance(content, dict) and isinstance(content.get(key), dict):
-                weights = _flat(content[key]).get(kind, content[key])
-                parts[kind] = weights, f"{path}, under {key!r},"
+                parts[kind] = _flat(content[key]).get(kind, content[key]), f"{path}, under {key!r},"
                 break
     return parts or {kind: (part, str(path)) for kind, part in (_flat(content) or {None: content}).items()}
 
@@ -141,12 +140,10 @@ def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
     if not {MASKDIT, LABELS, FIRST} <= state.keys():
         return state
     matrix = state[LABELS]
-    if matrix.ndim != 2 or matrix.shape[:1] != state.get(EXPAND, state[FIRST]).shape[:1]:
+    by_channel = matrix.ndim == 2 and matrix.shape[:1] == state.get(EXPAND, state[FIRST]).shape[:1]
+    if not by_channel or (matrix.shape[0] == matrix.shape[1] and not matrix[-1].any()):
         return state
-    rows, columns = matrix.shape
-    if rows == columns and not matrix[-1].any():
-        return state
-    return {**state, LABELS: torch.cat([matrix.T, matrix.new_zeros(1, rows)])}
+    return {**state, LABELS: torch.cat([matrix.T, matrix.new_zeros(1, len(matrix))])}
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:

@@ -34,8 +34,7 @@ def git_revision() -> str:
         return "unknown"
 
     def git(*words: str) -> bytes:
-        command = ["git", "-C", str(checkout), *words]
-        return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
+        return subprocess.run(["git", "-C", checkout, *words], capture_output=True, check=True, timeout=10).stdout
 
     try:
         commit = git("describe", "--always", "--abbrev=40", "--dirty=+changes.").decode().strip()
