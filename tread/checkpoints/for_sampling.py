@@ -154,12 +154,5 @@ def meaning(saved: SavedNetwork) -> dict[str, object]:
     token = saved.cfg.model.class_token, saved.found.info.get("class_token")  # its width, and its encoder's hash
     text = saved.text and {**saved.text, **({"text.encoder": None} if saved.text["text.fingerprint"] else {})}
     own = {"objective": saved.cfg.objective, "text": text, "class_token": token}
-    names = (
-        "shape",
-        "classes",
-        "scale",
-        "shift",
-        "channel_shift",
-        "channel_scale",
-    )  # by which both see the same latents
+    names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")  # both must see the same latents
     return own | {name: getattr(saved.latents, name) for name in names}
