@@ -107,17 +107,13 @@ class DiTBlock(nn.Module):
         self.mlp = SwiGLU(dim, int(2 / 3 * hidden)) if mlp == "swiglu" else Mlp(dim, hidden)  # weight counts are equal
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(conditioning or dim, 6 * dim))
 
-    def forward(
-        self, x: Tensor, *given: Tensor, further: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return new tokens (B, N, D) for tokens x (B, N, D) and, if self.returns_values, the attention's value vectors
-        (B, N, H, d). `given`: what Attention.forward takes besides x, if anything, then c (B, conditioning). `further`:
-        a branch (B, N, D) → (B, N, D) whose output is added before the MLP."""
+        (B, N, H, d). `given`: what Attention.forward takes besides x, if anything, then c (B, conditioning)."""
         *along, c = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
         x = x + gate1.unsqueeze(1) * change
-        x = x if further is None else x + further(x)
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
         return (x, values.contiguous()) if self.returns_values else x
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread.diffusion.guidance import Branch, Routes, guided
-from tread.diffusion.predictions import Quantity, error_of, negatives, velocity_of
+from tread.diffusion.predictions import Quantity, error_of, velocity_of
 from tread.diffusion.process import Network, Process, per_sample
 from tread.diffusion.solvers import solve
 from tread.models.conditions import Condition
@@ -135,7 +135,9 @@ class RF(Process):
         data x_t − t·v, with the predicted velocity v; and x_t. To the squared errors `direction` adds a cosine term,
         the same in all channels of a position, and `contrastive` −λ·(v − v')². v' is the next sample's true velocity;
         the sample after the last is the first or, if x and noise hold one sample more than t, that extra one."""
-        others = negatives(x, noise, len(t)) if self.contrastive else None
+        if self.contrastive:
+            others = noise - x
+            others = others[1:] if len(others) > len(t) else others.roll(-1, 0)
         x, noise = x[: len(t)], noise[: len(t)]
         noisy, level = self.noised(x, t, noise), t.float().view(-1, 1, 1, 1)
         predicted = self._predicted(network(*self.precondition(noisy, t), y, routes=routes), noisy)

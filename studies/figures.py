@@ -9,7 +9,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, product
+from itertools import chain, cycle, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -444,7 +444,7 @@ def guidance_columns(study: Study, results: Results) -> Columns:
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
     """Draw to image `path` each metric over guidance scale ω, a line per network and guidance kind; y axes from 0."""
     scored = {arm: runs for arm, runs in results.items() if runs and runs[0]["scores"]}
-    panels, colour, others = [], colours(study), iter(OTHERS)
+    panels, colour, others = [], colours(study), cycle(OTHERS)
     for metric in study.metrics:
         ends, over_scale = last_values(scored, metric), {}
         for arm, values in ends.items():

@@ -268,10 +268,10 @@ def test_a_plugin_that_is_gone_is_a_problem_of_the_run(run):
     write_start(run)
     path = run / "run.json"
     starts = json.loads(path.read_text())
-    starts[-1]["config"]["plugins"] = ["/nowhere/mine.py"]
+    starts[-1]["config"]["plugins"] = ["/nowhere/gone.py"]
     path.write_text(json.dumps(starts))
     found = read(run)
-    assert found.says("plugins names /nowhere/mine.py, which can't be imported") and found.says("What ran")
+    assert found.says("plugins names /nowhere/gone.py, which can't be imported") and found.says("What ran")
 
 
 def test_a_checkpoint_alone_is_a_run(tmp_path):

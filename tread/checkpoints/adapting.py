@@ -73,8 +73,7 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
     before, stretched = old_side(stored), float(stored.recorded().get("model.position_scale", 1.0))
     for name in (name for name in POSITIONS if name in stored.state):
         given = stored.state[name].float()
-        off = (given[0] - sincos_positions(given.shape[2], before, stretched)).abs().max().item()
-        if off > ROUNDING:
+        if (given[0] - sincos_positions(given.shape[2], before, stretched)).abs().max() > ROUNDING:
             raise ValueError(f"{name} of {stored.where} are not fixed sines and cosines: they can't be recomputed")
     tables = {name: stored.state[name] for name in TABLES if name in stored.state}
     check_tables(tables, before**2, stored.where)
@@ -97,8 +96,7 @@ def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[Store
 
 def old_side(stored: StoredWeights) -> int:
     """Return the number of rows of the token grid on which `stored` was trained. Raises ValueError if it is unknown."""
-    told = sizes(stored.state)
-    if "dataset.size" not in told:
+    if "dataset.size" not in sizes(stored.state):
         raise ValueError(f"init_positions is given, but {stored.where} holds no pos_embed that tells its size")
     return math.isqrt(stored.state["pos_embed"].shape[1])
 

@@ -23,7 +23,6 @@ from tread.runtime.hub import HUB_ID, WEIGHT_FILES
 from tread.runtime.tensor_files import save_tensors
 from tread.runtime.versions import git_revision
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 CHECK = '''def check(name, value, kind):
     """Raise ValueError unless value is one of those that a Literal lists, or in the range of an annotated number."""
     for limit in getattr(kind, "__metadata__", ()):
@@ -78,7 +77,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
     stated = {"_class_name": "TreadTransformer", "_diffusers_version": version}
     stated["auto_map"] = {"AutoModel": "model.TreadTransformer"}
     _write(folder / "transformer/config.json", stated | arguments(saved))
-    save_tensors(folder / "transformer" / WEIGHTS, tensors, {"format": "pt"})
+    save_tensors(folder / "transformer/diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
     name, vae = latents["autoencoder"], [None, None]
     if inside is not None:
         autoencoder = load_autoencoder(inside)

@@ -57,8 +57,7 @@ class SavedNetwork:
     def routes(self, guidance: Guidance) -> tuple[Route, ...]:
         """Return the network's token routes; if there are none but guidance.force lets tokens skip, a default route."""
         model = self.cfg.model
-        forced = guidance.force and guidance.row.routed and not model.routes
-        return (model.usual_route,) if forced else model.routes
+        return (model.usual_route,) if guidance.force and guidance.row.routed and not model.routes else model.routes
 
     def without_weights(self, guidance: Guidance) -> Model:
         """Return a Model as `load` does, but on the meta device, to count tokens and FLOPs or to compare shapes."""
@@ -155,4 +154,5 @@ def meaning(saved: SavedNetwork) -> dict[str, object]:
     token = saved.cfg.model.class_token, saved.found.info.get("class_token")  # its width, and its encoder's hash
     text = saved.text and {**saved.text, **({"text.encoder": None} if saved.text["text.fingerprint"] else {})}
     own = {"objective": saved.cfg.objective, "text": text, "class_token": token}
-    return {**own, **saved.latents.to_network_scale}
+    names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")  # both must see the same latents
+    return own | {name: getattr(saved.latents, name) for name in names}

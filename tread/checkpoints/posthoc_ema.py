@@ -53,7 +53,12 @@ def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
     """Write the averages after `step` steps to a file, atomically, replacing an existing one; return its path.
     `averages` are parameters (not buffers) keyed "<sigma_rel>/<parameter>", the same ones for each width. Raises
     ValueError for weights that are not finite, OSError if the file can't be written."""
-    tensors = {name: _compact(value, name) for name, value in averages.items()}
+    tensors = {}
+    for name, value in averages.items():
+        if not value.isfinite().all():
+            raise ValueError(f"{name} is not finite, so no average of it can be stored")
+        half = value.half()
+        tensors[name] = (half if half.isfinite().all() else value.float()).cpu()
     path = run / "ema_snapshots" / f"step_{step:07d}.safetensors"
     with explain_failure(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,14 +66,6 @@ def save_snapshot(run: Path, step: int, averages: Mapping[str, Tensor]) -> Path:
             save_tensors(partial, tensors, {"snapshot": json.dumps({**FORMAT, "step": step})})  # one key: same bytes
         sync(path.parent)
     return path
-
-
-def _compact(value: Tensor, name: str) -> Tensor:
-    """Return the tensor on the CPU in fp16, or in fp32 if fp16 overflows. Raises ValueError if it is not finite."""
-    if not value.isfinite().all():
-        raise ValueError(f"{name} is not finite, so no average of it can be stored")
-    half = value.half()
-    return (half if half.isfinite().all() else value.float()).cpu()
 
 
 def forget_after(run: Path, step: int) -> None:

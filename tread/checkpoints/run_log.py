@@ -125,8 +125,7 @@ class RunLog:
     def records(self) -> list[dict]:
         """Return all records of metrics.jsonl, without lines that a crash cut short."""
         records = []
-        text = self.metrics.read_text(errors="replace") if self.metrics.exists() else ""
-        for line in text.splitlines():
+        for line in self.metrics.read_text(errors="replace").splitlines() if self.metrics.exists() else ():
             with contextlib.suppress(json.JSONDecodeError):
                 records.append(json.loads(line))
         return records

@@ -156,8 +156,7 @@ class StoredWeights:
             if name in whole
             and (whole[name].shape != value.shape or whole[name].is_floating_point() < value.is_floating_point())
         ]
-        hidden = ours.keys() - theirs.keys()
-        unlike = {key: value for key, value in recorded.items() if key in hidden and ours[key] != value}
+        unlike = {key: value for key, value in recorded.items() if key not in theirs and ours.get(key, value) != value}
         turned = {key: theirs[key] for key in ("model.positions", "model.num_heads") if key in theirs}
         turned = {key: value for key, value in turned.items() if ours.get(key, value) != value}
         differing = {
@@ -196,8 +195,7 @@ class StoredWeights:
         """Return lines that warn of settings that differ from those of the weights' training, or that were not
         recorded. `latents` describes the network's latents. `predicts`: what the network is to predict now, "noise" (on
         timesteps 0..999, as in DDPM) or "objective" (the target of cfg.objective); None: what `cfg` says."""
-        of_ddpm = cfg.objective == "edm" and cfg.edm.predicts == "ddpm_noise"
-        predicts = predicts or ("noise" if of_ddpm else "objective")
+        predicts = predicts or ("noise" if cfg.objective == "edm" and cfg.edm.predicts == "ddpm_noise" else "objective")
         lines = []
         if aside := [name for name in self.state if name.startswith(PROJECTORS)]:
             lines.append(f"{self.where} holds {len(aside)} tensors {PROJECTORS}* of its alignment, which are set aside")

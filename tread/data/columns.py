@@ -171,8 +171,7 @@ class TextSpec:
     def stem(self) -> str:
         """Start of the files' names: "text-<encoder>". A name unfit for files is changed, and a hash is added."""
         plain = re.sub(r"[^A-Za-z0-9.]+", "-", self.encoder).strip("-.")[-40:]
-        digest = content_hash(self.encoder)[:6]
-        return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{digest}"
+        return f"text-{plain}" if plain == self.encoder else f"text-{plain}-{content_hash(self.encoder)[:6]}"
 
     @property
     def caption_bytes(self) -> int:

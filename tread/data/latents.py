@@ -71,12 +71,6 @@ class LatentSpec:
         if not len(self.channel_shift) == len(self.channel_scale) in (0, self.shape[0]):
             raise ValueError(f"channel_shift and channel_scale need a value for each of {self.shape[0]} channels")
 
-    @property
-    def to_network_scale(self) -> dict:
-        """The fields, {name: value}, that must be equal for two networks to see the same latents."""
-        names = ("shape", "classes", "scale", "shift", "channel_shift", "channel_scale")
-        return {name: getattr(self, name) for name in names}
-
     @classmethod
     def from_json(cls, tree: dict) -> "LatentSpec":
         """Build a spec from a parsed index.json or a checkpoint's info.json["latents"]. KeyError if it lacks a key that

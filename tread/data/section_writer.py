@@ -168,8 +168,7 @@ class TextWriter(SectionWriter):
         total, size = int(self.counts.sum()), shard_size or max(1, SHARD // spec.caption_bytes)
         of = {"captions_sha256": index.get("captions", {}).get("sha256"), "of": latents_hash(index), "captions": total}
         ranges = [*pieces_of(range(total), size), range(total, total + 1)]
-        place = ("text", spec.encoder)
-        super().__init__(folder, place, spec.stem, asdict(spec) | of, ranges, spec.caption_bytes)
+        super().__init__(folder, ("text", spec.encoder), spec.stem, asdict(spec) | of, ranges, spec.caption_bytes)
 
     def open(self, index: dict, full: bool) -> object:
         return open_text(self.folder, index, self.spec.encoder, full)

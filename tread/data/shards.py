@@ -99,8 +99,7 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
     size = shards[0].itemsize
     starts = [shard.ctypes.data for shard in shards]
     base, end = min(starts), max(start + shard.nbytes for start, shard in zip(starts, shards))
-    dtype = torch.from_numpy(np.empty(0, shards[0].dtype)).dtype
-    flat = torch.frombuffer((ctypes.c_char * (end - base)).from_address(base), dtype=dtype)
+    flat = torch.from_numpy(np.frombuffer((ctypes.c_char * (end - base)).from_address(base), shards[0].dtype))
     return flat.as_strided(((end - base) // size - width + 1, width), (1, 1)), [(s - base) // size for s in starts]
 
 
@@ -147,8 +146,7 @@ class ShardRows:
             mirrored, views = np.broadcast_to(views >= self._views, indices.shape).copy(), views % self._views
         chosen = self._row_of[torch.from_numpy(indices)] + torch.as_tensor(views * self._stride)
         device = self._rows.device
-        lock = pin and device.type == "cpu"
-        batch = self._rows.new_empty((len(indices), self._rows.shape[1]), pin_memory=lock)
+        batch = self._rows.new_empty((len(indices), self._rows.shape[1]), pin_memory=pin and device.type == "cpu")
         batch = torch.index_select(self._rows, 0, chosen.to(device), out=batch).view(-1, *self._shape)
         if mirrored is not None:
             batch[mirrored] = batch[mirrored].flip(-1)

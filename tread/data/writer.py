@@ -68,14 +68,13 @@ class DatasetWriter(ShardStore):
         another plan raise ValueError or, with `again`, are discarded; `begun` has entries to compare in place of this
         plan's own. Raises FileExistsError if the dataset exists or another process is writing it."""
         self.check_free()
-        lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
+        self._lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # once more: another process may have made it before the lock
         try:
             super().begin(again, begun)
         except (OSError, ValueError):
-            lock.release()
+            self._lock.release()
             raise
-        self._lock = lock
 
     def check_free(self) -> None:
         """Raise FileExistsError if the folder exists; the message says how its dataset's plan differs from this one."""

@@ -9,6 +9,7 @@ Shapes: B samples; data, noise and predictions (B, C, S, S); t (B, 1, 1, 1) or a
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Quantity = Literal["velocity", "x", "noise"]
@@ -32,15 +33,5 @@ def error_of(
     error = predicted - {"velocity": noise - x, "x": x, "noise": noise}[kind]
     if kind == loss_of:
         return error
-    if kind == "x":
-        error = error / t.clamp(min=clamp)
-    elif kind == "noise":
-        error = error / (1 - t).clamp(min=clamp)
-    return error * {"velocity": 1, "x": t, "noise": 1 - t}[loss_of]
-
-
-def negatives(x: Tensor, noise: Tensor, batch: int) -> Tensor:
-    """Return the true velocity of each sample's successor, (batch, C, S, S), for a contrastive loss (arXiv 2506.05350).
-    The last sample's successor is the extra one if x and noise hold batch + 1 samples, else the first."""
-    velocity = noise - x
-    return velocity[1:] if len(velocity) > batch else velocity.roll(-1, 0)
+    scale = {"velocity": torch.ones_like(t), "x": t, "noise": 1 - t}  # of an error, where the velocity's is 1
+    return error / scale[kind].clamp(min=clamp) * scale[loss_of]

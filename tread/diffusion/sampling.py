@@ -196,7 +196,7 @@ def _draw_batch(
 ) -> Tensor:
     network, device = model.network, next(model.network.parameters()).device
     if sampler.guidance.scheduled:
-        recorder = None  # two calls in a row have a number of tokens; a graph takes as many
+        recorder = None  # few calls have the same number of tokens, and two of them go into a recording
     plan, row = sampler.plan(model.process), sampler.guidance.row
     wanted, weaker = len(seeds), weak or model
     seeds = seeds + seeds[-1:] * (sampler.batch_size - wanted)

@@ -4,7 +4,6 @@ same time t, with its own noise. The prediction for the token is a velocity, noi
 Shapes: B samples, latents (B, C, S, S), class tokens (B, z).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,20 +14,12 @@ from torch import Tensor, nn
 from routing_module import Record, Routes
 from tread.diffusion.process import Process
 from tread.diffusion.solvers import AfterStep
-from tread.models.backbone import Backbone
 from tread.models.conditions import Condition
 
 
 def noised_token(clean: Tensor | None, noise: Tensor | None, t: Tensor) -> dict[str, Tensor]:
     """Return {"class_token": (1 − t)·clean + t·noise}, (B, z) fp32, to pass to a network; {} if clean is None."""
     return {} if clean is None else {"class_token": torch.lerp(clean.float(), noise, t.float()[:, None])}
-
-
-def with_blank_token(network: Backbone, count: int) -> Callable[..., Tensor]:
-    """Return a function that runs `network`, with zeros (count, z) as class_token if the network takes class tokens."""
-    token = network.z_embedder
-    zeros = {} if token is None else {"class_token": network.pos_embed.new_zeros(count, token.width)}
-    return partial(network, **zeros)
 
 
 def token_loss(velocity: Tensor, clean: Tensor, noise: Tensor) -> Tensor:

@@ -27,23 +27,6 @@ def to_patches(x: Tensor, patch_size: int) -> Tensor:
     return F.unfold(x, patch_size, stride=patch_size).transpose(1, 2)
 
 
-def kept_terms(
-    squared: Tensor,
-    denoised: Tensor,
-    noisy: Tensor,
-    weight: Tensor,
-    ids: Sequence[Tensor],
-    patch_size: int,
-    reconstruction: float,
-) -> Tensor:
-    """Return weight · kept_error + reconstruction · reconstruction_error per sample, (B,). `squared` errors, `denoised`
-    data and `noisy` input are (B, C, S, S), `weight` is (B,); `ids` has each route's indices (B, K) of kept patches."""
-    terms = weight * kept_error(squared, ids, patch_size)
-    if reconstruction:
-        terms = terms + reconstruction * reconstruction_error(denoised, noisy, ids, patch_size)
-    return terms
-
-
 def kept_error(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
     """Average errors (B, C, S, S) over each route's kept patches (`ids`: indices (B, K)), then over routes: (B,)."""
     patches = to_patches(squared, patch_size).mean(dim=2)  # (B, N)

@@ -176,8 +176,7 @@ def text_encoder(
     if name != "words":
         return ModelEncoder(name, tokens, captions, device)
     vocabulary = make_vocabulary(captions) if vocabulary is None else vocabulary
-    longest = WordEncoder(vocabulary, 1).lengths(captions)
-    return WordEncoder(vocabulary, tokens or settle_tokens(longest, None))
+    return WordEncoder(vocabulary, tokens or settle_tokens(WordEncoder(vocabulary, 1).lengths(captions), None))
 
 
 def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str | None = None) -> TextEncoder:

@@ -77,8 +77,7 @@ def ask(train: LatentDataset, heldout: LatentDataset | None, count: int) -> Aske
     texts = to(train.read(seen).text, "cpu")
     if len(held):
         texts = join(texts, to(heldout.read(held).text, "cpu"))
-    parts = np.repeat(PARTS, (len(seen), len(held)))
-    return Asked(np.concatenate([seen, len(train) + held]), parts, texts)
+    return Asked(np.concatenate([seen, len(train) + held]), np.repeat(PARTS, (len(seen), len(held))), texts)
 
 
 def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Inception | None = None) -> dict[str, float]:
@@ -102,8 +101,7 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
         known = look(real.pictures)
         right = {what: retrieved(look(compared[what]), known, asked, real) for what in COMPARED}
         for part, rank, what in itertools.product(dict.fromkeys(asked.parts.tolist()), RANKS, COMPARED):
-            share = right[what][asked.parts == part, :rank].any(axis=1).mean()
-            shares[f"{part}_top{rank}{name}{what}"] = float(share)
+            shares[f"{part}_top{rank}{name}{what}"] = float(right[what][asked.parts == part, :rank].any(axis=1).mean())
     return shares
 
 

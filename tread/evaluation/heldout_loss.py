@@ -64,6 +64,5 @@ def heldout_loss(
     points        total number of points.
     noise_levels  number of noise levels over which the points are spread, see Process.evaluation_levels.
     """
-    device = next(network.parameters()).device
-    given, more = read_points(process, data, numbers, points, noise_levels, device)
+    given, more = read_points(process, data, numbers, points, noise_levels, next(network.parameters()).device)
     return process.evaluation_loss(partial(network, **more), *given)

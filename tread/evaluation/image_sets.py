@@ -99,8 +99,7 @@ def _open_dataset(path: Path, crop: Crop | None) -> Pictures:
         return data.read(np.arange(start, stop)).pictures.numpy()
 
     shards = [[shard.get("pictures_sha256"), shard["file_sha256"]] for shard in read_index(path)["shards"]]
-    digest = content_hash(json.dumps(shards))
-    return Pictures(str(path), len(data), (data.picture_size,) * 2, digest, read)
+    return Pictures(str(path), len(data), (data.picture_size,) * 2, content_hash(json.dumps(shards)), read)
 
 
 class Npz:
@@ -270,9 +269,8 @@ def extract_all(
 
     with processes.lock(parts.work.with_suffix(".lock")):
         processes.from_main(lambda: parts.begin(again=True))
-        processes.from_main(
-            lambda: parts.forget(lambda note: "[Errno" in str(note.get("damaged")))
-        )  # a disk may recover
+        # a disk may recover
+        processes.from_main(lambda: parts.forget(lambda note: "[Errno" in str(note.get("damaged"))))
         parts.share(processes, f"features of {Path(pictures.where).name}", work, verify=True)
         processes.from_main(lambda: parts.check_complete(processes))
     found = [(name, why) for note in parts.notes() for name, why in note.get("damaged", ())]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tread.evaluation.metric_table import METRICS, Metric, scored_names
-from tread.runtime.files import write_json
 
 NAMES = ("samples.npz", "fid.png", "fid.json")
 
@@ -60,12 +59,6 @@ class ScoreFiles:
             for name in self._there():
                 if self.path(name).resolve() != Path(scored).resolve():
                     self.path(name).replace(self.path(name, number))
-
-    def write(self, record: dict) -> Path:
-        """Write `record` as fid.json, and return its path. Replaces an older fid.json, unless make_room renamed it."""
-        path = self.path("fid.json")
-        write_json(path, record)
-        return path
 
 
 def table(record: dict) -> str:

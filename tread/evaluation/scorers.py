@@ -29,7 +29,6 @@ from tread.runtime.device import use_cores
 from tread.runtime.distributed import Processes
 from tread.runtime.files import sha256
 
-NEIGHBOURS = 3
 REAL_COUNTS = {"label_agreement_real": 355, "frechet_pixels_real": 1442}  # number of real digits behind these values
 Scores = tuple[dict[str, float], dict[str, str], dict[str, int]]  # see Scorer.score
 
@@ -138,8 +137,7 @@ def open_scorer(
     downloaded if needed). `crop` says how the reference's photos are cropped (None: not); with `skip`, damaged ones are
     left out. All processes call this together. Raises FileNotFoundError or ValueError if either can't be opened."""
     with processes.main_first():  # one process fetches the weights
-        weights = find_weights(inception)
-    network = load_inception(weights, processes.device)
+        network = load_inception(find_weights(inception), processes.device)
     return ReferenceScorer(open_reference(reference, crop, processes, network.sizes, skip), network, processes)
 
 
@@ -155,7 +153,7 @@ def judge_digits(pictures: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
     (train, train_labels), (heldout, heldout_labels) = digits_parts().values()
     generated = np.round(pictures.reshape(len(pictures), -1) / 255 * 16)  # the scans' grey levels 0..16
-    classifier = KNeighborsClassifier(NEIGHBOURS).fit(train, train_labels)
+    classifier = KNeighborsClassifier(n_neighbors=3).fit(train, train_labels)
     reference = Moments.of(heldout).gaussian
     return {
         "label_agreement": float(classifier.score(generated, labels)),

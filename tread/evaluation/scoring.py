@@ -41,7 +41,7 @@ from tread.runtime import schema
 from tread.runtime.compiling import Compile, compile_blocks, settle_compile
 from tread.runtime.device import Precision, avoid_faults, device_name, use_precision
 from tread.runtime.distributed import Processes
-from tread.runtime.files import check_place, content_hash, explain_failure
+from tread.runtime.files import check_place, content_hash, explain_failure, write_json
 from tread.runtime.plugins import plugin_changes, plugin_hashes
 from tread.runtime.schema import Count, CountOrZero, Positive, TwoOrMore
 from tread.runtime.tensor_files import Weights
@@ -141,8 +141,7 @@ def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
         processes.say(f"warning: running without torch.compile, which fails here: {reason}")
     plans = [plan_scoring(options, checkpoint.find(path), precision, compiled) for path in paths]
     options = settle_reference(options, plans)
-    crop = settle_crop(options, plans)
-    if crop:
+    if crop := settle_crop(options, plans):
         processes.say(f"crop={crop.size} reads photos with orientation={crop.orientation} alpha={crop.alpha}")
     # open what is scored and what scores it
     skip = options.on_error == "skip"
@@ -238,7 +237,6 @@ class ScoringPlan:
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         decoded_in = self.options.decode_precision
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]
-        routes = [_decisive(route) for network in routed for route in network.routes(sampler.guidance)]
         decisive = {
             "step": saved.found.step,
             "checkpoint": saved.sha256,
@@ -253,7 +251,7 @@ class ScoringPlan:
             "guidance": sampler.guidance.describe(),
             "weak_network": weak and weak.sha256,
             "weak_process": weak and _decisive(weak.process),
-            "routes": routes,
+            "routes": [_decisive(route) for network in routed for route in network.routes(sampler.guidance)],
             "dtype": sampler.precision,
             "batch_size": sampler.batch_size,
             "compiled": self.compiled,
@@ -551,9 +549,9 @@ class CheckpointScoring:
             if self.plan.options.save_samples:
                 tqdm.write(f"  writing   {files.path('samples.npz')}")
                 save_npz(files.path("samples.npz"), parts.arrays("pictures"), parts.whole("labels"))
-            where = files.write(record)
+            write_json(files.path("fid.json"), record)
             add_line(self.lines, record)
-        tqdm.write(f"{table(record)}\n  written   {where}")
+        tqdm.write(f"{table(record)}\n  written   {files.path('fid.json')}")
 
 
 def common_record(
@@ -603,6 +601,6 @@ def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringO
         files = files_beside(options)
         with explain_failure(files.folder):
             files.make_room(record["settings"], options.samples)
-            where = files.write(record)
-        tqdm.write(f"{table(record)}\n  written   {where}")
+            write_json(files.path("fid.json"), record)
+        tqdm.write(f"{table(record)}\n  written   {files.path('fid.json')}")
     processes.wait()

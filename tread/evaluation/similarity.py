@@ -46,12 +46,9 @@ def block_states(
     """Return a network's output (B, out_channels, S, S) and its States, for the arguments of Backbone.forward: latents
     x, time input t, labels or texts y, pairs (Route, indices of kept tokens, or draws), a class token in `more`."""
     embedded: list[Tensor] = []
-    hook = network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output))
     record = Record(blocks=range(len(network.blocks)))
-    try:
+    with network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output)):
         result = network(x, t, y, routes=routes, record=record, **more)
-    finally:
-        hook.remove()
     resolved = [(route.resolve(len(network.blocks)), ids) for (route, _), ids in zip(routes, record.ids)]
     ending = {route.end: (route, ids) for route, ids in resolved if network.skipped_return}
     whole = embedded[0].float()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dit import DiTBlock, MlpKind, Norm, attend, make_norm
 from routing_module import readable
+from tread.models.backbone import modulate
 from tread.models.conditions import Text, each
 from tread.models.lightning import DIT_PARTS, LightningDiT
 
@@ -52,8 +53,13 @@ class TextBlock(DiTBlock):
         """Map tokens x (B, N, D) to tokens; if self.returns_values is set, also return the self-attention's values
         (B, N, H, d). `given`: what Attention.forward takes besides x (rotary table, first block's values), if
         anything, then conditioning c (B, D), text (B, T, D) and its mask (B, T) bool."""
-        *given, text, mask = given
-        return super().forward(x, *given, further=lambda x: self.cross_attn(self.cross_norm(x), text, mask))
+        *along, c, text, mask = given
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
+        change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)
+        x = x + gate1.unsqueeze(1) * change
+        x = x + self.cross_attn(self.cross_norm(x), text, mask)
+        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        return (x, values.contiguous()) if self.returns_values else x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         kv, T = self.cross_attn.kv, self.text_tokens  # kv runs on the text instead of the tokens

@@ -142,8 +142,7 @@ def _download(partial: Path) -> None:
     if have >= SIZE:
         return
     check_answer(URL, lambda url, seconds: urlopen(Request(url, method="HEAD"), timeout=seconds).close())
-    request = Request(URL, headers={"Range": f"bytes={have}-"})
-    with urlopen(request, timeout=60) as answer, partial.open("ab") as out:
+    with urlopen(Request(URL, headers={"Range": f"bytes={have}-"}), timeout=60) as answer, partial.open("ab") as out:
         have = have if answer.status == 206 else 0  # other answers begin at the file's start
         out.truncate(have)
         with tqdm(total=SIZE, initial=have, desc=Path(URL).name, unit="B", unit_scale=True) as bar:

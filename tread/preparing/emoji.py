@@ -216,16 +216,12 @@ def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     if encoder is not None and read_spec(folder, read_index(folder), encoder) is None:
         with Lock(folder / ".text.lock", None):
             if read_spec(folder, read_index(folder), encoder) is None:
-                _write_text(folder, encoder)
-
-
-def _write_text(folder: Path, name: str) -> None:
-    encoder = text_encoder(name, [caption for sample in emoji_of("train") for caption in sample.captions])
-    captions = read_captions(folder, read_index(folder))
-    writer = TextWriter(folder, encoder.spec, list(map(len, captions)))
-    writer.begin(again=True)
-    writer.encode(16, encoding(encoder, itertools.chain(*captions)), writer.missing())
-    writer.publish()
+                words = text_encoder(encoder, [caption for sample in emoji_of("train") for caption in sample.captions])
+                captions = read_captions(folder, read_index(folder))
+                writer = TextWriter(folder, words.spec, list(map(len, captions)))
+                writer.begin(again=True)
+                writer.encode(16, encoding(words, itertools.chain(*captions)), writer.missing())
+                writer.publish()
 
 
 def write_pictures(folder: Path | str, size: int) -> None:

@@ -265,8 +265,7 @@ def prepare_latents(options: PhotoOptions, processes: Processes) -> None:
     shards = shards_of(begun, heldout, options.shard_size)
     for part, writer in writers.items():
         writer.ranges = shards[part]
-    rows = sum(writer.rows(writer.missing()) for writer in work)
-    processes.from_main(lambda: work[0].check_space(rows))
+    processes.from_main(lambda: work[0].check_space(sum(writer.rows(writer.missing()) for writer in work)))
     for line in describe(photos, writers, options):
         processes.say(line)
     encode = autoencoder.encoder(model, latents, options.precision)
@@ -365,8 +364,7 @@ def finish(
     for part, report in made.items():
         folder = writers[part].folder
         if part == "heldout":
-            classes = sum(map(bool, report["class_counts"].values()))
-            counts = f"{report['count']:,} samples of {classes:,} classes"
+            counts = f"{report['count']:,} samples of {sum(map(bool, report['class_counts'].values())):,} classes"
             processes.say(f"  held out  {folder}: {counts}, for the evaluation loss")
             for text in told("  left out  of the pictures held out", report["left_out"]):
                 processes.say(text)

@@ -48,8 +48,7 @@ def prepare_text(options: TextOptions, processes: Processes) -> None:
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:
-        given = list(parse_captions(Path(options.captions)))
-        processes.from_main(lambda: add_captions(folder, given, options.again))
+        processes.from_main(lambda: add_captions(folder, parse_captions(Path(options.captions)), options.again))
     train, heldout = (index.get(key) and beside(folder, index[key]) for key in ("train", "heldout"))
     _prepare(options, folder, options.like or train and str(train), processes)
     if not heldout or options.like is not None:

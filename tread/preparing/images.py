@@ -90,8 +90,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
         raise ValueError(f"its grey lies in {values.min()}..{values.max()}, not in 8 or 16 bits: convert the picture")
     grey = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     if "transparency" in image.info:
-        opaque = values != image.info["transparency"]
-        grey.putalpha(Image.fromarray(opaque.astype(np.uint8) * 255))
+        grey.putalpha(Image.fromarray(values != image.info["transparency"]).convert("L"))
     return grey
 
 

@@ -91,8 +91,7 @@ def open_parquet(source: Path, paths: list[Path], split: str | None, captions: s
         if not opened.schema_arrow.equals(schema) or _features(opened.schema_arrow) != _features(schema):
             raise ValueError(f"{path} has other columns or classes than {paths[0].name}")
         for group in range(opened.metadata.num_row_groups):
-            rows = opened.metadata.row_group(group).num_rows
-            files += [(_read, (path, group, image, row)) for row in range(rows)]
+            files += [(_read, (path, group, image, row)) for row in range(opened.metadata.row_group(group).num_rows)]
         names += [f"{path.name}:{row}" for row in range(opened.metadata.num_rows)]
         if words is not None:
             for row in opened.read(columns=[words])[words].to_pylist():

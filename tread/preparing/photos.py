@@ -4,8 +4,8 @@ Captions may lie beside pictures (a.txt beside a.jpg), one per line. Faults are 
 import hashlib
 import posixpath
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import numpy as np
@@ -69,27 +69,23 @@ class Photos:
         """Return (name, reason) of files that can't be read or are no pictures, judged by their first bytes or, if
         `whole`, by decoding. Returns [], unchecked, for over 100,000 files (`whole`: 10,000) or if not self.heads."""
 
-        def look(first: int) -> Faults:
-            found = []
-            for picture, (read, name) in zip(self.names[first::THREADS], self.files[first::THREADS]):
-                try:
-                    why = read_rgb(read(name)) and None if whole else no_picture(read(name, HEAD))
-                except (OSError, ValueError) as error:
-                    why = str(error)
-                found += [(picture, why)] if why else []
-            return found
+        def fault(file: tuple) -> str | None:
+            read, name = file
+            try:
+                return read_rgb(read(name)) and None if whole else no_picture(read(name, HEAD))
+            except (OSError, ValueError) as error:
+                return str(error)
 
         if not self.heads or len(self) > (DECODED if whole else LOOKED):
             return []
-        with ThreadPoolExecutor(THREADS) as pool:  # network disks are slow to open a file
-            return sorted(sum(pool.map(look, range(THREADS)), []))
+        with ThreadPool(THREADS) as pool:  # network disks are slow to open a file
+            return sorted((name, why) for name, why in zip(self.names, pool.map(fault, self.files)) if why)
 
     def check(self, skip: bool = False, allow_empty: bool = False) -> None:
         """Raise ValueError if there is no picture, if some files can't be used or aren't pictures (unless `skip`), or
         if a class has no picture (unless `allow_empty`). The message covers all faults, grouped by kind."""
-        lines = named(self.faults, ": {}")
         if not self.names:
-            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){lines}")
+            raise ValueError(f"{self.where} holds no picture ({', '.join(SUFFIXES)}){named(self.faults, ': {}')}")
         unused = [] if allow_empty else np.setdiff1d(range(len(self.classes)), self.labels)
         empty, texts = [self.classes[label] for label in unused], []
         if not skip:

@@ -210,9 +210,8 @@ class Routing:
             self._watch(number, index, args)
         rejoins = index == route.end and route.rejoin < route.start
         saved = self._saved(number, index, args) if rejoins else (args, kwargs)
-        picked = self._select(args, kwargs, ids_keep)
         self._running[index] = saved, ids_keep
-        return picked
+        return self._select(args, kwargs, ids_keep)
 
     def _behind(self, index: int, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if index not in self._running:

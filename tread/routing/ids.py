@@ -149,8 +149,7 @@ class Group(Token):
         self.check_grid(grid)
         if keep is not None:
             _check_mask(draws, keep)
-            most = int(_by_groups(keep, grid).sum(dim=3).max()) if len(draws) else 0
-            if most > 1:
+            if len(draws) and (most := int(_by_groups(keep, grid).sum(dim=3).max())) > 1:
                 raise ValueError(f"force_keep holds {most} tokens of a 2×2 group, but select=group keeps one of each")
             draws = draws.masked_fill(keep, -1.0)
         place = _by_groups(draws, grid).argmin(dim=3)  # (B, H/2, W/2) of 0..3: upper left, upper right, lower left, …

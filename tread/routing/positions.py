@@ -42,8 +42,7 @@ def check_positions(
     ids = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
     for index in blocks_to_check(dict(enumerate(blocks))):
         block = blocks[index]
-        difference = order_matters(block, (tokens, *along, *shared), {}, ids, False, select, join)
-        if difference:
+        if difference := order_matters(block, (tokens, *along, *shared), {}, ids, False, select, join):
             raise ValueError(refusal(index, block, difference, "along=", "leave this check out"))
 
 

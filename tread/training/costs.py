@@ -11,6 +11,7 @@ tensors, which have sizes and types but no numbers, and the bytes of storages in
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from routing_module import Route
 from tread.checkpoints.network import build_network, process_of
-from tread.diffusion.token_beside import with_blank_token
 from tread.encoders.vision import LAYERS, WIDTHS, Encoder, dinov2_cost, open_encoder
 from tread.models.backbone import Backbone, count_parameters
 from tread.models.cost_constants import END_BYTES, PREDICTED, UPDATE_BYTES, Constants, Device, block_bytes, blocks_run
@@ -111,7 +111,9 @@ def blank_loss(
     x = torch.zeros(images, cfg.dataset.channels, cfg.dataset.size, cfg.dataset.size, device=device)
     level = torch.full((images,), 0.5, device=device)
     chosen = [pair(route, torch.zeros(images, network.num_tokens, device=device), network.grid) for route in routes]
-    called = with_blank_token(network, images)
+    token = network.z_embedder
+    zeros = {} if token is None else {"class_token": network.pos_embed.new_zeros(images, token.width)}
+    called = partial(network, **zeros)
     with autocast(device, precision):
         return process_of(cfg).loss(called, x, network.null(images), level, torch.zeros_like(x), chosen).mean()
 
@@ -140,7 +142,8 @@ def step_seconds(
     blocks = blocks_run(network, routes)
     head = network.hidden_size // getattr(cfg.model, "num_heads", network.hidden_size)
     attention = constants.attention[min(constants.attention, key=lambda known: abs(known - head))]
-    update = step_flops(network) / images if cfg.optim.entry.splits else 0
+    iterations = int((cfg.optim.options or {}).get("steps", 5))  # of Muon
+    update = step_flops(network, iterations) / images if cfg.optim.entry.splits else 0
     products = ((aligner.flops(routes) if aligner else 0) + update) / np.interp(network.hidden_size, *constants.reached)
     moved = network.hidden_size * END_BYTES.moved * network.num_tokens
     values = getattr(cfg.model, "value_residual", False)

@@ -13,7 +13,7 @@ from tread.checkpoints.network import process_of
 from tread.data.dataset import Batch
 from tread.data.latents import LatentSpec, to_network
 from tread.diffusion.token_beside import noised_token, token_loss
-from tread.diffusion.token_losses import kept_terms
+from tread.diffusion.token_losses import kept_error, reconstruction_error
 from tread.models.conditions import Condition, replaced
 from tread.runtime.device import autocast
 from tread.training.alignment import Aligner
@@ -44,8 +44,12 @@ def loss(
     if cfg.train.loss_tokens == "all" or not draws.routes:
         terms = [process.loss(network, x, y, level, draws.noise, draws.routes)]
     else:
-        errors, weight = process.errors(network, x, y, level, draws.noise, draws.routes), process.weight(level)
-        terms = [kept_terms(*errors, weight, record.ids, cfg.model.patch_size, cfg.train.reconstruction)]
+        squared, denoised, noisy = process.errors(network, x, y, level, draws.noise, draws.routes)
+        ids, patch_size = record.ids, cfg.model.patch_size
+        terms = [process.weight(level) * kept_error(squared, ids, patch_size)]
+        if cfg.train.reconstruction:
+            skipped = reconstruction_error(denoised, noisy, ids, patch_size)
+            terms[0] = terms[0] + cfg.train.reconstruction * skipped
     if draws.token is not None:
         beside = token_loss(record.class_token, batch.class_token, draws.token)
         terms[0] = terms[0] + cfg.train.class_token_weight * beside
