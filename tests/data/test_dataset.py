@@ -5,6 +5,7 @@ import gc
 import mmap
 import os
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from sparse_dataset import write_sparse
 from torch.utils.data import DataLoader
 
 from tread.data.dataset import LatentDataset
-from tread.data.index import read_index
+from tread.data.index import index_lock, read_index
 from tread.data.latents import LatentSpec
 from tread.data.loader import Loader
 from tread.data.shards import Placement
@@ -304,3 +305,20 @@ def test_a_gpu_gets_the_batches_of_each_step(folder, placement):
         assert torch.equal(torch.cat([part.stored for part in parts]).cpu(), expected.stored)
         assert torch.equal(torch.cat([part.labels for part in parts]).cpu(), expected.labels)
     loader.close()
+
+
+def test_one_process_at_a_time_changes_an_index(tmp_path):
+    """Eight threads, each of which opens the lock by itself as a process would, lose no count of another."""
+    count = tmp_path / "count"
+    count.write_text("0")
+
+    def add(_):
+        for _ in range(25):
+            with index_lock(tmp_path):
+                before = int(count.read_text())
+                time.sleep(1e-4)
+                count.write_text(str(before + 1))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(8)))
+    assert count.read_text() == "200" and list(tmp_path.iterdir()) == [count]

@@ -393,3 +393,17 @@ def test_bad_input_is_refused_before_any_work(tmp_path, run, composed, pictures_
         ("checkpoint=hf:user/name", "reference=reference.npz", "hf:user/name has no folder of yours"),
     )
     assert not list((tmp_path / "results/a/step_0000003").glob("*fid*"))
+
+
+def test_a_score_beside_its_samples_has_their_name(tmp_path, monkeypatch):
+    """A folder's dot begins no suffix, as in cfg1.5."""
+    folder = tmp_path / "cfg1.5"
+    folder.mkdir()
+    (tmp_path / "a.npz").touch()
+    monkeypatch.chdir(folder)
+    places = {str(folder): "cfg1.5", ".": "cfg1.5", f"{folder}/": "cfg1.5", "../a.npz": "a"}
+    for samples, name in places.items():
+        found = scoring.files_beside(SimpleNamespace(out=None, samples=samples)).path("fid.json")
+        assert found.resolve() == tmp_path.resolve() / f"{name}.fid.json"
+    above = scoring.files_beside(SimpleNamespace(out=None, samples="..")).path("fid.json")
+    assert above == tmp_path.resolve().parent / f"{tmp_path.name}.fid.json"

@@ -4,7 +4,7 @@ import datetime
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,16 @@ def read_index(folder: Path) -> dict:
 def index_lock(folder: Path) -> Iterator[None]:
     """Context manager under which a process changes a dataset's index.json; others wait for its end."""
     file = folder / ".index.lock"
-    with Lock(file, None):
+
+    def taken() -> Lock:
+        lock = Lock(file, None)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), file.stat()):
+                return lock
+        lock.release()  # that of a file which the process before removed: others may have locked a new one
+        return taken()
+
+    with taken():
         try:
             yield
         finally:

@@ -395,8 +395,10 @@ def files_beside(options: ScoringOptions) -> ScoreFiles:
     """Return the files for the score of options.samples: in options.out or, if that is null, beside the samples."""
     if options.out:
         return ScoreFiles(Path(options.out))
-    path = Path(options.samples if Path(options.samples).name else Path.cwd())
-    return ScoreFiles(next(parent for parent in path.parents if parent.is_dir()), f"{path.stem}.")
+    path = Path(options.samples)
+    path = path.resolve() if path.name in ("", "..") else path
+    name = path.name if path.is_dir() else path.stem
+    return ScoreFiles(next(parent for parent in path.parents if parent.is_dir()), f"{name}.")
 
 
 def check_target(path: Path, reference: Reference) -> None:
