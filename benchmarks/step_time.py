@@ -48,6 +48,7 @@ from tread.runtime.schema import Range
 from tread.runtime.signals import Stop
 from tread.training import settings, step
 from tread.training.costs import sample_flops
+from tread.training.draws import active_routes
 from tread.training.run import Run
 from tread.training.start import start
 
@@ -187,7 +188,7 @@ def measure(kinds: Kinds, pairs: int) -> dict:
 
 def flops_of(run: Run, cfg: settings.Settings) -> int:
     """Return the FLOPs of a training step for one image."""
-    return sample_flops(run.network, () if cfg.train.routes_until == 0 else cfg.model.routes, run.aligner)
+    return sample_flops(run.network, active_routes(cfg, run.step), run.aligner)
 
 
 def take_steps(run: Run, cfg: settings.Settings, count: int) -> None:
