@@ -88,7 +88,8 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_75(tmp_path, number):
     assert status(tmp_path / "a")["state"] == "finished" and status(tmp_path / "a")["step"] == found["step"] + 2
 
 
-@pytest.mark.parametrize("to", [pytest.param("launcher", marks=pytest.mark.slow), "one process"])
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["launcher", "one process"])
 def test_two_processes_stop_after_the_same_step(tmp_path, to):
     """Under torchrun, which passes SIGTERM on; or when a signal reaches one process alone."""
     if to == "launcher":
