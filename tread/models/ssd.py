@@ -73,7 +73,7 @@ def _decay(a: Tensor) -> Tensor:
     """Return exp(Σ_{j<k≤i} a_k), the decay from token j to token i, and 0 for i < j: (…, L) → (…, L, L), axes j, i."""
     spans = a.unsqueeze(-2).expand(*a.shape, a.shape[-1]).triu(1).cumsum(dim=-1)
     earlier = a.new_ones(spans.shape[-2:], dtype=torch.bool).tril(-1)
-    return spans.masked_fill(earlier, -torch.inf).exp()  # a mask after exp would be one more result to keep for backward
+    return spans.masked_fill(earlier, -torch.inf).exp()  # masked after exp, two results would be kept
 
 
 def _entering(added: Tensor, a: Tensor) -> Tensor:
