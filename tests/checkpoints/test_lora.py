@@ -57,6 +57,7 @@ def test_merged_weights_are_peft_s_and_compute_the_same(read_config, model):
         torch.testing.assert_close(whole.state_dict()[name], value)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_is_opened_and_exported_without_peft(tmp_path, monkeypatch):
     launch(tmp_path, "name=old")
     asked = ("init_from=results/old", "init_weights=model", "lora.rank=2", "lora.alpha=4", "lora.targets=attn|mlp")

@@ -765,7 +765,7 @@ def test_what_a_model_does_to_tokens_that_are_to_rejoin_is_refused():
         model(X)
 
 
-@pytest.mark.parametrize("how", ["compiled before", "called by forward"])
+@pytest.mark.parametrize("how", [pytest.param("compiled before", marks=pytest.mark.slow), "called by forward"])
 def test_a_context_in_which_nothing_was_routed_says_so(how):
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     run = model
