@@ -37,7 +37,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from step_time import BLOCK, calls_of, kinds_of, measure, open_run, stages, take_steps
+from step_time import BLOCK, Kinds, calls_of, kinds_of, measure, open_run, stages, take_steps
 from timing import CPU, DEVICE, ROOT, Turns, begin, circumstances, options_of, take_turns, why_failed
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -321,31 +321,46 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check) -> None:
-    """Time token gathering, the EMA update, and steps with one setting of torch or train.py changed at a time.
-    Steps with the default settings are timed before and after these. Cached graphs would ignore sdpa_kernel."""
+    """Time token gathering, the EMA update, and steps with one setting of torch or train.py changed, in turns with
+    steps of a run with the default settings. Cached graphs would ignore sdpa_kernel. On a CPU one setting is tried."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
-    plain = ("as it is", "train.residual=bf16", "train.cuda_graphs=false", "train.memory=budget")
-    settings = dict.fromkeys(plain, contextlib.nullcontext) | {
-        "attention by flash": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-        "attention by cuDNN": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-        "max-autotune without graphs": lambda: inductor.patch(max_autotune=True),
-        "as it is, again": contextlib.nullcontext,
-    }
+    plain = ("train.residual=bf16", "train.cuda_graphs=false", "train.memory=budget")
+    settings = dict.fromkeys(plain[:1] if CPU else plain, contextlib.nullcontext)
+    if not CPU:
+        settings |= {
+            "attention by flash": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+            "attention by cuDNN": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+            "max-autotune without graphs": lambda: inductor.patch(max_autotune=True),
+        }
 
-    def under(size: str, name: str) -> None:
-        torch._dynamo.reset()  # else compiled blocks would keep the settings under which they were compiled
-        words = words_of(size, *[name] * ("=" in name), images=64 if size == "XL" else 256)
+    def beside(usual: Kinds, size: str, name: str) -> None:
+        torch._dynamo.reset()  # else compiled blocks of other settings would be taken; the usual run replays its graphs
+        words = words_of(size, *[name] * ("=" in name), images=images[size])
         with functorch.patch(enable_autograd_cache=False), settings[name](), opened(*words) as run:
-            unit = f"ms for {run.cfg.train.batch_size} images"
-            for kind, turn in check.turns(calls_of(kinds_of(run))).items():
-                check.add(f"{size}, {kind}, {name}", 1e3 * turn.median / BLOCK, unit, held_gb=turn.held / 1e9)
+            for kind in ("dense", "routed"):
+                called = f"{size}, {kind}, {name}"
+                turns = check.turns(calls_of({kind: usual[kind], called: kinds_of(run)[kind]}))
+                if len(turns) == 2:
+                    facts = {"ms": 1e3 * turns[called].median / BLOCK, "held_gb": turns[called].held / 1e9}
+                    check.add(called, statistics.median(turns[called].over(turns[kind])), "times as it is", **facts)
 
+    def of(size: str) -> None:
+        with opened(*words_of(size, images=images[size])) as run:
+            usual = kinds_of(run)
+            for kind, turn in check.turns(calls_of(usual)).items():
+                unit = f"ms for {run.cfg.train.batch_size} images"
+                check.add(f"{size}, {kind}, as it is", 1e3 * turn.median / BLOCK, unit, held_gb=turn.held / 1e9)
+            if not (CPU or run.graphs):
+                raise RuntimeError("without CUDA graphs the usual run would be compiled anew under each setting")
+            for name in settings:
+                check.attempt(f"{size}, {name}", partial(beside, usual, size, name))
+
+    images = {"S": 256, "B": 256, "L": 64, "XL": 64}
     for size in check.options.sizes or ("XL", "S"):
         check.attempt(f"{size}, gather and average", partial(gather_and_average, check, size))
-        for name in ("as it is",) if CPU else settings:  # steps are not compiled on a CPU
-            check.attempt(f"{size}, {name}", partial(under, size, name))
+        check.attempt(f"{size}, as it is", partial(of, size))
 
 
 def gather_and_average(check: Check, size: str) -> None:
