@@ -213,6 +213,16 @@ def test_a_compiled_block_moves_no_more_bytes_than_planned(built, model, width, 
 
 
 @pytest.mark.slow
+def test_a_text_blocks_28th_product_is_the_gradient_of_its_texts_projection(built):
+    def frozen(*words):
+        cfg, network = built(*words)
+        network.y_embedder.requires_grad_(False)
+        return cfg, network
+
+    assert lowered(frozen, "dit_text", 1.0)[2] == 27
+
+
+@pytest.mark.slow
 def test_mixing_the_first_blocks_values_keeps_and_moves_as_planned(built):
     """Beside a plain block's bytes, by inductor. A first and a later block are two graphs, and both count what the
     first hands on: 2 bytes, of which a network keeps one copy. Handing on moves 6."""
