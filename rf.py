@@ -80,7 +80,7 @@ class RF(Process):
         return int(self.contrastive > 0)
 
     def for_latents(self, channels: int, size: int) -> "RF":
-        """Return this process with numbers for an "auto" shift or train_shift, for latents (channels, size, size)."""
+        """Return a copy whose shift and train_shift, if "auto", are the numbers for latents (channels, size, size)."""
         scale = size * channels**0.5 / 64  # √(CHW/4096)
         shift = 1 / scale if self.shift == "auto" else self.shift
         return replace(self, shift=shift, train_shift=scale if self.train_shift == "auto" else self.train_shift)
@@ -107,7 +107,7 @@ class RF(Process):
         return x.float(), self.time_scale * (1 - t if self.reverse else t)
 
     def combine(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """Return the predicted data D = x − t·v in the dtype of the noisy x; v is the predicted velocity."""
+        """Return the predicted data D = x − t·v, in the noisy x's dtype or fp32 if wider; v: the predicted velocity."""
         level = torch.as_tensor(t, dtype=x.dtype, device=x.device).expand(x.shape[0]).view(-1, 1, 1, 1)
         return x - level * self._velocity(output, x, level)
 

@@ -55,11 +55,11 @@ class Route:
     selection_ratio  fraction of the tokens that skip the blocks, in [0, 1).
     fp32             block that runs in fp32 under autocast, for stability as in TREAD's paper: "end" is block `end`,
                      "next" the one after, "off" none; "auto" is "end" if at most 3 blocks follow the route, else "off".
-                     For half-precision weights only "off".
+                     Half-precision weights under autocast need "off".
     select           name of the rule that chooses the kept tokens, a key of RULES (tread/routing/ids.py).
     rejoin           index of a block, at most `start` (None: `start`; negative ones count from the end). The skipped
                      tokens are saved before this block and put back, unchanged, after block `end`. Or a key of REJOINS:
-                     "stale" runs all tokens, but after block `end` the skipped ones are again as before block `start`.
+                     "stale" runs all tokens, then, after `end`, resets the skipped ones to their values before `start`.
     """
 
     start: int
@@ -270,8 +270,8 @@ REJOINS = Table(Rejoin, {  # value of Route.rejoin → how tokens return; the en
 
 
 def kept_grid(route: Route, ids_keep: Tensor, grid: Grid) -> Grid:
-    """Return (rows, columns) of the kept tokens for a route that keeps whole rows of a token grid. Raises ValueError
-    for other rules, and if ids_keep (B, K) is not whole rows in raster order (on a GPU, only if K does not fit)."""
+    """Return (rows, columns) of the kept tokens for a route that keeps whole rows of `grid`. Raises ValueError if its
+    rule does not, or if ids_keep (B, K) is not whole rows in raster order (on a GPU, only K is checked)."""
     width = grid[1]
     if route.select in RULES and not RULES[route.select].keeps_grid:
         named = f"the route {route.start}→{route.end} selects by {route.select!r}"
@@ -294,7 +294,7 @@ def times_written(tokens: Tensor) -> int:
 
 
 def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Call a block on floating-point inputs in fp32, without autocast (TF32 stays), cast back to the first's dtype."""
+    """Call a block without autocast, on inputs cast to fp32, and return its output in the first input's dtype."""
     with torch.autocast(inputs[0].device.type, enabled=False):
         return block(*(a.float() if a.is_floating_point() else a for a in inputs)).to(inputs[0].dtype)
 
@@ -333,7 +333,7 @@ def settle_ids(route: Route, chosen: Tensor, tokens: Tensor, grid: Grid | None =
 
 
 def check_count(route: Route, ids_keep: Tensor, num_tokens: int, grid: Grid | None) -> None:
-    """Raise ValueError unless K of ids_keep (B, K) is the `count` of rule route.select, the basis of FLOP counts."""
+    """Raise ValueError unless K of ids_keep (B, K) is what the rule's method `count`, used for FLOP counts, returns."""
     says = RULES[route.select].count(route, num_tokens, grid)
     if ids_keep.shape[1:] != (says,):
         given = f"the rule select={route.select} chose ids of shape {tuple(ids_keep.shape)}"

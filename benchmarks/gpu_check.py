@@ -321,8 +321,8 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 
 def variants(check: Check) -> None:
-    """Time token gathering, the EMA update, and steps with one setting of torch or train.py changed, in turns with
-    steps of a run with the default settings. Cached graphs would ignore sdpa_kernel. On a CPU one setting is tried."""
+    """Time token gathering, the EMA update, and training steps with one setting of torch or train.py changed.
+    They take turns with default steps. torch's autograd cache is off: it ignores sdpa_kernel. On a CPU: one setting."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -364,7 +364,7 @@ def variants(check: Check) -> None:
 
 
 def gather_and_average(check: Check, size: str) -> None:
-    """Time, for a DiT of `size`: gathering tokens by elements, and by rows; the EMA of its weights, and a flat lerp."""
+    """Time gathering by rows against by elements, and the EMA of a DiT of `size` against one lerp of a flat vector."""
     batch, tokens, times = (2, 16, 1) if CPU else (256, 256, 20)
     x = torch.randn(batch, tokens, SIZES[size], device=DEVICE, requires_grad=True)
     ids = torch.rand(batch, tokens, device=DEVICE).argsort(1)[:, : tokens // 2].sort(1).values

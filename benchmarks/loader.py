@@ -54,7 +54,7 @@ class Files(Dataset):
 
 
 def write(folder: Path) -> None:
-    """Write SAMPLES random latents as a dataset, and the first FILES (constants) also as a tar and .npy files."""
+    """Write SAMPLES random latents as a dataset, and the first FILES of them also as a tar and as .npy files."""
     random_dataset(folder / "ours", SHAPE, CLASSES, SAMPLES, PER_SHARD)
     data = LatentDataset(folder / "ours")
     (folder / "npy").mkdir()
@@ -83,7 +83,7 @@ def through(batches: Iterable) -> None:
 
 
 def tar(folder: Path, workers: int) -> Iterable:
-    """Return webdataset's loader of batches (latents, labels) of latents.tar in `folder`. `workers`: 0 or more."""
+    """Return webdataset's loader of latents.tar in `folder`: batches (latents, labels); `workers`: processes or 0."""
     pipe = webdataset.WebDataset(str(folder / "latents.tar"), shardshuffle=False, empty_check=False).shuffle(1000)
     pipe = pipe.decode().to_tuple("latent.npy", "cls").batched(BATCH, partial=True)
     return webdataset.WebLoader(pipe, batch_size=None, num_workers=workers)

@@ -5,8 +5,8 @@ Prints for each kind of step the median time, images/s, FLOP/s, MFU and peak mem
 its confidence interval; and the speedup divided by the ratio of FLOPs. Then prints which fractions of a step loading,
 forward, backward, optimizer and EMA take. If one kind of step fails, the others go on. Overrides are train.py's, and
 
-    beside=…      further models to time, separated by commas; they ignore overrides that not all models take
-    pairs=24      measurements of each kind of step; each is of one step (on a GPU of 5, to hide kernels' launch time)
+    beside=…      further models to time, separated by commas; they get only the overrides that all models take
+    pairs=24      measurements of each kind of step, each of one step (on a GPU, of 5, to hide kernels' launch time)
     out=…         a JSON file to write as well
 
 python benchmarks/step_time.py experiment=imagenet256_s2 train.batch_size=16       # CPU
@@ -122,8 +122,8 @@ def random_text(folder: Path, count: int, words: bool) -> None:
 
 
 def kinds_of(run: Run) -> Kinds:
-    """Return {name: (run, settings)} to time: "dense", all tokens; "routed", under routes without fp32 blocks; in bf16,
-    but not for MaskDiT, "routed, fp32: end", each route's last block in fp32. ValueError if the model has no routes."""
+    """Return {name: (run, settings)}: "dense", all tokens; "routed", routes without fp32 blocks; "routed, fp32: end",
+    each route's last block in fp32, if the run is bf16 and not MaskDiT's. Raises ValueError if there are no routes."""
     cfg = run.cfg
     if not cfg.model.routes:
         raise ValueError(f"model={cfg.model.name} has no routes to compare; model=tread measures both")
@@ -217,7 +217,7 @@ def held_by(run: Run) -> int:
 
 
 def stages(run: Run, cfg: settings.Settings) -> dict[str, float]:
-    """Return the fractions of 5 steps' time: "data wait", "forward", …, "rest", each of which waits for the device."""
+    """Return {stage: fraction of 5 steps' time}: "data wait", "forward", …, "rest". Waits for the device after each."""
     spent = Counter()
     with ExitStack() as patches:
         patches.enter_context(patch.object(run, "graphs", None))  # a CUDA graph would replay all stages at once

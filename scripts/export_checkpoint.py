@@ -73,8 +73,8 @@ def published(source: checkpoint.Checkpoint, options: Options) -> dict:
 
 
 def export_for_diffusers(options: Options) -> str:
-    """Write the folder options.out for diffusers; return a summary, with the Python line that loads it. See `export`
-    for the errors; ValueError also if the network, or the select or rejoin of one of its routes, is a plugin's."""
+    """Write the folder options.out for diffusers; return a summary, with the Python line that loads it. Raises errors
+    as `export` does, and ValueError if a plugin defines the network or a route's select or rejoin rule."""
     from tread.checkpoints import diffusers_export  # imported here because diffusers takes seconds
 
     source, out = checkpoint.find(options.checkpoint), Path(options.out).expanduser()

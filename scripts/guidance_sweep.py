@@ -50,7 +50,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """Options `sweep.…`: values to combine; baseline: score without guidance, too; metric: see choose_metric."""
+    """Options `sweep.…`: values of Point's fields; baseline: score without guidance, too; metric: see choose_metric."""
 
     scale: tuple[float, ...]
     strong: tuple[float, ...] | None
@@ -195,7 +195,7 @@ def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
 
 
 def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:
-    """Draw heat maps of `metric` by ω and interval, and of relative FLOPs by interval. Rows: weak, columns: strong."""
+    """Draw maps over both branches' ratios: of `metric` per ω and interval, of FLOPs over no guidance per interval."""
     strong, weak = sweep.strong or STRONG, sweep.weak or WEAK
 
     def matrix(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:

@@ -108,7 +108,7 @@ def latents_of(options: Options, cfg: settings.Settings) -> LatentSpec:
 
 def chosen(options: Options) -> dict[str, StoredWeights]:
     """Return the weights to import, keyed "model" or "ema": those of the kind options.take; for "all", all in the file.
-    Weights of a kind that the file does not record count as options.take or, for "all", as "ema". Raises
+    If the file does not say which kind its weights are, they count as options.take or, for "all", as "ema". Raises
     FileNotFoundError if options.weights is no file, ValueError if it can't be read or lacks the kind options.take."""
     path = Path(options.weights).expanduser()
     if not path.is_file():

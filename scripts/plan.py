@@ -39,7 +39,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Options:
-    """The options that configs/plan.yaml adds to train.py's settings."""
+    """The options that configs/plan.yaml adds to train.py's settings. `price` is what one device costs an hour."""
 
     devices: Count
     device: Literal["h200", "h100", "a100", "4090", "this"]
@@ -87,7 +87,7 @@ def show(cfg: Settings, options: Options) -> None:
 
 
 def constants_of(device: str) -> tuple[Constants, str]:
-    """Return the Constants that predict a device's times, and a text: which of them were measured ("" if none)."""
+    """Return the Constants for predicting a device's times, and a note on which were measured, "" if none were."""
     file = max(RESULTS.glob(f"gpu_*{device}*.json"), default=None)
     constants = measured_constants(json.loads(file.read_text()), DEVICES[device]) if file else PREDICTED
     names = [name for name, value in constants._asdict().items() if value != getattr(PREDICTED, name)]
@@ -97,7 +97,7 @@ def constants_of(device: str) -> tuple[Constants, str]:
 def column(
     cfg: Settings, network: nn.Module, routes: tuple[Route, ...], images: int, options: Options, constants: Constants
 ) -> dict:
-    """Return {name: text}, the plan's lines for training under `routes` with `images` per device in each step."""
+    """Return a column of the table, {row's name: text}: training under `routes`, with `images` per device and step."""
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     this, steps = options.device == "this", cfg.train.steps
     precision = use_precision(cfg.train.precision, here) if this else "bf16"

@@ -41,9 +41,9 @@ def main(options: Options) -> None:
 
 
 def write_average(options: Options) -> Path:
-    """Write a folder with a checkpoint whose only weights are the EMA of width options.sigma_rel, and return the
-    checkpoint's path. Raises ValueError or OSError if the run has no snapshot at options.step, if the shapes of
-    parameters in snapshots and network differ, if the folder exists, or if writing fails."""
+    """Write a checkpoint whose only weights are the EMA of width options.sigma_rel into a new folder, options.out
+    (None: one in the run's folder), and return the checkpoint's path. Raises ValueError or OSError if the run has no
+    snapshot at options.step, if parameters' shapes are not the network's, if the folder exists, or if writing fails."""
     run = Path(options.run).expanduser()
     snapshots = posthoc_ema.usable(run, options.step)
     step, stored = snapshots[-1].step, posthoc_ema.profiles(snapshots)

@@ -6,7 +6,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithDoors(build_py):
-    """setuptools' build_py, which also copies those three scripts and configs/ into the package tread/doors, where the
+    """setuptools' build_py, which also copies train.py, sample.py, fid.py and configs/ into tread/doors, where the
     wheel's commands, such as tread-train, find them. An editable install needs no copies: it runs the originals."""
 
     def run(self) -> None:

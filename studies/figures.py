@@ -34,7 +34,8 @@ class Figure(NamedTuple):
 
 
 def last_values(results: Results, metric: str) -> dict[str, list[float]]:
-    """Return {arm: [each run's metric]}, at the run's end or, if one lacks it there, at the last images they share."""
+    """Return {arm: [metric of each run that has it]}, read at each run's end. If one of these runs lacks it there, all
+    are read at the largest number of training images where all have it."""
     found = {}
     for arm, runs in results.items():
         having = [run for run in runs if curve(run, metric, "images")]
@@ -146,10 +147,9 @@ def pair_table(study: Study, results: Results, metrics: Sequence[str]) -> list[s
 
 def outcome(study: Study, results: Results) -> list[str]:
     """Return lines that say whether the arm of study.rule beats its best rival at the end of training; [] if the study
-    has no rule. The best rival is the one that is best in the rule's first metric. To beat it, the arm must be better
-    in every metric of the rule, with a 95% interval of the paired difference that excludes 0. If some rivals have not
-    run, a line says that the rule is not decided, unless the arm is behind the best of the others in the first metric.
-    """
+    has no rule. The best rival has the best mean of the rule's first metric. To beat it, the arm must be better in each
+    metric of the rule, with a 95% interval of the paired difference that excludes 0. If the arm or a rival has not run,
+    the rule is undecided unless the arm is worse, by such an interval, in the first metric than the best that ran."""
     if not (rule := study.rule):
         return []
     ends = last_means(results, rule["metrics"][0])
@@ -194,8 +194,8 @@ OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#
 
 
 def colours(study: Study) -> dict[str, str]:
-    """Return {arm: colour}: the colour that its overrides have in COLOURS, else the next one of OTHERS. Overrides that
-    most arms have do not count, except model=…, or only those that all have, if else different arms would be alike.
+    """Return {arm: colour}: that of its overrides in COLOURS, else the next one of OTHERS. Overrides of more than half
+    of the arms are ignored, except model=…; if that makes different arms equal, only overrides of all arms are ignored.
     Arms that differ only in scoring, or in a setting whose value trial runs choose (Study.trials), share a colour."""
     tried = {word.partition("=")[0] for trials in study.trials.values() for word in trials}
     own = {n: frozenset(w for w in a.overrides if w.partition("=")[0] not in tried) for n, a in study.arms.items()}
@@ -226,7 +226,7 @@ def mean_line(name: str, points: Dots, colour: str, dashed: bool = False, interv
 
 
 def _save(study: Study, path: Path, panels: Sequence[Panel], columns: int = 2, key: str = "") -> None:
-    """Draw panels into the image `path`, under the study's `seen` and a line, `key`, that explains what is drawn."""
+    """Draw panels into the image `path`, under the title study.seen and a line, `key`, that explains what is drawn."""
     if panels:
         save_panels(path, panels, columns, "\n".join(filter(None, [study.seen, key])), 4.6 if columns < 3 else 3.7)
 
@@ -251,7 +251,7 @@ def over_training(study: Study, results: Results, metric: str, axes: Sequence[st
 
 
 def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
-    """Return panels of `metric` over training, an arm's minus its partner's: at equal images, and at equal FLOPs."""
+    """Return panels of `metric` over training, as differences of compared arms: at equal images, at equal FLOPs."""
     colour, panels = colours(study), []
     for name in ("images", "FLOPs"):
         lines = []
@@ -270,7 +270,7 @@ def less_panels(study: Study, results: Results, metric: str) -> list[Panel]:
 
 
 def draw_curves(study: Study, results: Results, path: Path) -> None:
-    """Draw to image `path` each metric over training, and differences of compared arms at equal images and FLOPs."""
+    """Draw to the image `path` metrics over training, and compared arms' differences at equal images and FLOPs."""
     panels = []
     for metric in measured(study.metrics, results):
         panels += over_training(study, results, metric, ("images",)) + less_panels(study, results, metric)
@@ -284,7 +284,7 @@ def draw_differences(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
-    """Draw to image `path` the first metric over training, final FID against precision, precision against recall."""
+    """Draw to the image `path` the first metric over training, FID against precision, and precision against recall."""
     networks = networks_of(study, results)
     devices = {run["timed_on"] for runs in networks.values() for run in runs}
     timed = ("steady_seconds",) if len(devices) == 1 and None not in devices else ()
@@ -295,7 +295,7 @@ def draw_balance(study: Study, results: Results, path: Path) -> None:
 
 
 def draw_precision(study: Study, results: Results, path: Path) -> None:
-    """Draw to image `path` arms' differences at the end (end_panels) and, if some are guided, balance_panels."""
+    """Draw to the image `path` `end_panels` of the unguided arms and, if guided arms have run, `balance_panels`."""
     networks = networks_of(study, results)
     guided = any(results[arm] for arm in results if arm not in networks)
     panels = end_panels(study, networks) + (balance_panels(study, results) if guided else [])
@@ -305,8 +305,8 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
 def balance_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the final FID against precision, and of precision against recall. A line joins the means of a
     network's scores at several scales of a guidance; the last scale is written next to its point. All means of a line
-    are over the same seeds, whose scores are small dots. Left out are scales with fewer seeds than another guided one
-    of the line, or with another sample count than without guidance, and lines whose scales share no seed."""
+    are over the same seeds, whose scores are small dots. A scale is left out if a guided scale of the line has more
+    seeds, or if its sample count is not that without guidance; a line is left out if its scales share no seed."""
     networks, panels, colour = networks_of(study, results), [], colours(study)
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, drawn = defaultdict(dict), []
@@ -332,8 +332,8 @@ def balance_panels(study: Study, results: Results) -> list[Panel]:
 
 def precision_columns(study: Study, results: Results) -> Columns:
     """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision,
-    which is interpolated between the first arm's scores at several cfg scales. A cell leaves out the seeds whose
-    precision lies outside the range of these scores, or where that doesn't rise with the scale."""
+    which is interpolated between the first arm's scores at several cfg scales. A cell leaves out a seed if the arm's
+    precision is outside the first arm's range, or if the first arm's precision doesn't rise with the scale."""
     first, columns = next(iter(study.arms)), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
     ends = [{run["seed"]: run["points"][-1] for run in results[arm]} for arm in scaled]
@@ -360,8 +360,8 @@ MARKS = "numbers: the largest guidance scale; small dots: seeds, where there are
 def chance(study: Study, results: Results, metric: str, name: str = "images") -> float | None:
     """Return twice the standard deviation, over seeds, of the difference of two compared arms in a metric at equal
     "images" or "FLOPs" (`name`): a smaller difference at one seed may be chance. The deviation is pooled over the
-    study's pairs; if these have too few seeds, and study.scale is not "demo", it is taken, for Imagenette, from the
-    published "convergence", at the number of images nearest to this study's end. None if it is unknown."""
+    study's pairs. If they have too few seeds, and study.scale is not "demo", a study of Imagenette takes it from the
+    published study "convergence", at the number of images nearest to its own end. Returns None if it is unknown."""
     pairs = [(results.get(arm, ()), results.get(other, ())) for arm, other in study.pairs]
     each = [less for pair in pairs if (less := paired(*pair, metric, name)) and less.spread is not None]
     if sum(less.seeds - 1 for less in each) < ENOUGH - 1 and study.scale != "demo":
@@ -383,8 +383,8 @@ def draw_ends(study: Study, results: Results, path: Path) -> None:
 
 def end_panels(study: Study, results: Results) -> list[Panel]:
     """Return panels of the differences between compared arms at the end of training, a row per pair: in the first
-    metric at equal training images and at equal FLOPs, in others at equal images or, if no pair has those, FLOPs. Dots
-    are seeds, bars are 95% intervals, the grey band holds differences that may be chance at one seed (see `chance`)."""
+    metric at equal training images and at equal FLOPs; in others only at equal images, or at equal FLOPs if no pair can
+    be compared at equal images. Dots: seeds; bars: 95% intervals; grey: differences that may be chance (`chance`)."""
     panels, colour, drawn = [], colours(study), set()
     metrics = measured(study.metrics, results)  # none before the first evaluation
     for metric, name in product(metrics, ("images", "FLOPs")):
@@ -410,8 +410,8 @@ def end_panels(study: Study, results: Results) -> list[Panel]:
 
 
 def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
-    """Return one run's training "flops" or "steady_seconds" (`axis`, as in jobs.py), divided by another's; None if
-    either is unknown, or for seconds on different devices or beside different numbers of runs (Made.timed_on)."""
+    """Return one run's training "flops" or "steady_seconds" (`axis`, as in jobs.py), divided by another's. None if
+    either is unknown or, for seconds, if the runs differ in device or in how many runs shared it (Made.timed_on)."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     ends = [max(curve(each, "loss", axis), default=0) for each in (run, other)]
@@ -419,9 +419,9 @@ def cost_ratio(run: Made, other: Made, axis: str) -> float | None:
 
 
 def ladder_columns(study: Study, results: Results) -> Columns:
-    """Return table columns with each arm's training FLOPs, seconds and memory (predicted, as a CPU does not measure
-    it), each divided by that of the arm that it is compared with. A column "published" has the text that
-    study.published gives for an arm's change, such as "4.58 → 4.65"; it is left out if there is none."""
+    """Return table columns with each arm's training FLOPs, seconds and predicted memory (`training_memory`), divided by
+    those of the arm that it is compared with. A column "published" has study.published's text for the arm's change,
+    such as an FID before and after it, "4.58 → 4.65"; it is left out if no arm has such a text."""
     trainings = {run.arm: run.training for run in plan(study)}
     cells: Columns = {title: {} for title in ("FLOPs, ratio", "seconds, ratio", "memory by plan, ratio")}
     for arm, other in study.against.items():
@@ -442,7 +442,7 @@ def guidance_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_guidance(study: Study, results: Results, path: Path) -> None:
-    """Draw to image `path` each metric over guidance scale ω, a line per network and guidance kind; y axes from 0."""
+    """Draw to the image `path` metrics over guidance scale ω, a line per network and guidance kind; y axes from 0."""
     scored = {arm: runs for arm, runs in results.items() if runs and runs[0]["scores"]}
     panels, colour, others = [], colours(study), cycle(OTHERS)
     for metric in study.metrics:
@@ -486,8 +486,8 @@ def loss_gap_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_loss_gap(study: Study, results: Results, path: Path) -> None:
-    """Draw to the image `path`, over the number of blocks in a token route, how much the arms with a route differ from
-    the arm "dense" without one: in the training loss, and in other metrics at equal training images."""
+    """Draw to the image `path` each routed arm's difference from the arm "dense", over the number of blocks that the
+    route spans: in the training loss, and in other metrics at equal training images."""
     lengths = {arm: 1 - int(np.subtract(*map(int, re.findall(r"\d+", arm)))) for arm in results if arm != "dense"}
     panels = []
     for metric in study.metrics:
@@ -540,7 +540,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return columns of similarities: neighbouring blocks' outputs, averaged; the embedding and the last output."""
+    """Return columns of cosine similarities: of neighbouring blocks' outputs (mean), of embedding and last output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -551,7 +551,7 @@ def similarity_columns(study: Study, results: Results) -> Columns:
 
 
 def draw_similarity(study: Study, results: Results, path: Path) -> None:
-    """Draw to image `path` each arm's heat maps of cosine similarity between blocks' outputs, averaged over seeds."""
+    """Draw to the image `path` arms' heat maps of cosine similarity between blocks' outputs, averaged over seeds."""
     if means := {key: np.mean(each, axis=0) for key, each in matrices(results).items()}:
         names = ["in", *range(len(next(iter(means.values()))) - 1)]
         panels = {f"{arm} network,\n{SIMILARITIES[panel]}": mean for (arm, panel), mean in means.items()}
@@ -576,8 +576,8 @@ FIGURES = {
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write results.json (a line per finished training), figure.png and table.md to `folder`, for all runs in the
-    study's YAML and the requested `runs`. table.md names missing runs. `made` is {training's hash: its result.json}."""
+    """Write results.json (a line per finished training), table.md and, if there are results, figure.png to `folder`:
+    for the study's planned runs and for `runs`. table.md names missing runs. `made`: {training's hash: result.json}."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):

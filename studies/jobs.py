@@ -40,7 +40,7 @@ class Job:
 
     @property
     def words(self) -> list[str]:
-        """The overrides for train.py and the scoring scripts, in which {data} and {step N} are still placeholders."""
+        """The Hydra overrides of train.py and the scoring scripts, before `_filled` replaces {data} and {step N}."""
         return [*self.training.overrides, *(word for score in self.scores for word in score.words)]
 
     @property
@@ -50,8 +50,8 @@ class Job:
         return state == "finished" or (state == "interrupted" and self.over_time())
 
     def only_scores_lack(self, made: Mapping[str, dict]) -> bool:
-        """Return whether this training is finished according to `made` {key of a training: its result.json} while the
-        job's own folder holds no finished training, so that it must be trained again before it can be scored."""
+        """Return whether `made`, {Training.key: content of result.json}, lists this training as finished although the
+        job's folder has no finished training any more. It must then be trained again before it can be scored."""
         return not self.trained and made.get(self.training.key, {"trained": False})["trained"]
 
     def over_time(self) -> bool:
@@ -88,9 +88,9 @@ class Job:
         return {"words": list(score.words), **{key: value for key, value in read.items() if key not in LEFT_OUT}}
 
     def write_result(self, at_once: int | None = None) -> None:
-        """Write result.json from what exists: the training's records, and all scores, keyed by Score.key. `at_once` is
-        the number of runs that shared the machine while this one was trained; None: it was not trained now. A finished
-        training that is done anew is replaced, with its scores, once the new one is finished."""
+        """Write result.json from what exists: the training's metrics, and all scores, keyed by Score.key. `at_once` is
+        the number of jobs that shared the machine during the training just launched; None: none was. If a finished
+        training is repeated, its old metrics and scores stay in the file until the new training is finished."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
         for start in log.starts()[-1:]:
@@ -129,8 +129,8 @@ def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
 
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
-    """Return a job per training, with the scores of all runs that share it. A training that any study has begun at this
-    scale stays in its folder; a new one goes to `place`, this study's folder <results>/<study>/<scale>."""
+    """Return a job for each different training of `runs`, with the scores of all runs that share it. Its folder is
+    that of any study that began it at this scale ("small", …), else a new one in `place`, <results>/<study>/<scale>."""
     by_key, jobs = defaultdict(list), []
     for run in runs:
         by_key[run.training.key].append(run)
@@ -142,7 +142,7 @@ def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
 
 
 def costs_of(jobs: Sequence[Job]) -> str:
-    """Return a text on the cost of the jobs: a line per training, and the sum."""
+    """Return a text: a line per job (training images and FLOPs, samples to draw for its scores), and a line of sums."""
     lines, whole = [], 0
     for job in jobs:
         drawn = sum(int(score.words[-1].partition("=")[2]) for score in job.scores)
@@ -201,7 +201,7 @@ def make_one(job: Job, data: Path, at_once: int, cores: int, children: "Children
 
 
 class Children:
-    """The running child processes, which stop with the study."""
+    """The scripts that run as child processes. Ctrl-C reaches the study alone, which then calls `stop`."""
 
     def __init__(self) -> None:
         self.running: set[subprocess.Popen] = set()

@@ -48,7 +48,7 @@ class Estimate:
         return f"{self.mean:.5g}" if self.seeds == 1 else f"{self._to(self.mean)} ± {self._to(self.spread)}"
 
     def signed(self) -> str:
-        """Format a difference, "+0.0114 (0.0001) [+0.0109, +0.0120]": mean, standard error, interval; or one seed's."""
+        """Format a difference, "+0.0114 (0.0001) [+0.0109, +0.0120]": mean, standard error, interval; 1 seed: mean."""
         if self.seeds == 1:
             return f"{self.mean:+.3g}"
         low, high = self.mean - self.half, self.mean + self.half
@@ -74,12 +74,12 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
-    """Return {x: value} of a run's metric, by the `axis` "images", "flops" or "steady_seconds" (as in jobs.py)."""
+    """Return a run's {x: metric} over the `axis` "images", "flops" or "steady_seconds" (defined in studies/jobs.py)."""
     return {point[axis]: point[metric] for point in run["points"] if metric in point and point.get(axis)}
 
 
 def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
-    """Return (the first run's point, [each run's metric]) for each number of images where every run has the metric."""
+    """Return (the first run's item of `points`, [each run's metric]) per number of images where all have the metric."""
     curves = [curve(run, metric, "images") for run in runs]
     points = runs[0]["points"] if runs else []
     shared = [point for point in points if all(point["images"] in each for each in curves)]
@@ -87,7 +87,7 @@ def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
 
 
 def interpolate(values: Mapping[float, float], place: float) -> float | None:
-    """Interpolate {FLOPs or seconds: value} at `place`, linearly in their logarithm; None outside their range."""
+    """Interpolate {FLOPs or seconds: value} at `place`, linearly in log(FLOPs or seconds); None outside the range."""
     within = len(values) > 1 and min(values) <= place <= max(values)
     return float(np.interp(math.log(place), [*map(math.log, values)], [*values.values()])) if within else None
 
@@ -106,9 +106,9 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     """Return one run's metric minus another's at the most FLOPs or seconds that both reach; `axis` is "flops" or
-    "steady_seconds" (as in jobs.py). None if one has no value there, or if the seconds may be from different devices.
-    Runs whose last seconds differ by less than 1% are compared by their last values. The same goes for FLOPs, but only
-    if the metric can't be interpolated there, and if `at_equal_images` can't compare the runs either."""
+    "steady_seconds". Return None if one has no value there, or if the seconds may be from different devices. If the
+    runs' last seconds differ by less than 1%, compare the last values. If the last FLOPs do, compare the last values
+    only where interpolation gives no value and `at_equal_images` gives none either."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
@@ -129,8 +129,8 @@ def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *nam
 
 def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) -> list[tuple[dict, list[float]]]:
     """Compare runs of equal seeds: return (point, [a run's metric minus that of its partner in `others`, one per seed])
-    for each number of training images where all have the metric. The point is the first run's record there: images,
-    FLOPs, metrics. The partner's metric is read at equal images or, with axis="flops", interpolated at equal FLOPs."""
+    for each number of training images where all have the metric; `point` is the first run's item of `points`. The
+    partner's metric is read at as many images (axis="images") or interpolated at as many FLOPs (axis="flops")."""
     by_seed = {run["seed"]: curve(run, metric, axis) for run in others}
     runs, found = [run for run in runs if run["seed"] in by_seed], []
     for point, values in series(runs, metric):

@@ -26,8 +26,8 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
-    """Return {training's hash: content of its result.json} from published results (unless `again`) and `results`. Of
-    two, the folder's counts unless only the published one is finished; scores merge if both have the same points."""
+    """Return {training's hash: its result.json}, parsed, of the folder `results` and, unless `again`, of the published
+    results. The folder's counts unless only the published one is trained fully; scores merge if points are equal."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
@@ -58,8 +58,8 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return {arm: its trained runs, with the scores they have; if none is trained, the run that got furthest}. `made`
-    is {training's hash: its result.json}. A run that shares an earlier arm's training counts only if fully scored."""
+    """Return {arm: its trained runs, scored or not; if none is trained, the run that got furthest}. `made` is
+    {training's hash: its result.json}. Of an arm that uses an earlier arm's trainings, only fully scored runs count."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():

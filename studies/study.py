@@ -78,7 +78,7 @@ class Study:
     trials     {arm: {override: name of an arm that tries it}}. The arm is then trained, with other seeds, with the
                override whose trial ended with the best value of metrics[0].
     rule       {"arm": …, "rivals": […], "metrics": […]}, fixed before the runs: the arm must beat the best rival.
-    published  {change: its published gain, as text}. "Muon" is the change of the arms "dense, Muon" and "+ Muon".
+    published  {change: its published effect, as text}; the key "Muon" is for the arms "dense, Muon" and "+ Muon".
     ways       names of further ways to score a network; arm "a, cfg 2" is arm "a" scored in the way "cfg 2".
     rehearsal  {field of Arm: value} for a quick test of the same commands with a tiny network; {}: none.
     """
@@ -126,7 +126,7 @@ class Training:
 
     @property
     def cfg(self) -> settings.Settings:
-        """The settings that train.py will read, but with the path "data" for {data}, whatever the data's folder is."""
+        """The settings that train.py will read, with the path "data" for the data's folder {data}, wherever it is."""
         return replace(settings_of(*self.overrides), seed=self.seed)
 
     @property
@@ -177,16 +177,16 @@ def read_study(name: str, scale: ScaleName) -> Study:
     ones, but add to lists of overrides and scoring (a scale's scoring replaces that of scales.yaml):
 
     scales.yaml             all studies' values at this scale
-    scales.<scale>          the study's values for all arms at this scale; `like: small` makes it start from the scale
-                            small of scales.yaml, `alone: true` from nothing
+    scales.<scale>          the study's values for all arms at this scale; with `like: small` they add to the scale
+                            small of scales.yaml instead, with `alone: true` to no scale of scales.yaml
     arms.<arm>              the study's values for the arm
     scales.<scale>.arms     the arm's values at this scale; null leaves the arm out
-    scales.<scale>.seen     the figure's title at this scale; figure.seen is that of the scale small
+    scales.<scale>.seen     the figure's title at this scale; default: figure.seen for the scale small, else the title
     scales.<scale>.rule     null: the study's rule is not for this scale
 
     An arm with `over: <earlier arm>` adds its overrides and scoring to that arm's, and is compared with it. A scale's
     `instead: {override: other}` replaces an override in all arms. `ways` and scales.<scale>.ways {name: values} score
-    networks in further ways: each adds an arm for every arm, or for those in its `only`; null leaves a way out.
+    networks once more: each way copies every arm, or those in its `only`, with its values; null leaves a way out.
     `choose: {key: [values]}`, of the study, a scale or an arm, adds an unscored arm of one seed for each arm and value,
     to choose the best value (Study.trials). Raises ValueError for an unknown name, key or scale.
     """
@@ -289,8 +289,8 @@ def plan(study: Study, seeds: int | None = None, made: Mapping | None = None, gu
 
 
 def _chosen(study: Study, name: str, made: Mapping[str, dict] | None) -> Arm | None:
-    """Return the arm `name`. If overrides are tried for it, add the best by the records `made` {key of a training: its
-    record} (None: the first). Return None if a trial is not trained yet."""
+    """Return the arm `name`. If study.trials tries overrides for it, add the one whose trial did best by `made` {key of
+    a training: its result.json}, or return None if a trial is not trained yet; made=None: add the first override."""
     arm, trials = study.arms[name], study.trials.get(name, {})
     if not trials:
         return arm

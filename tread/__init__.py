@@ -1,6 +1,6 @@
-"""Training diffusion transformers with token routing. The method is one folder up: routing_module.py, dit.py, rf.py.
+"""Training diffusion transformers with token routing. The core is one folder up: routing_module.py, dit.py, rf.py.
 
-tread.load opens a trained network for sampling, see tread/doors/load.py."""
+tread.load opens a trained network for sampling; see tread/doors/load.py."""
 
 
 def __getattr__(name: str) -> object:

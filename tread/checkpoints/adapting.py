@@ -27,8 +27,8 @@ Positions = Literal["recomputed", "scaled"]
 def new_classes(
     stored: StoredWeights, table: Tensor, asked: str | Mapping[Label, Label], classes: Sequence[str]
 ) -> tuple[StoredWeights, str]:
-    """Return (weights, message): `stored` with a label table for the new `classes`, which its record then
-    lists too, and a line on the origin of the table's rows.
+    """Return (weights, message): `stored` with a label table for the new `classes`, which replace the old ones in the
+    checkpoint's record, and a line to print that says which rows are copied.
 
     table  the network's newly initialised label table, (len(classes) + 1, D); classes not in `asked` keep its rows.
     asked  {old class: new class} for the rows to copy, each class by name or number; "new": copy no class's row. A
@@ -67,9 +67,9 @@ def _number(label: Label, classes: tuple[str, ...]) -> int:
 
 
 def new_positions(stored: StoredWeights, side: int, scale: float) -> tuple[StoredWeights, list[str]]:
-    """Return (weights, lines to print). The weights are `stored` less position embeddings; the network keeps its own.
-    A file's rotary tables are remade for the new grid of `side` rows of tokens; model.position_scale is recorded as
-    `scale`. Raises ValueError unless stored positions are fixed sines and cosines at the old scale on a known grid."""
+    """Return (weights, lines to print): `stored` for a grid of side × side tokens. Position embeddings are left out, as
+    the network computes its own; rotary tables are computed anew; `scale` is recorded as model.position_scale. Raises
+    ValueError if the old grid is unknown, or the stored positions are not the fixed ones for it and its scale."""
     before, stretched = old_side(stored), float(stored.recorded().get("model.position_scale", 1.0))
     for name in (name for name in POSITIONS if name in stored.state):
         given = stored.state[name].float()
@@ -102,8 +102,8 @@ def old_side(stored: StoredWeights) -> int:
 
 
 def position_scale(init_from: str, weights: Weights, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled: the scale of init_from's `weights` ("ema" or "model"; 1 if
-    not recorded) × their token rows / `side`, the new rows. If a run has begun in folder `run`, return its scale."""
+    """Return model.position_scale for init_positions=scaled, so that `side` rows of tokens span the old grid: old scale
+    (1 if not recorded) × old rows / side, both of init_from's `weights`. A run begun in folder `run` keeps its own."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
     stored = read_weights(local(init_from), weights)

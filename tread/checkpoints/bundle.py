@@ -1,7 +1,6 @@
 """Collects functions and classes of this project, with all definitions that they need, into one Python file.
 
-The definitions are copied from the modules' source, so that there is no second version to maintain. Definitions that
-are not needed are left out.
+They are copied from the modules' source, so there is no second version to maintain. Unneeded ones are left out.
 """
 
 import ast
@@ -17,13 +16,13 @@ Name = tuple[str, str]  # a module and a name in it
 
 @dataclass
 class Source:
-    """A parsed module: its dotted name, its lines, and what it defines, imports and adds to tables (see comments)."""
+    """A parsed module: dotted name, source lines, definitions, imports, and additions to dicts such as RULES |= …."""
 
     module: str
     lines: list[str]
     defined: dict[str, list[ast.stmt]] = field(default_factory=dict)  # name → statements that define it
     imported: dict[str, tuple[str, str]] = field(default_factory=dict)  # name → (module, statement that imports it)
-    entered: list[tuple[str, ast.stmt]] = field(default_factory=list)  # (table, statement that adds entries to it)
+    entered: list[tuple[str, ast.stmt]] = field(default_factory=list)  # (a dict's name, statement that adds to it)
 
 
 @functools.cache
@@ -88,8 +87,8 @@ class Bundle:
             self._add_used(other, [statement for table, statement in other.entered if self._is(other, table)])
 
     def _is(self, source: Source, table: str) -> bool:
-        """Return whether the file needs the statements with which the module `source` adds entries to the dict `table`:
-        True if the file has a definition from that module and has the dict, whichever module defines it."""
+        """Return whether the file needs the statements of module `source` that add entries to the dict `table`: True if
+        it has the dict, from any module, and at least one definition from `source`."""
         return source.module in self.wanted.values() and table in self.wanted
 
     def _add_used(self, source: Source, statements: Sequence[ast.stmt]) -> None:

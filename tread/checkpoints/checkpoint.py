@@ -80,8 +80,8 @@ def _room_on_the_host(value: Tensor) -> Tensor:
 
 
 def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove a run's checkpoints except the newest keep_last, multiples of keep_every steps (None: none), folders with
-    something added, as scores are, and those later than `latest`: a run that went back will replace them."""
+    """Remove a run's checkpoints except the newest keep_last, those at multiples of keep_every steps (None: none) and
+    those with added files, such as scores. Those later than `latest` stay: a run resumed at `latest` replaces them."""
     for folder in _folders(run)[:-keep_last]:
         if all(map(OWN.match, os.listdir(folder))) and not (keep_every and _step(folder) % keep_every == 0):
             gone = folder.with_name(f".{folder.name}.old")  # renamed first: a removal may be interrupted
@@ -99,7 +99,7 @@ def sweep(run: Path) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk; `info` is the content of its info.json."""
+    """A checkpoint on disk; `info` is its info.json. A part, such as "model", is one of its .safetensors files."""
 
     folder: Path
     info: dict
@@ -118,7 +118,7 @@ class Checkpoint:
         return [file.removesuffix(".safetensors") for file in self.info["files"]]
 
     def sha256(self, name: str) -> str:
-        """Return the sha256 of a part, such as "model", by info.json. Raises ValueError if that lists no such part."""
+        """Return the sha256 of part `name`'s file, as in info.json. Raises ValueError if there is no such part."""
         if name not in self.parts:
             other = {"ema": "model", "model": "ema"}.get(name)
             raw = f"; weights={other} (of train.py: init_weights={other}) takes those" if other else ""
@@ -145,11 +145,11 @@ class Checkpoint:
         return path
 
     def stored(self, name: str) -> dict[str, Tensor]:
-        """Load a part as it is stored, {name: CPU tensor}. Raises ValueError if its file is missing or damaged."""
+        """Load part `name` as stored, {key: CPU tensor}; LoRA isn't merged. ValueError if it is missing or damaged."""
         return load_file(self.verify(name))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Load a part, {name: CPU tensor}, with LoRA adapters merged in. ValueError if a file is missing or damaged."""
+        """Load part `name`, {key: CPU tensor}, LoRA adapters merged in. ValueError if a file is missing or damaged."""
         stored, adapter = self.stored(name), self.info.get("adapter")
         return merge(self.base(), stored, adapter["scale"]) if adapter and name in ("model", "ema") else stored
 
@@ -222,7 +222,7 @@ def _parsed(folder: Path) -> dict:
 
 
 def _is_complete(info: dict) -> bool:
-    """Return whether info.json has a step, config, files with size and sha256, and a dict of latents, if it has any."""
+    """Return whether info.json has a step, config, files with size and sha256, and a dict as "latents", if present."""
     sections = [info.get("files"), info.get("config"), info.get("latents", {})]
     if type(info.get("step")) is not int or not all(isinstance(section, dict) for section in sections):
         return False
@@ -286,7 +286,7 @@ def newest(run: Path) -> Path | None:
 
 
 def pinned(source: str) -> str:
-    """Return `source` or, if it is a run's folder or link `latest`, the folder to which this link points now."""
+    """Return `source`, but for a run's folder or its link `latest` the checkpoint folder to which `latest` points."""
     path = Path(source).expanduser()
     path = newest(path) or path
     return str(path.with_name(path.resolve().name)) if path.name == "latest" and path.is_dir() else source
@@ -304,9 +304,9 @@ def optimizer_tensors(
     optimizer: torch.optim.Optimizer, network: nn.Module, projector: nn.Module | None = None
 ) -> dict[str, Tensor]:
     """Return the optimizer's state as tensors, keyed "<state>/<parameter>" or, for state that belongs to no parameter,
-    "<state>/optimizer". Entries of param_groups, except lr, that changed or are tensors are keyed "<key>/group <i>".
-    Values that are not tensors (numbers, text, None, and lists, tuples and dicts of these and of tensors) are stored as
-    JSON, in the bytes of a tensor `values`. Raises ValueError for values of other types."""
+    "<state>/optimizer". Entries of param_groups that are tensors or have changed since the optimizer was built, except
+    lr, are keyed "<key>/group <i>". Values that are not tensors (numbers, text, None, and lists, tuples and dicts, also
+    of tensors) are stored as JSON, in the bytes of a tensor `values`. Raises ValueError for values of other types."""
     names = {parameter: name for name, parameter in optimized_parameters(network, projector)}
     sections = [(name, optimizer.state[parameter]) for parameter, name in names.items() if parameter in optimizer.state]
     built = getattr(optimizer, "built", itertools.repeat(optimizer.defaults))  # param_groups as Optim.build made them
@@ -331,8 +331,8 @@ def optimizer_tensors(
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
     """Convert `value`, entry `key` of `name` (a parameter, "group <i>" or "optimizer"), for JSON. Containers become
-    ["list", …], ["tuple", …] or ["dict", …]. A tensor is added to `tensors` and becomes ["tensor", its key there,
-    whether it is on a device other than `device`]. Other values are returned unchanged."""
+    ["list", …], ["tuple", …] or ["dict", …]. A tensor is added to `tensors` and becomes ["tensor", its key in
+    `tensors`, whether it is not on `device`, where the parameters are]. Other values are returned unchanged."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]

@@ -112,8 +112,8 @@ def arguments(saved: SavedNetwork) -> dict[str, object]:
 
 
 def goes_inside(name: str, asked: bool | None) -> bool:
-    """Return whether an export contains the weights of the autoencoder `name`: as `asked` or, if None, unless `name` is
-    a hub id; never for "pixels". Raises ValueError for "unknown", and if asked=False but `name` is no hub id."""
+    """Return whether to export the weights of the autoencoder `name`: `asked` or, if this is None, whether `name` is no
+    hub id. False for "pixels". Raises ValueError for "unknown", and if asked=False but `name` is no hub id."""
     if name == "pixels":
         return False
     at_hub = bool(HUB_ID.fullmatch(name)) and not name.endswith(WEIGHT_FILES) and not Path(name).exists()
@@ -141,7 +141,7 @@ def pipeline_file(saved: SavedNetwork) -> str:
 
 
 def network_file(saved: SavedNetwork) -> str:
-    """Return the text of transformer/model.py: the network's class, and a TreadTransformer with its options."""
+    """Return the text of transformer/model.py: the network's class, and TreadTransformer with `saved`'s options."""
     network = saved.cfg.model.network
     bundle = Bundle({("tread.runtime.schema", "check"): CHECK})
     bundle.add(network.__module__, network.__name__)

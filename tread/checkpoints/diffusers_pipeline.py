@@ -1,4 +1,4 @@
-"""Sampling by diffusers' conventions: TreadPipeline, copied into exported folders as pipeline.py (see bundle.py)."""
+"""TreadPipeline, a sampler by diffusers' conventions. Exports hold it and all code it needs in pipeline.py."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ class TreadPipeline(DiffusionPipeline):
     vae          the autoencoder that decodes its latents. None: the network draws pixels, or its autoencoder is loaded
                  from the hub id `autoencoder` when first needed.
 
-    The other arguments say how the network was trained: diffusion process (objective: "edm" or "rf"; process: its
-    constants), latents, routes, text encoder, and the fractions of training samples that had no class (label_drop) and,
-    for SPRINT, that skipped the blocks that run on few tokens (path_drop).
+    The other arguments say how the network was trained: objective "edm" or "rf"; process, latents, text and each of
+    the routes, dicts of the fields of EDM or RF, LatentSpec, TextSpec (None: trained on classes) and Route; and the
+    fractions of training samples without a class (label_drop) and, for SPRINT, without its sparse part (path_drop).
     """
 
     _optional_components = ["vae"]
@@ -168,8 +168,8 @@ class TreadPipeline(DiffusionPipeline):
             raise ValueError(f"guidance={guide.kind} leaves out SPRINT's sparse part, which training never did")
 
     def _conditions(self, classes: object, prompt: object, place: str | None) -> tuple[list[int], object]:
-        """Return labels, and the encoded prompts that they index (None for a network of classes). `place` is the text
-        encoder's hub id or folder; None: the one that the network's record names."""
+        """Return labels, and the encoded prompts that they index (None if the network was trained on classes). `place`
+        is the text encoder's hub id or folder; None: the text encoder used in training."""
         if self.config.text is None:
             if prompt is not None or classes is None:
                 raise ValueError("this network was trained with classes: class_labels=[0, 1] names them")

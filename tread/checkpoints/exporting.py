@@ -1,4 +1,4 @@
-"""Optional changes to an exported checkpoint: half precision, public parameter names, shortened paths in its record."""
+"""Optional changes to an exported checkpoint: half precision, public parameter names, shortened paths in info.json."""
 
 from collections.abc import Mapping
 from pathlib import PurePath

@@ -16,8 +16,8 @@ from tread.diffusion.sampling import Model
 
 @dataclass(frozen=True)
 class SavedNetwork:
-    """A network in the checkpoint `found`, whose `weights` ("ema" or "model") are not loaded yet. `label_drop` is the
-    share of training samples without a class, `path_drop` that without SPRINT's sparse part (None: not SPRINT)."""
+    """A network in the checkpoint `found`, of settings `cfg`; its `weights` ("ema" or "model") are not loaded yet. The
+    share of training samples without class or text was `label_drop`, without SPRINT's sparse part `path_drop`."""
 
     found: checkpoint.Checkpoint
     weights: str  # "ema" or "model"
@@ -88,9 +88,9 @@ class SavedNetwork:
 
 def open_network(source: checkpoint.Checkpoint, weights: str, shift: float | None = None) -> SavedNetwork:
     """Open a checkpoint's network and import its plugins, without loading `weights` ("ema" or "model"): only the size
-    of their file is checked. `shift` replaces the recorded rf.shift in sampling; None keeps it. Raises ValueError if
-    the file is missing or has another size than recorded, if the record is damaged or has unknown settings, for plugins
-    that read_network refuses, and for a shift with EDM."""
+    of the weights' file is checked. `shift` replaces the recorded rf.shift in sampling; None keeps it. Raises
+    ValueError if that file is missing or has another size than recorded, if the record is damaged or has unknown
+    settings, if a plugin is refused (`check_plugin`) or can't be imported, and for a shift with EDM."""
     source.check(weights)
     try:
         config = source.info["config"]

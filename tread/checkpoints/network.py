@@ -61,7 +61,7 @@ def settle_shifts(cfg: Network) -> None:
 
 def read_network(config: dict, folder: Path | None = None) -> Network:
     """Read the network's settings from a checkpoint's config, and import its plugins. Raises ValueError for unknown or
-    mistyped settings and for plugins that fail to import or that check_plugin refuses for the checkpoint's `folder`."""
+    mistyped settings and plugins that fail to import, are missing or lie in the checkpoint's `folder`."""
     stated = {item.name: config[item.name] for item in fields(Network) if item.name in config}
     if folder and "plugins" in stated:
         check("plugins", stated["plugins"], tuple[str, ...])

@@ -154,7 +154,7 @@ def profile_error(stored: Profiles, step: int, sigma_rel: float) -> float:
 
 
 def rounding_error(stored: Profiles, step: int, sigma_rel: float) -> float:
-    """Estimate a reconstruction's relative RMS error by fp16 storage, large if sigma_rel is far below stored widths."""
+    """Estimate a reconstruction's relative RMS error from fp16 storage; large for sigma_rel far below stored widths."""
     return float(FP16_ROUNDING * np.linalg.norm(coefficients(stored, step, sigma_rel)))
 
 

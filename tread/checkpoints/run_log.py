@@ -53,8 +53,8 @@ def value_at(config: dict, key: str) -> object:
 
 
 class RunLog:
-    """A run's metrics.jsonl, run.json and status.json. The main process writes them; others write failures to the last.
-    Create the RunLog before reading anything else in the folder: `start` notices if another process trains there."""
+    """A run's metrics.jsonl, run.json and status.json. The main process writes them; others only write failures
+    to status.json. Create the RunLog before reading the folder: `start` raises if a process has trained there since."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics, self._lock = folder, folder / "metrics.jsonl", None
@@ -72,8 +72,8 @@ class RunLog:
         return [start for start in starts if isinstance(start, dict) and "config" in start]
 
     def start(self, step: int, config: dict, **facts: object) -> None:
-        """Lock the folder, append a start at step `step`, with `config` and `facts`, to run.json, drop the metrics of
-        later steps, which will be trained again, remove killed processes' temporary files, write the status "running".
+        """Lock the folder, and append a start at step `step`, with `config` and `facts`, to run.json. Drop the metrics
+        of later steps, which will be trained again, and temporary files of killed processes. Set status "running".
         Raises FileExistsError if another process uses the folder, or has trained in it since this RunLog was made."""
         self.versions = versions()  # now: the code on disk may change later
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class RunLog:
                 (self.folder / "status.json").write_text(json.dumps(content, indent=1) + "\n")
 
     def read_status(self) -> dict:
-        """Return the content of status.json, a dict unless edited; {} if it is missing, empty or not JSON."""
+        """Return status.json's content, {} if it is missing, empty or not JSON. An edited file may hold no dict."""
         return self._read("status.json") or {}
 
     def _read(self, name: str) -> list | dict | None:

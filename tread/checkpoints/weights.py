@@ -46,8 +46,8 @@ def usual_heads(hidden_size: int) -> int | None:
 
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
-    """Return {dotted name: value} of the settings that a state dict's names and shapes reveal, such as "model.depth".
-    "model.num_heads" and "model.positions" are among them only if it holds rotary tables. {} if it lacks FIRST."""
+    """Return {dotted name: value} of the settings that a state dict's names and shapes show, such as "model.depth".
+    Only rotary tables show "model.num_heads" and "model.positions". {} without a patch embedding's weight (FIRST)."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -72,8 +72,8 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return {"model.<name>": default} for the settings that change a network's output for the same weights: options of
-    settings["model.architecture"] that have a default, and options of other architectures that it holds fixed."""
+    """Return {"model.<name>": value} of settings that change a network's output for given weights: the options of
+    settings["model.architecture"] that have a default, and its `constants`, which are options in other ones."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
@@ -109,8 +109,8 @@ class StoredWeights:
         return f"{kind} of {self.where}, step {self.source.step:,}{origin}"
 
     def recorded(self) -> dict[str, object]:
-        """Return the recorded settings of the sections model and text, keyed by dotted name; {} if there is no record.
-        Options that were added to the code later have their defaults."""
+        """Return the settings model.* and text.* of the checkpoint's config, by dotted name; {} without a checkpoint.
+        Model options that an older config lacks have their defaults."""
         if self.source is None:
             return {}
         config = self.source.info["config"]
@@ -255,8 +255,8 @@ class StoredWeights:
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
     """Read the "ema" or "model" (raw) weights of a checkpoint, a file, or a folder with one .safetensors file besides
-    base.safetensors. A checkpoint's model.safetensors, if named as the file, is read for "ema" too. Raises
-    FileNotFoundError if there are no weights; ValueError if they are damaged or the file has only the other kind."""
+    base.safetensors. Raises FileNotFoundError if there are none; ValueError if they are damaged or only of the other
+    kind. But if `path` is itself a checkpoint's model.safetensors, its raw weights are read for "ema", too."""
     known = (path / "info.json").exists() or checkpoint.newest(path)
     files = () if known else [file for file in path.glob("*.safetensors") if file.name != checkpoint.BASE]
     path = files[0] if len(files) == 1 else path
@@ -279,10 +279,10 @@ def load_weights(
     text: TextSettings | None = None,
     adapt: Callable[[StoredWeights], StoredWeights] = lambda stored: stored,
 ) -> StoredWeights:
-    """Load the "ema" or "model" `weights` in `path`, a file, folder or hf:user/name[@revision], into `network`, after
-    `adapt` has changed them; return them. `model` and `text`, the network's settings, are compared with recorded ones;
-    model=None: neither is. Raises OSError if files are missing or the hub is silent; ValueError if the hub has no such
-    weights, or if they are damaged, or names, shapes or recorded settings differ."""
+    """Load the "ema" or "model" `weights` of `path`, a file, folder or hf:user/name[@revision], into `network`, after
+    `adapt` has changed them; return them. `model` and `text`, the network's settings, are compared with recorded ones,
+    unless model is None. Raises OSError if files are missing, or neither the hub answers nor its cache has them;
+    ValueError if the hub has no such weights, or they are damaged, or names, shapes or recorded settings differ."""
     stored = adapt(read_weights(local(path), weights))
     network.load_state_dict(stored.fit(network.state_dict(), model, text))
     return stored

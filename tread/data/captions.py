@@ -44,7 +44,7 @@ def add_captions(folder: Path, captions: Iterable[Sequence[str]], again: bool = 
 
 
 def check_captions(captions: object, whose: str) -> None:
-    """Raise ValueError, beginning with `whose`, unless `captions` lists one string or more, none blank or invalid."""
+    """Raise ValueError, naming `whose`, unless `captions` lists one string or more, none blank or with surrogates."""
     if not isinstance(captions, (list, tuple)) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{whose} has captions {str(captions)[:80]!r}, but must have a list of strings")
     if any("\ud800" <= sign <= "\udfff" for sign in "".join(captions)):  # half of a surrogate pair, as JSON may hold

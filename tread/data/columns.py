@@ -89,7 +89,7 @@ def latents_hash(index: dict) -> str:
 
 
 def check_grid(grid: int, side: int, whose: str) -> None:
-    """Raise a ValueError that begins with `whose` unless `grid`, features' tokens per side, is the network's `side`."""
+    """Raise ValueError, beginning with `whose`, unless features' `grid` and the network's `side` (tokens) agree."""
     if grid != side:
         raise ValueError(f"{whose} have {grid}×{grid} tokens, but the network has {side}×{side}: take grid={side}")
 
@@ -211,7 +211,7 @@ class EncodedText:
         return self.firsts[indices] + np.minimum((np.asarray(uniform) * counts).astype(np.int64), counts - 1)
 
     def read(self, numbers: np.ndarray, pin: bool = False) -> Text:
-        """Return the captions with these numbers (B,); `pin` page-locks fp16 tensors. IndexError for a wrong number."""
+        """Return the captions with these numbers (B,); `pin` page-locks fp16 tensors. IndexError if out of range."""
         numbers, count = np.asarray(numbers, dtype=np.int64), len(self.lengths)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
             raise IndexError(f"captions {numbers.min()}..{numbers.max()}, but there are {count:,}")
@@ -220,7 +220,7 @@ class EncodedText:
 
 
 def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
-    """Build a Text from tokens (B, T, C) or (B, T), pooled (B, P), and on the CPU `lengths` (B,) without padding."""
+    """Build a Text from tokens (B, T, C) or (B, T), pooled (B, P), and `lengths` (B,), without padding, on the CPU."""
     mask = (torch.arange(spec.tokens) < lengths[:, None]).to(tokens.device)
     return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
 
@@ -236,8 +236,8 @@ def read_spec(folder: Path, index: dict, encoder: str) -> TextSpec | None:
 
 def open_text(folder: Path, index: dict, encoder: str, full: bool) -> EncodedText:
     """Open a dataset's captions, encoded by `encoder`. Checks that they are complete, finite, and made for the present
-    latents and captions. `full` checks all numbers and hashes, otherwise headers, lengths and some captions. Raises
-    FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
+    latents and captions. `full` checks all numbers and hashes; otherwise only headers, lengths and some captions are
+    checked. Raises FileNotFoundError or ValueError; KeyError or TypeError for a bad `index`, the parsed index.json."""
     sections = index.get("text", {})
     make = f"python scripts/prepare_text.py dataset={folder} encoder={encoder}"
     spec = read_spec(folder, index, encoder)

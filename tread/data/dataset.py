@@ -213,7 +213,7 @@ class LatentDataset:
         """Return samples by index, in the given order. Raises IndexError for an index or view that does not exist.
 
         views     the view of each sample, or one for all: 0 plain, 1 mirrored.
-        pin       use page-locked CPU memory, except for labels, texts' masks, word ids, pictures computed from pixels.
+        pin       use page-locked CPU memory, but not for labels, text masks, word ids or pictures computed from pixels.
         captions  for each sample, the number of the caption to read among all of the dataset; None: its first one.
 
         Tensors are in CPU memory, with one exception: with placement "device", latents and text are on the device, and

@@ -31,13 +31,13 @@ class LatentSpec:
     classes                       class names; a label is an index into them.
     autoencoder                   what encodes and decodes latents: a hub id, folder or file; "pixels"; "unknown".
     content, spread               "latents" and None, or "moments" (a posterior's mean and spread) and "logvar"/"std".
-    scale, shift, scale_applied   x = (z − shift)·scale; whether this was applied before storing.
+    scale, shift, scale_applied   x = (z − shift)·scale for the autoencoder's z; whether applied before storing.
     views                         stored views per sample: 1, or 2 with the flipped one.
     fingerprint                   hash of the autoencoder's weights; None if unknown.
-    channel_shift, channel_scale  the network then gets (x − channel_shift)·channel_scale per channel; (): it gets x.
+    channel_shift, channel_scale  per channel; the network gets (x − channel_shift)·channel_scale; (): it gets x.
     orientation                   what was done to photos with an EXIF orientation: "exif": applied; "stored": ignored.
     alpha                         what was done to transparent photos: "white": laid on white; "drop": alpha ignored.
-    dtype                         of the stored numbers; uint8 is for pixels only, and stores −1..1 as 0..255.
+    dtype                         type of the stored numbers; uint8 is for pixels only, and stores −1..1 as 0..255.
     """
 
     shape: tuple[int, int, int]
@@ -73,8 +73,8 @@ class LatentSpec:
 
     @classmethod
     def from_json(cls, tree: dict) -> "LatentSpec":
-        """Build a spec from a parsed index.json or a checkpoint's info.json["latents"]. KeyError if it lacks a key that
-        all versions of these files have; keys that were added later have defaults."""
+        """Build a spec from a parsed index.json or a checkpoint's info.json["latents"]. Raises KeyError if a key is
+        missing that all versions of these files have; keys that were added later have defaults."""
         # the first files of version 1 lack these keys
         later = ("fingerprint", "channel_shift", "channel_scale", "orientation", "alpha")
         values = {key: tree[key] for key in cls.__dataclass_fields__ if key in tree or key not in later}
@@ -107,8 +107,8 @@ def to_network(stored: Tensor, latents: LatentSpec, posterior: Tensor | None = N
 
 
 def mean_and_std(stored: Tensor, latents: LatentSpec) -> tuple[Tensor, Tensor | None]:
-    """Return mean and standard deviation of the latents (z − shift)·scale, each (…, C, S, S) fp32; if latents are
-    stored, not moments, return these and None. No other function applies shift and scale to stored numbers."""
+    """Return mean and standard deviation of the latents (z − shift)·scale, each (…, C, S, S) fp32. If latents are
+    stored, not moments, return the latents and None. No other function applies shift and scale to stored numbers."""
     scale, shift = (1.0, 0.0) if latents.scale_applied else (latents.scale, latents.shift)
     if latents.content == "latents":
         z = stored.float() / 127.5 - 1 if stored.dtype == torch.uint8 else stored.float()

@@ -53,8 +53,8 @@ class SectionWriter(ShardStore, ABC):
 
     @abstractmethod
     def shards(self, entries: list[dict]) -> dict:
-        """Return the section's entries about files: "shards" and, for text, "null" and "counts" with its hash, whose
-        file this writes. `entries`: per shard {"count": rows, "file": name, "file_sha256": hash, "lengths": …, …}."""
+        """Return the section's entries about files: "shards" and, for text, "null" (the empty caption's entry) and
+        the file "counts", written here, with its hash. `entries`: per shard {"count": rows, "file": name, …}."""
 
     @abstractmethod
     def write(self, number: int, parts: Iterable) -> None:
@@ -67,8 +67,8 @@ class SectionWriter(ShardStore, ABC):
         return index, self._place[-1]
 
     def is_finished(self, again: bool = False) -> bool:
-        """Return whether index.json has this section already; if so, remove unfinished work. A damaged one, or one with
-        other `facts`, raises ValueError or OSError or, with `again`, which also checks hashes, gives False."""
+        """Return whether index.json has this section already; if so, remove unfinished work. If the section is damaged
+        or has other `facts`, raise ValueError or OSError; with `again`, which also checks hashes, return False."""
         index = read_index(self.folder)
         around, key = self._around(index)
         if (section := around.get(key)) is None:
@@ -93,10 +93,10 @@ class SectionWriter(ShardStore, ABC):
         index.json has the same section already, do nothing and return False. Raises ValueError or OSError if an
         existing section is different or damaged (unless `again`), FileExistsError if another launch is making it.
 
-        again   replace a different or damaged section, and unfinished work with another plan.json (see store.py).
+        again   replace a different or damaged section, and discard unfinished shards of another plan (see store.py).
         lines   lines of text that describe the work, printed before it starts.
-        unit    what a row is, for the progress bar; batch_size rows are encoded at a time.
-        encode  takes batches of rows, and yields for each batch the part that `write` takes.
+        unit    name of a row in the progress bar; batch_size rows are encoded at a time.
+        encode  function: list of batches (ranges of row numbers) → iterator with a part for `write` for each batch.
         """
         if processes.from_main(lambda: self.is_finished(again)):
             processes.say(f"{self.folder} holds the same {self._what} already")

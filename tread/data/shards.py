@@ -104,8 +104,8 @@ def rows_in_place(shards: Sequence[np.ndarray], width: int) -> tuple[Tensor, lis
 
 
 class ShardRows:
-    """Shards (n, views, …) as one matrix with a row per stored view of a sample: 0 (original) and 1 (mirrored).
-    `read` makes view 1 if it is not stored. Rows are memory-mapped or, after `place`, in a device's memory."""
+    """Shards (n, views, …) as one matrix, a row for each stored view of each sample: 0 is the original, 1 its mirror
+    image (if it is not stored, `read` mirrors view 0). Rows are memory-mapped or, after `place`, in device memory."""
 
     def __init__(self, arrays: Sequence[np.memmap]) -> None:
         self._arrays = list(arrays)

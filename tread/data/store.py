@@ -54,7 +54,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards made with another plan; without `again`, they raise ValueError.
-        begun  entries that replace those of `plan` where `plan` is compared with the plan of unfinished work.
+        begun  {key: value} that plan.json of unfinished work must have in place of `plan`'s value for the key.
 
         The ValueError says what differs. Raises OSError if the folder cannot be written.
         """
@@ -100,8 +100,8 @@ class ShardStore:
         return sum(len(self.ranges[number]) for number in numbers)
 
     def missing(self, verify: Processes | None = None) -> list[int]:
-        """Return the numbers of the shards still to be made. With `verify`, which shows a progress bar meanwhile, all
-        files of finished shards are hashed, and shards with changed files count as missing."""
+        """Return the numbers of the shards still to be made. If `verify` is given, all files of finished shards are
+        hashed, with a progress bar from verify.bar, and shards with changed or lost files count as missing."""
         there = [number for number in range(len(self.ranges)) if self._note(number).exists()]
         if verify is not None:
             with verify.bar(f"checking {self.work.name}", self.rows(there)) as bar:
@@ -124,7 +124,7 @@ class ShardStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all shards take once they are made, estimated by row_bytes."""
+        """Bytes that all shards take once they are made, estimated as row_bytes for each row."""
         return self.rows(range(len(self.ranges))) * self.row_bytes
 
     def check_space(self, rows: int, further: int = 0) -> None:
@@ -189,7 +189,7 @@ class ShardStore:
         return np.concatenate(list(self.arrays(kind)))
 
     def first(self, kind: str, count: int) -> np.ndarray:
-        """Return the first `count` rows of `kind`; fewer if the first ⌈count / shard size⌉ shards are not all full."""
+        """Return the first `count` rows of `kind`, or fewer: only ⌈count / shard size⌉ non-empty shards are read."""
         shards = math.ceil(count / len(self.ranges[0]))
         return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
 

@@ -64,9 +64,9 @@ class DatasetWriter(ShardStore):
         return finished
 
     def begin(self, again: bool = False, begun: Mapping | None = None) -> None:
-        """Lock the work folder until `publish` or `discard`, and begin or continue the work in it. Finished shards of
-        another plan raise ValueError or, with `again`, are discarded; `begun` has entries to compare in place of this
-        plan's own. Raises FileExistsError if the dataset exists or another process is writing it."""
+        """Lock the work folder until `publish` or `discard`, and begin or continue the work in it. If it holds finished
+        shards of another plan, raises ValueError or, with `again`, discards them; `begun`: see ShardStore.begin. Raises
+        FileExistsError if the dataset exists or another process is writing it."""
         self.check_free()
         self._lock = Lock(self.work / "lock", f"another process is writing {self.folder}")
         self.check_free()  # once more: another process may have made it before the lock
@@ -114,8 +114,8 @@ class DatasetWriter(ShardStore):
 
     def assemble(self, **fields: object) -> None:
         """Write index.json into the shards' folder, once all are done. Raises ValueError if the dataset would be empty,
-        OSError if shards are missing. `fields` are more entries of index.json, such as `heldout` or `train`, the folder
-        of those data, relative to this one; `normalize_by`, {"mean", "std"} of channels in place of measured ones."""
+        OSError if shards are missing. `fields` are more entries of index.json, such as `heldout` or `train`, the
+        relative path of the dataset with the split's other part, or `normalize_by`, {"mean", "std"} of the channels."""
         self.check_complete()
         notes = list(self.notes())
         entries = [note["entry"] for note in notes if note["entry"]["count"]]

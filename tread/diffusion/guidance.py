@@ -36,8 +36,7 @@ Shape = Literal["cosine", "linear"]
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table in guidance.py's docstring: which branches get the class (weak_class=None: no weak branch), if
-    tokens skip blocks, and if the weak branch has its own network ("never", "may", "must") or no SPRINT sparse part."""
+    """A row of the table in guidance.py's docstring: what each branch gets. Comments beside the fields explain them."""
 
     strong_class: bool  # whether the strong branch gets the class
     weak_class: bool | None  # whether the weak branch gets it; None: there is no weak branch

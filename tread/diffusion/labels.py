@@ -25,7 +25,7 @@ def seeded_labels(seeds: Sequence[int], num_classes: int, mode: Labels) -> Tenso
 
 
 def class_number(label: Label, classes: Sequence[str]) -> int | None:
-    """Return the number of class `label`; numbers and None pass unchecked. ValueError unless one class has the name."""
+    """Return the number of class `label`; numbers and None pass unchecked. ValueError if none or several have it."""
     if not isinstance(label, str):
         return None if label is None else operator.index(label)
     numbers = [number for number, name in enumerate(classes) if name == label]

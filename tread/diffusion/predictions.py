@@ -16,7 +16,7 @@ Quantity = Literal["velocity", "x", "noise"]
 
 
 def velocity_of(kind: Quantity, predicted: Tensor, noisy: Tensor, t: Tensor, clamp: float) -> Tensor:
-    """Convert a prediction of `kind` for noisy x_t to the velocity noise − data; divisors t or 1 − t are ≥ clamp."""
+    """Convert a prediction of `kind` for noisy x_t to the velocity noise − data, dividing by max(t or 1 − t, clamp)."""
     if kind == "x":
         return (noisy - predicted) / t.clamp(min=clamp)
     if kind == "noise":
@@ -27,9 +27,9 @@ def velocity_of(kind: Quantity, predicted: Tensor, noisy: Tensor, t: Tensor, cla
 def error_of(
     kind: Quantity, loss_of: Quantity, predicted: Tensor, x: Tensor, noise: Tensor, t: Tensor, clamp: float
 ) -> Tensor:
-    """Return the error (not squared, the sign may be flipped) of the quantity `loss_of`, given a prediction of `kind`.
-    x is the true data, `noise` the true noise. Prediction and target are converted alike, with divisors t or 1 − t
-    raised to `clamp` if they are smaller, so the result is the prediction's own error times a factor."""
+    """Return the error (not squared; its sign may be flipped) of the quantity `loss_of`, given a prediction of `kind`,
+    the true data x and `noise`. Prediction and target are both converted from `kind` to `loss_of`, dividing by
+    max(t or 1 − t, clamp). So the result is a multiple of `predicted` minus the true quantity of `kind`."""
     error = predicted - {"velocity": noise - x, "x": x, "noise": noise}[kind]
     if kind == loss_of:
         return error

@@ -27,7 +27,7 @@ class Process(Protocol):
     variance_exploding             True if x_l = x + l·noise, so that a sampler may add noise between steps.
     data_std                       standard deviation of the latents' channels with the setting dataset.normalize=true.
     conventions                    names of the settings that decide what a trained network's input and output mean.
-    beyond                         how many samples after a micro-batch its loss needs: 1 with rf.contrastive, else 0.
+    beyond                         how many samples beyond a micro-batch `errors` needs: 1 with rf.contrastive, else 0.
     evaluation                     name of the evaluation loss in metrics.jsonl; compare only runs that share it.
 
     Shapes: x (B, C, S, S); level (B,) or a scalar; y (B,) int64, or a Text.
@@ -52,7 +52,7 @@ class Process(Protocol):
 
     def cleaner(self, normal: Tensor, step: Tensor) -> Tensor:
         """Return noise_level(normal), lowered elementwise: each level's quantile among the training levels falls by
-        `step` (0 to 1), at most to 0.001; one below that stays as it is. RF lowers t by `step` instead."""
+        `step` (0 to 1), but not below 0.001; a lower quantile stays as it is. RF lowers t by `step` instead."""
         quantile = (torch.special.ndtr(normal) - step).clamp(min=CLEANEST)
         return self.noise_level(torch.special.ndtri(quantile).minimum(normal))
 
@@ -63,7 +63,7 @@ class Process(Protocol):
         """Return x_l, the noisy input at noise level l, from clean x and standard normal noise."""
 
     def precondition(self, x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the network's inputs for a noisy x in fp32: the scaled x and the time input (B,)."""
+        """Return the network's inputs for a noisy x: the scaled x (B, C, S, S) and the time input (B,), both fp32."""
 
     def combine(self, output: Tensor, x: Tensor, level: Tensor) -> Tensor:
         """Return the predicted data (B, C, S, S), given the network's output for a noisy x."""
@@ -81,7 +81,7 @@ class Process(Protocol):
     def loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return weight(level) · mean of the squared errors from `errors` per sample, (B,) fp32; same arguments."""
+        """Return each sample's loss, (B,) fp32: weight(level) · mean of its squared errors; arguments of `errors`."""
         squared = self.errors(network, x, y, level, noise, routes)[0]
         return self.weight(level.float()) * squared.mean(dim=(1, 2, 3))
 
@@ -92,7 +92,7 @@ class Process(Protocol):
     def evaluation_loss(
         self, network: Network, x: Tensor, y: Condition, level: Tensor, noise: Tensor, routes: Routes = ()
     ) -> Tensor:
-        """Return each sample's held-out loss, (B,) fp32: `loss`, in RF the velocity's MSE; arguments as in `errors`."""
+        """Return each sample's held-out loss, (B,) fp32: `loss` (RF: the velocity's MSE). Arguments as in `errors`."""
         return self.loss(network, x, y, level, noise, routes)
 
     def schedule(self, num_steps: int) -> Tensor:

@@ -264,9 +264,9 @@ def _denoiser(
 def _routes(
     model: Model, seeds: list[int], ratios: Sequence[float], stream: str, device: torch.device
 ) -> Callable[[int], Routes]:
-    """Return a function from a denoiser call's index to its routes, pairs (Route, kept tokens' indices, or random
-    numbers if the network chooses). On each route the fraction ratios[call] of tokens skips blocks; routes on which
-    none skip are left out. A sample's tokens come from its seed and the name `stream`, even if shared in training."""
+    """Return a function from a denoiser call's index to its routes: pairs (Route, kept tokens' indices (B, K), or the
+    random numbers (B, N) from which the network chooses). A route skips the fraction ratios[call] of tokens, or is left
+    out if none skip. Each sample's own seed and the name `stream` decide its tokens, even if training shares them."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     if not any(ratios):

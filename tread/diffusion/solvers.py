@@ -42,7 +42,7 @@ class Churn:
 
 
 def call_order(solver: str, steps: int) -> list[int]:
-    """Return the index of each denoiser call's noise level: euler 0..N−1 (N calls), heun 0, 1, 1, 2, 2, … (2N−1)."""
+    """Return each denoiser call's index into the noise levels, for N steps: euler 0..N−1; heun 0, 1, 1, …, N−1, N−1."""
     check("solver", solver, Solver)
     return list(range(steps)) if solver == "euler" else [(call + 1) // 2 for call in range(2 * steps - 1)]
 

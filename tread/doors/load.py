@@ -54,8 +54,8 @@ def load(
     autoencoder       hub id, folder or file of the autoencoder that decodes latents; None: the one that the run used.
     decode_precision  precision of the autoencoder: "fp32", "tf32" or "bf16".
     text_encoder      hub id or folder of the encoder for prompts; None: the one that the run used.
-    plugins           modules, or paths of .py files, to import first. Those that the checkpoint records are imported
-                      anyway, except files in the checkpoint's or its run's folder: ValueError unless named here.
+    plugins           modules, or paths of .py files, to import first. The checkpoint's other plugins follow; ValueError
+                      if one is a .py file that is missing or lies in the folder of the checkpoint or its run.
 
     Raises ValueError or FileNotFoundError if the checkpoint is missing or damaged, or does not suit the options.
     """
@@ -77,7 +77,7 @@ class TrainedModel:
     """A trained network with its diffusion process and, once it is needed, its decoder; returned by `load`.
 
     network  the module, in eval mode: network(x, time, y, routes=()), see Backbone.forward.
-    process  EDM or RF; process.denoise(network, x, level, y) predicts the clean latents.
+    process  EDM or RF; process.denoise(network, x, level, y) predicts clean latents; `level` is EDM's σ or RF's t.
     classes  names of the classes; a text-conditional network has none.
     """
 
@@ -134,16 +134,16 @@ class TrainedModel:
     ) -> list[Image.Image] | Tensor | np.ndarray:
         """Draw a picture for each class (or prompt) with each seed, class by class. Up to rounding, a picture does not
         depend on the others or on batch_size. steps and solver default to the process's. `shift` (None: the run's) is
-        rectified flow's s: u = 1 − t → s·u / (1 + (s−1)·u). `churn`: EDM's S_churn, a Churn, or a dict of its fields.
+        rectified flow's s: u = 1 − t becomes s·u/(1 + (s−1)·u). `churn`: EDM's S_churn, a Churn, or a dict of fields.
 
         classes   class names or numbers, one or several; None in a list: no class. Default: up to ten, evenly spread.
         seeds     numbers, or text such as "0-7", both ends included.
         prompts   for a text-conditional network, instead of classes: texts that say what to draw.
         labels    a class for each seed, instead of `classes`: pairs, not all combinations.
-        guidance  name of a file in configs/guidance/. `scale` to `force` replace its settings; None keeps a setting.
+        guidance  name of a file in configs/guidance/. The arguments `scale` to `force` replace its values unless None.
         scale     the guidance weight: D = D(weak branch) + scale·(D(strong branch) − D(weak branch)).
         strong, weak  share of the tokens that skip the route's blocks in each branch.
-        interval  (lowest, highest) noise level, outside of which the strong branch runs alone.
+        interval  (lowest, highest) noise level, EDM's σ or RF's t, outside of which the strong branch runs alone.
         checkpoint, weights  checkpoint of another network for the weak branch, and which of its weights.
         same_ids  whether both branches choose their tokens by the same random numbers.
         force     whether to allow `strong` above `weak`, and skipped tokens in a network trained without a route.

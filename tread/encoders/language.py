@@ -196,7 +196,7 @@ def encoder_for(spec: TextSpec, device: torch.device | str = "cpu", place: str |
 
 def settle_tokens(lengths: Sequence[int], limit: int | None) -> int:
     """Return the number of tokens T for captions of these lengths: the longest, rounded up to a multiple of 8, at most
-    128 (LONGEST) and `limit`, if any. 64 becomes 72 if that allows: cuDNN may give NaN gradients for 64 masked keys."""
+    128 (LONGEST) and `limit`, if any. 64 becomes 72 within `limit`: cuDNN may give NaN gradients for 64 masked keys."""
     tokens = -(-max([8, *lengths]) // 8) * 8
     return min(72 if tokens == 64 else tokens, limit or LONGEST, LONGEST)
 

@@ -35,7 +35,7 @@ def load_pretrained(
     others        name of the class for model types not in `kinds`; None: these are refused. Encoder-decoders and models
                   without a hidden_size are always refused unless `kinds` has their type.
     parts         for each further part, possible class names; the first one in the installed transformers is used.
-    unused        prefix of the names of weights that may be missing, and are 0 then; by default none may.
+    unused        name prefix of weights that are never used: missing ones are set to 0. By default none may be missing.
 
     Raises ValueError if the model can't be loaded, lacks weights, has weights of other shapes or lacks its tokenizer.
     """

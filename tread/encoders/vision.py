@@ -77,8 +77,9 @@ class Encoder:
 
     @torch.no_grad()
     def encode_both(self, pictures: Tensor, whole: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Return features (B, T, z) of pictures (B, 3, H, W) uint8, and (B, P) of whole ones, both fp32: DINOv2's class
-        token, Inception's pooled features, else the mean token; None with whole=False. ValueError as for `encode`."""
+        """Return features (B, T, z) of pictures (B, 3, H, W) uint8 and, unless `whole` is False, a vector per picture,
+        (B, P), both fp32. The vectors come from the function that `run` returns (DINOv2's class token, Inception's
+        pooled features); if it returns none, they are mean tokens. Raises ValueError like `encode`."""
         check_pictures(pictures)
         with computing(self.device, self.precision):
             made = self.run(pictures.to(self.device))

@@ -50,7 +50,7 @@ class Asked(NamedTuple):
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
     """Open the captions of the emoji datasets of `saved`'s run, [training, held-out], after writing what is missing.
-    Raises FileNotFoundError or ValueError if one can't be opened, or has other text or picture sizes than `saved`."""
+    Raises FileNotFoundError or ValueError if that fails, or if captions' encoding or picture size is not `saved`'s."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)
     for part, folder in (("train", train), ("heldout", Path(dataset.heldout or train.with_name("heldout")))):
@@ -106,8 +106,8 @@ def judge_emoji(pictures: Tensor, asked: Asked, real: EmojiSet, inception: Incep
 
 
 def retrieved(features: Tensor, known: Tensor, asked: Asked, real: EmojiSet) -> np.ndarray:
-    """Return (n, 5) bool: whether the nearest, second nearest, … real emoji has the prompt as a caption. `features`
-    (n, F) are of the n pictures to judge, `known` (m, F) of all m real emoji."""
+    """Return (n, min(5, m)) bool: whether the nearest, second nearest, … real emoji has the prompt as a caption.
+    `features` (n, F) are of the n pictures to judge, `known` (m, F) of all m real emoji."""
     nearest = torch.cdist(features, known).topk(min(max(RANKS), len(known)), largest=False).indices
     carried = [{caption.lower() for caption in captions} for captions in real.captions]
     wanted = [real.captions[number][0].lower() for number in asked.numbers]

@@ -1,7 +1,7 @@
 """Loss on held-out data, computed on all tokens and with noise that is the same for all runs.
 
-Compare runs by this number, not by the training loss, which is higher if some tokens skip blocks (a route) and then
-does not show how good the network is on all tokens. EDM: the training loss at quantiles of the training noise levels.
+Compare runs by this number, not by the training loss: where tokens skip blocks (a route), that loss is higher, and does
+not show how good the network is on all tokens. EDM: the training loss at quantiles of the training noise levels.
 Rectified flow: the mean squared error of the velocity at evenly spaced times t.
 """
 

@@ -46,9 +46,9 @@ class Pictures:
     where       their file or folder, for messages.
     count       number of pictures, including files whose damage shows only in decoding (see extract_all).
     resolution  (H, W)
-    sha256      hash of an .npz; of the file names, contents and crop in a folder or tar; of a dataset's file hashes.
-    read        function (start, stop) → (n, 3, H, W) uint8, fastest in ascending order. Damaged files raise ValueError;
-                with a list as third argument, a folder or tar skips them, and the list gets their (name, reason).
+    sha256      hash of an .npz file; for a folder or tar, of names, contents and crop; for a dataset, of file hashes.
+    read        function (start, stop) → (n, 3, H, W) uint8, fastest if called in ascending order. Damaged files raise
+                ValueError; given a list as third argument, a folder or tar skips them and adds (name, reason) to it.
     skip        whether extract_all leaves out damaged files; if not, it raises ValueError for them.
     damaged     (name, reason) of the files known to be damaged, which are left out.
     """
@@ -67,7 +67,7 @@ def open_pictures(path: Path, crop: Crop | None, processes: Processes, skip: boo
 
     crop  how photos of a folder or tar are prepared, as for training: converted to RGB and cropped as ADM does. None:
           pictures must be 8-bit RGB of one size, and are taken as they are.
-    skip  whether damaged files of a folder or tar are left out; if not, ValueError names them (some in extract_all).
+    skip  whether damaged files of a folder or tar are left out; if not, they raise ValueError, some in extract_all.
 
     Raises FileNotFoundError if nothing is at `path`, ValueError for unfit or damaged files or fewer than 2 pictures.
     """
@@ -255,8 +255,8 @@ def feature_store(pictures: Pictures, folder: Path, network: Inception) -> Shard
 def extract_all(
     pictures: Pictures, folder: Path, network: Inception, processes: Processes
 ) -> tuple[Pictures, ShardStore]:
-    """Extract the features of undamaged pictures that a store in `folder` lacks, a share in each process. Returns all
-    undamaged pictures and the store. Raises ValueError for damaged ones or, with pictures.skip, if under 2 are left."""
+    """Extract, shared among all processes, the pictures' features that a store in `folder` lacks. Return the undamaged
+    pictures and the store. Raises ValueError if any are damaged or, with pictures.skip, if fewer than 2 are left."""
     parts = feature_store(pictures, folder, network)
 
     def work(numbers: list[int], done: Callable[[int], object]) -> None:
@@ -285,7 +285,7 @@ def extract_all(
 
 
 def save_npz(path: Path, pictures: Iterable[np.ndarray], labels: np.ndarray) -> None:
-    """Write an .npz as ADM does: parts of pictures (b, C, H, W) uint8 as arr_0 (n, H, W, C), labels (n,) as arr_1."""
+    """Write an .npz as ADM does: batches of pictures (b, C, H, W) uint8 → arr_0 (n, H, W, C), labels (n,) → arr_1."""
     parts = (part.transpose(0, 2, 3, 1) for part in pictures)
     first = next(parts)
     batch = Stream("uint8", (len(labels), *first.shape[1:]), itertools.chain([first], parts))

@@ -1,4 +1,4 @@
-"""The table of all metrics: names, which direction is better, and how those of Inception features are computed.
+"""The table of all metrics: their names, which direction is better, and the functions that compute FID and the like.
 
 To add a metric, add a line `METRICS["mine"] = Metric("my metric", "lower")` here or in a file of your own. Scoring,
 records, figures and tables look metrics up here when they run; the order of METRICS is the order of tables' columns.
@@ -108,7 +108,7 @@ METRICS = Table(Metric, {
 
 
 def with_real(names: Iterable[str]) -> list[str]:
-    """Return these metrics' keys, each followed by the keys of the same metric for real pictures (see Metric.real)."""
+    """Return the metrics' keys `names`, each followed by the same metric's keys for real pictures (see Metric.real)."""
     return [name + end for name in names for end in ("", *METRICS[name].real)]
 
 
@@ -118,7 +118,7 @@ def names_of(what: str) -> list[str]:
 
 
 def scored_names(record: Mapping) -> list[str]:
-    """Return the keys of metrics to list for the score `record`: all of "samples", then those of "demo" that it has."""
+    """Return the metrics to list for `record`, fid.json's content: all of "samples", then those of "demo" in it."""
     return names_of("samples") + [name for name in names_of("demo") if name in record]
 
 

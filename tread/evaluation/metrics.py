@@ -117,13 +117,13 @@ def _distances(rows: Tensor, columns: Tensor, seen: Seen) -> Iterator[Tensor]:
 
 
 def _radii(features: Tensor, seen: Seen) -> Tensor:
-    """Return each point's squared distance to its NEIGHBOURS-th nearest other point, (n,); call seen(rows done)."""
+    """Return points' squared distances to their NEIGHBOURS-th nearest other point, (n,); call seen(rows just done)."""
     blocks = _distances(features, features, seen)
     return torch.cat([block.topk(NEIGHBOURS + 1, dim=1, largest=False).values[:, -1] for block in blocks])
 
 
 def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float:
-    """Return the share of points in at least one ball (squared `radii` around `centres`); call seen(rows done)."""
+    """Return the share of points in at least one ball (squared `radii` around `centres`); call seen(rows just done)."""
     inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, seen))
     return inside.item() / len(points)
 

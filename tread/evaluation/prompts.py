@@ -73,7 +73,7 @@ def encode_prompts(
 @dataclass(frozen=True)
 class ScoredPrompts:
     """Captions numbered 0..count−1, in the order of their pictures, that samples are drawn for and scored with.
-    EmojiJudge's are chosen from two datasets: `data` is the held-out one, `sha256` both hashes, one after the other.
+    Those for EmojiJudge (scorers.py) come from training and held-out data: `data` is the latter, `sha256` both hashes.
 
     data    the captions' dataset.
     count   number of captions.
@@ -90,7 +90,7 @@ class ScoredPrompts:
 
 
 def heldout_folder(saved: SavedNetwork) -> Path:
-    """Return the held-out data's folder of `saved`'s run. ValueError if there is none, FileNotFoundError if missing."""
+    """Return the folder of a run's held-out data. Raises ValueError if none is set, FileNotFoundError if it is gone."""
     name, where = saved.cfg.dataset.heldout, saved.found.folder
     if name in (None, "auto"):
         raise ValueError(f"{where} has no held-out data: name a dataset's folder instead of {HELDOUT}")

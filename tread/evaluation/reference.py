@@ -215,7 +215,7 @@ def save_statistics(
 
 
 def check_size(where: object, size: tuple[int, ...], reference: Reference) -> None:
-    """Raise ValueError, beginning with `where`, unless `size` (channels, H, W) is RGB and the reference's, if known."""
+    """Raise ValueError, beginning with `where`, unless `size` (C, H, W) has C = 3 and the reference's H, W if known."""
     if size[0] != 3:
         raise ValueError(f"{where} gives grey pictures, but RGB is scored; digits are scored without reference=…")
     if reference.resolution not in (None, size[1:]):

@@ -46,8 +46,8 @@ def check_name(out: str | None, latents: bool) -> None:
 
 
 def facts_of(settings: Mapping, sampler: Sampler, saved: SavedNetwork, weak: SavedNetwork | None) -> dict:
-    """Return how samples were made, as a dict for JSON: networks, NFE, versions and the user's `settings`, with those
-    of `sampler` and the time shift replaced by the values used. `weak` is guidance's second network, if any."""
+    """Return how samples were made, as a dict for JSON: networks, NFE, versions and the user's `settings`,
+    with `sampler`'s options and the time shift as actually used. `weak` is guidance's second network, if any."""
 
     def network(source: SavedNetwork) -> dict:
         told = {"step": source.found.step, "weights": source.weights, "sha256": source.sha256}

@@ -1,6 +1,6 @@
-"""Reads and writes a score's files: fid.json and, for a checkpoint, a line in fid.csv, both in fid.py's out=… or else
-in the checkpoint's folder and above it, respectively. Pictures made elsewhere, as in photos/ or photos.npz, get
-photos.fid.json beside them. The newest score has this name; older ones with other settings are fid-1.json, …"""
+"""Reads and writes a score's files. By default, fid.py writes a checkpoint's fid.json into its folder, with a line in
+fid.csv in the folder above, and photos.fid.json beside pictures photos/ or photos.npz; out=… names a folder for all.
+A new score with other settings takes the name fid.json: the older one becomes fid-1.json, …"""
 
 import csv
 import itertools
@@ -16,8 +16,8 @@ NAMES = ("samples.npz", "fid.png", "fid.json")
 
 @dataclass(frozen=True)
 class ScoreFiles:
-    """The files fid.json, fid.png and samples.npz of the scores in `folder`. Their names begin with `stem`: "photos."
-    beside the pictures of photos.npz or photos/, as one folder may hold scores of several sets; elsewhere ""."""
+    """The files fid.json, fid.png and samples.npz of the scores in `folder`. Their names begin with `stem`, usually "".
+    Beside pictures photos/ or photos.npz it is "photos.", since the folder may hold other pictures' scores, too."""
 
     folder: Path
     stem: str = ""
@@ -53,7 +53,7 @@ class ScoreFiles:
         return None
 
     def make_room(self, settings: dict, scored: str = "") -> None:
-        """Unless the newest score has these settings, rename its files to fid-1.json, …; the pictures `scored` stay."""
+        """Unless the newest score has these settings, rename its files to fid-1.json, …, but not the file `scored`."""
         if not self._is(None, settings):
             number = self._free()
             for name in self._there():
@@ -83,7 +83,7 @@ def table(record: dict) -> str:
 
 def sampler_told(values: Mapping) -> str | None:
     """Return the sampler as text, with the time shift if that is not 1; None if the scored pictures were read from
-    files. `values` is fid.json's content joined with its entry "settings"."""
+    files. `values` is fid.json's content merged with its entry "settings"."""
     shift = values.get("shift")
     return values.get("sampler") if shift in (None, 1) else f"{values.get('sampler')}, shift {shift}"
 

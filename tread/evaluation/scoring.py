@@ -130,8 +130,8 @@ def read_options(config: dict) -> ScoringOptions:
 
 def run(options: ScoringOptions, processes: Processes) -> list[dict | None]:
     """Check everything, then write options.save_reference and score each checkpoint, or the pictures options.samples.
-    All processes call this. Returns each checkpoint's fid.json as a dict: an earlier score's in all processes, a new
-    score's in the main process only (None in the others); [] without checkpoints. Raises ValueError or OSError."""
+    All processes call this. Returns each checkpoint's fid.json as a dict (for a new score only in the main process; the
+    others get None), [] without checkpoints. Raises ValueError or OSError if a check, reading or writing fails."""
     options, paths = processes.from_main(lambda: settle_paths(options))
     precision = use_precision(options.precision, processes.device)
     if faulty := avoid_faults(processes.device):
@@ -208,7 +208,7 @@ class ScoringPlan:
     judge           scorer to use without a reference: DigitsJudge, EmojiJudge, or Unscored, which computes nothing.
     prompts         the captions to draw samples for, if the network takes texts; else None.
     flops           FLOPs of the networks for one sample, over all steps.
-    flops_relative  these FLOPs divided by those of the same steps without guidance, on all tokens.
+    flops_relative  `flops` divided by the FLOPs of the same steps by `saved` alone, without guidance, on all tokens.
     """
 
     options: ScoringOptions
@@ -342,8 +342,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
-    """Return the folder of CIFAR-10's training pictures: that of a network of `plans`, else data/cifar10. With `make`,
-    missing pictures are written, after a download if needed. Raises ValueError or OSError if either fails."""
+    """Return the folder of CIFAR-10's training pictures: the first that a network of `plans` was trained on, else
+    data/cifar10. With `make`, write them if missing, downloading if needed; ValueError or OSError if that fails."""
     datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
     folder = Path(datasets[0].path if datasets else "data/cifar10")
     if make:
@@ -354,9 +354,9 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures, from find_cifar10's folder, to the scorer's reference "cifar10", of which only
-    statistics are in this package, for metrics that compare pictures. options.reference_features=True: missing pictures
-    are downloaded, a wrong number raises ValueError. False: add them only if their features are in the cache."""
+    """Add CIFAR-10's training pictures (see find_cifar10) to the scorer's reference "cifar10", shipped as
+    statistics only, for metrics that need pictures. With options.reference_features, download them if missing, and
+    raise ValueError if their number is wrong; without it, add them only if their features are in the cache."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():
@@ -392,7 +392,7 @@ def settle_crop(options: ScoringOptions, plans: list[ScoringPlan]) -> Crop | Non
 
 
 def files_beside(options: ScoringOptions) -> ScoreFiles:
-    """Return the files for the score of options.samples: in options.out or, if that is null, beside the samples."""
+    """Return where to write the score of options.samples: in options.out or, if that is null, beside the samples."""
     if options.out:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
@@ -402,7 +402,7 @@ def files_beside(options: ScoringOptions) -> ScoreFiles:
 
 
 def check_target(path: Path, reference: Reference) -> None:
-    """Raise ValueError if the reference has statistics or no pictures, OSError unless `path` is new and writable."""
+    """Raise ValueError if the reference has mu and sigma or no pictures, OSError unless `path` is new and writable."""
     if reference.pictures is None:
         raise ValueError(f"{reference.where} holds no pictures to make statistics of")
     if reference.stated:
@@ -417,7 +417,7 @@ class CheckpointScoring:
 
     settings  everything that decides the score, as ScoringPlan.fingerprint returns it.
     files     paths of fid.json, fid.png and samples.npz.
-    lines     path of the .csv to which a line is appended.
+    lines     path of fid.csv, to which a line is appended.
     parts     store of the samples and their features, kept until they are scored; they do not depend on the reference.
     seconds   time that this process took to draw samples, "sampling", and to extract features, "features".
     """
@@ -434,8 +434,8 @@ class CheckpointScoring:
         self.seconds = Counter(sampling=0.0, features=0.0)
 
     def find_score(self) -> dict | None:
-        """Return an earlier fid.json with the same settings, and print its table; None if there is none. One without
-        samples.npz does not count with save_samples, of other reference pictures not with reference_features."""
+        """Return an earlier fid.json with the same settings, and print its table; None if there is none. With
+        save_samples it must have a samples.npz; with reference_features its reference pictures must be the same."""
         options = self.plan.options
         of = {"reference_pictures": self.scorer.reference.pictures.sha256} if options.reference_features else {}
         path, record = self.files.find(self.settings, with_samples=options.save_samples, **of) or (None, None)
@@ -444,8 +444,8 @@ class CheckpointScoring:
         return record
 
     def check(self, decoder: autoencoder.Decoder) -> None:
-        """Raise ValueError if samples can't be compared with the reference; in the main process, OSError if the disk
-        has no room for the samples still to be drawn, their features and a wanted samples.npz."""
+        """Raise ValueError unless samples are RGB and of the reference's size; in the main process, OSError if a folder
+        is not writable or has no room for the samples still to draw, their features and, if wanted, samples.npz."""
         plan, shape = self.plan, self.plan.saved.latents.shape
         picture = decoder(torch.zeros(1, *shape, device=self.processes.device)).cpu()
         if self.scorer.reference is not None:
@@ -543,7 +543,7 @@ class CheckpointScoring:
         }
 
     def _write_down(self, record: dict) -> None:
-        """Write fid.json, fid.png, a line in fid.csv and, if wanted, samples.npz; then print the score."""
+        """Write fid.json and fid.png, add a line to fid.csv, write samples.npz if wanted, and print the score."""
         files, parts = self.files, self.parts
         with explain_failure(files.folder):
             files.make_room(self.settings)

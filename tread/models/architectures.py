@@ -1,7 +1,7 @@
 """The architectures: the options of each, how its network is built, and whatever else depends on the choice.
 
 ARCHITECTURES maps the values of model.architecture to dataclasses, into which the section `model` of the settings is
-read. Fields without a default are required; attributes without a type annotation, or with ClassVar, are no settings.
+read. Fields without a default are required. Attributes without a type annotation, or with ClassVar, are not settings.
 """
 
 import math
@@ -166,8 +166,8 @@ class NetworkOptions:
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """Return {option: value} for mlp_ratio and the options that not all architectures share, as far as the shapes
-        of a state dict's tensors determine them. The shapes must be of this architecture (see `knows`)."""
+        """Return {option: value} for mlp_ratio and the options that subclasses add, as far as the shapes of a state
+        dict's tensors determine them. They must be of this architecture (see `knows`), with this hidden_size."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": _ratio_of(width[0], hidden_size)} if width else {}
 

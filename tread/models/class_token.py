@@ -1,7 +1,7 @@
 """The class token of REG (Wu et al. 2025, arXiv 2507.01467): a token before the patches that embeds a noised feature
 vector of the whole picture. It has no position and skips no block. The network also predicts the feature's velocity.
 
-Shapes: B samples, N patches, z channels of the feature, D hidden size.
+Shapes: B samples, N patches, z = width channels of the feature, D hidden size.
 """
 
 import torch
@@ -20,7 +20,7 @@ class ClassToken(nn.Module):
         self.out = nn.Linear(hidden_size, width)
 
     def before(self, tokens: Tensor, given: Tensor | None) -> Tensor:
-        """Embed `given` (B, z) before the patches: (B, N, D) → (B, 1 + N, D). ValueError for None or other shapes."""
+        """Prepend the feature `given` (B, z), embedded: (B, N, D) → (B, 1 + N, D). ValueError if None or misshapen."""
         if given is None or given.shape != (len(tokens), self.width):
             said = "none" if given is None else tuple(given.shape)
             raise ValueError(f"class_token is {said}, but this network takes ({len(tokens)}, {self.width})")

@@ -21,8 +21,8 @@ class Device(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Constants that predict a training step's time: fractions of a GPU's peak reached by matrix products (hidden
-    sizes, fractions), attention (by channels per head) and memory traffic; CPU seconds to launch a block's kernels."""
+    """Constants that predict a training step's time: fractions of a GPU's peak for matrix products (`reached`: hidden
+    sizes, fractions), `attention` (by channels per head) and memory (`bandwidth`); `launch`: CPU seconds per block."""
 
     reached: tuple[Sequence[int], Sequence[float]] = (384, 768, 1024, 1152), (0.34, 0.52, 0.58, 0.6)  # widths D, shares
     attention: Mapping[int, float] = MappingProxyType({64: 0.19, 72: 0.13})  # channels per head → share
@@ -31,9 +31,9 @@ class Constants(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes per token and channel of a compiled bf16 block. `saved`: kept for the backward pass; `budget`: kept instead
-    with train.memory=budget. `moved`: read or written by the forward and the backward pass together, outside of matrix
-    products and attention; `moved_in_bf16`: like `moved`, with train.residual=bf16."""
+    """Bytes per token and channel of a compiled bf16 block. `saved`: kept for the backward pass; `budget`: that with
+    train.memory=budget, which recomputes some. `moved`: read or written by forward and backward together, outside of
+    matrix products and attention; `moved_in_bf16`: the same with bf16 tokens between blocks (train.residual=bf16)."""
 
     saved: float
     moved: float

@@ -28,7 +28,7 @@ def sincos_positions(dim: int, grid_size: int, scale: float = 1.0) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Embed non-overlapping patches as tokens in raster order, and add positions, if any: (B, C, S, S) → (B, N, D).
+    """Embed non-overlapping patches as tokens in raster order, (B, C, S, S) → (B, N, D); forward may add positions.
     With a bottleneck of d channels, a convolution without bias maps to d, and a linear layer from d to D (JiT; Li & He
     2025, arXiv 2511.13720). torch.compile gets a matrix product instead of the convolution, equal up to rounding."""
 
@@ -50,8 +50,8 @@ class PatchEmbed(nn.Module):
 
 
 def kept_as(residual: Residual, tokens: Tensor, product: Tensor) -> Tensor:
-    """Return tokens in the dtype of the residual stream. residual="fp32": the tokens unchanged. residual="bf16": in the
-    dtype of `product`, a layer's output; under autocast this is bf16, and later residual sums then are bf16, too."""
+    """Return the tokens in the dtype of the residual stream: unchanged for residual="fp32"; for "bf16" in the dtype of
+    `product`, a layer's output. Under autocast that is bf16, and it makes all later residual sums bf16 as well."""
     return tokens.to(product.dtype) if residual == "bf16" else tokens
 
 

@@ -56,8 +56,8 @@ class LightningDiT(DiT):
             self.register_buffer("rotary", self._rotary(1.0), persistent=False)
 
     def _rotary(self, scale: float) -> Tensor:
-        """Return cosines, then sines, (1, N, d) for positions × `scale`. With a class token: (1, 1 + N, d), where the
-        first row is the class token's, whose queries and keys do not rotate."""
+        """Return a table (1, N, d) for positions × `scale`: d/2 cosines, then d/2 sines, for each token. With a class
+        token it is (1, 1 + N, d); the first row is the class token's, whose queries and keys do not rotate."""
         angles = F.pad(rotary_angles(self.head_dim, self.grid[0], scale), (0, 0, self.leading, 0))
         return torch.cat([angles.cos(), angles.sin()], dim=1).float()[None]
 
@@ -71,7 +71,7 @@ class LightningDiT(DiT):
 
 
 def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Remove public rotary tables from state_dict. Raises ValueError unless they are the network's at scale 1."""
+    """Remove a public checkpoint's rotary tables from state_dict. ValueError if the network's differ (at scale 1)."""
     tables = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
     check_tables(tables, network.num_tokens, "the state dict")
     for name, table in tables.items():

@@ -38,8 +38,8 @@ def public_tables(head_dim: int, side: int) -> dict[str, Tensor]:
 
 
 def check_tables(state: Mapping[str, Tensor], tokens: int, where: str) -> None:
-    """Raise ValueError if a public file's state dict has rotary tables other than public_tables, within ROUNDING, for
-    a square grid of `tokens` tokens; the tables' width gives the channels per head. `where`: the file, for messages."""
+    """Raise ValueError if rotary tables in a public file's state dict differ by more than ROUNDING from public_tables
+    for a square grid of `tokens` tokens and as many channels per head. `where` names the file in messages."""
     for name in TABLES:
         if name not in state:
             continue

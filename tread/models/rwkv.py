@@ -37,7 +37,7 @@ def quad_shift(x: Tensor, grid: Grid) -> Tensor:
 
 
 class SpatialMix(nn.Module):
-    """Token mixing (B, N, D) → (B, N, D): projects σ(r) ⊙ WKV(k, v), with r, k, v linear in a token and neighbours."""
+    """Token mixing (B, N, D) → (B, N, D): projects σ(r) ⊙ WKV(k, v); r, k, v are linear in tokens and neighbours."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class RWKVBlock(nn.Module):
         return x
 
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
-        """Return the multiply-adds for one sample of `tokens` tokens; attention=False counts the linear layers only."""
+        """Return the multiply-adds for one sample of `tokens` tokens: linear layers and, if attention=True, WKV."""
         return linear_products(self, tokens) + (products(tokens, len(self.spatial_mix.decay)) if attention else 0)
 
 

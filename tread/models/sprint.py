@@ -113,7 +113,7 @@ class Sprint(LightningDiT):
 
 
 def check_sparse_part(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless SPRINT has a sparse part at `depth`, and routes are () or one over it, without rejoin."""
+    """Raise ValueError unless `depth` leaves a sparse part, and `routes` is () or one route over it without rejoin."""
     if depth <= 2 * DENSE:
         raise ValueError(f"depth {depth} leaves no block for SPRINT's sparse part, all but the first and last {DENSE}")
     if len(routes) > 1:

@@ -1,10 +1,10 @@
-"""Text to image: LightningDiT's blocks, which include DiT's as options, with cross-attention to a caption.
+"""Text to image: DiT or, by options, LightningDiT, with cross-attention to a caption in each block.
 
 Between attention and MLP, picture tokens give the queries and the text gives keys and values (as in PixArt-α, Chen et
 al. 2023, arXiv 2310.00426). The text is normalised and projected once to the tokens' width; its pooled vector is added
 to the timestep's conditioning. The last projections of cross-attention and of the pooled vector start at zero, so the
 text has no effect on an untrained network. Only picture tokens skip blocks: each block sees the whole text. With
-norm="layer", mlp="gelu" and positions="sincos", all parts except those for text are DiT's (dit.py), names included.
+norm="layer", mlp="gelu" and positions="sincos", all parameters but the text's are DiT's (dit.py), with the same names.
 
 Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of text tokens and pooled text.
 """
@@ -51,8 +51,8 @@ class TextBlock(DiTBlock):
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Map tokens x (B, N, D) to tokens; if self.returns_values is set, also return the self-attention's values
-        (B, N, H, d). `given`: what Attention.forward takes besides x (rotary table, first block's values), if
-        anything, then conditioning c (B, D), text (B, T, D) and its mask (B, T) bool."""
+        (B, N, heads, D/heads). `given`: the further arguments of Attention.forward, if there are any (rotary table,
+        first block's values), then conditioning c (B, D), text (B, T, D) and its mask (B, T) bool."""
         *along, c, text, mask = given
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
         change, values = self.attn(modulate(self.norm1(x), shift1, scale1), *along)

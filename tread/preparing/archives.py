@@ -129,8 +129,8 @@ Store = Folder | Zip | Tar | Tars
 
 
 def tar_paths(source: Path) -> list[Path]:
-    """Return the tars that `source` stands for: those that match a pattern, {00..99}.tar (whether or not they exist) or
-    *.tar, or those in a folder of only tars and .json, .txt, .csv, … files. Returns [] for others, such as one tar."""
+    """Return the tars that `source` names: by a pattern, {00..99}.tar (all, even missing ones) or *.tar, or as a folder
+    that holds only tars and tables or texts (BESIDE_TARS). Returns [] for any other path, even that of one tar."""
     if source.is_dir():
         names = sorted(entry.name for entry in os.scandir(source) if entry.name[0] != ".")
         only = all(name.lower().endswith((".tar", *BESIDE_TARS)) for name in names)

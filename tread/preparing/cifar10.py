@@ -110,7 +110,7 @@ def check_files(files: dict[str, bytes], where: object, small: bool = False) -> 
 
 
 def fetch(file: Path) -> Path:
-    """Return the official archive at `file`; download it if it is missing, resuming an earlier download.
+    """Return `file`, the official archive, after downloading it if it is missing; resumes an earlier download.
     Raises FileNotFoundError if it can't be fetched, ValueError if it is damaged, OSError if the disk is full."""
     partial = file.with_name(f".{file.name}.partial")
     if not file.is_file():

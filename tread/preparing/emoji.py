@@ -50,7 +50,7 @@ FINER = 4  # emoji are rendered this many times larger, then averaged
 
 
 class Composition(NamedTuple):
-    """The parts of a one-person emoji; the activity is what it shows without gender ("woman", …) and skin tone."""
+    """The parts of a one-person emoji: activity and tone are emoji characters, gender "woman", "man" or "person"."""
 
     activity: str
     gender: str
@@ -68,8 +68,8 @@ def all_emoji() -> dict[str, dict]:
 
 
 def captions_of_all(known: dict[str, dict]) -> dict[str, list[str]]:
-    """Return {emoji: its distinct captions}, from `all_emoji`'s entries: name and aliases in words. Flags of places
-    have "flag of <name>" and the name. Emoji with a skin tone but no aliases have those without it, the tone added."""
+    """Return {emoji: its distinct captions} from `all_emoji`'s entries: name and aliases in words; for a place's flag
+    "flag of <name>" and the name. A toned emoji without aliases takes its untoned form's, with the tone appended."""
     given = {text: [clean(alias) for alias in entry.get("alias") or []] for text, entry in known.items()}
     bare = {_bare(text): aliases for text, aliases in given.items() if not tones(text)}
     captions = {}
@@ -91,7 +91,7 @@ def clean(name: str) -> str:
 
 
 def distinct(captions: Sequence[str]) -> list[str]:
-    """Return the captions without repetitions (ignoring case): first spellings, in the order of last occurrences."""
+    """Drop repeated captions, ignoring case. Each keeps its first spelling, and the place of its last occurrence."""
     return list({caption.lower(): caption for caption in reversed(captions)}.values())[::-1]
 
 
@@ -172,7 +172,7 @@ def draw_emoji(texts: Iterable[str], size: int) -> Iterator[np.ndarray | None]:
 
 @functools.lru_cache(maxsize=1)  # a run's training and held-out parts use it
 def emoji_parts() -> dict[str, list[Emoji]]:
-    """Return {part: samples} of "train" and the held-out parts, "compositions" and "rest" (others). Takes 10 s."""
+    """Return {part: samples}: "train" and, held out, "compositions" and "rest" (of the other emoji). Takes 10 s."""
     known = all_emoji()
     captions, held, alike = captions_of_all(known), held_compositions(known), defaultdict(list)
     pictures = {text: picture for text, picture in zip(known, draw_emoji(known, SIZE)) if picture is not None}
@@ -200,8 +200,8 @@ def emoji_of(part: str) -> list[Emoji]:
 def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     """Write the part "train" or "heldout" as a dataset of pixels in −1..1 with captions, unless the folder exists.
 
-    encoder  name of the text encoder (see encoders/language.py) whose encoded captions are added if the folder lacks
-             them; captions of "train" decide its vocabulary and number of tokens unless it has its own. None: none are.
+    encoder  name of a text encoder (see encoders/language.py); captions as encoded by it are added if the folder lacks
+             them. The captions of "train" decide its vocabulary or number of tokens if it sets none. None: add none.
 
     index.json of "heldout" records as "compositions" how many of its first samples are held-out combinations of
     activity, gender and skin tone. Several processes may call this at once; one encodes the captions, the others wait.

@@ -60,7 +60,7 @@ class Crops:
 
 def collate(crops: list[tuple]) -> tuple[Tensor | None, list[tuple]]:
     """Join items of `Crops`: return the readable pictures as one tensor (n, 3, size, size), or None if there are none,
-    and a list of [reason or "", photo size] for all items."""
+    and a list of [why unreadable, or "", photo size] for all items."""
     good = [pixels for pixels, *_ in crops if pixels is not None]
     batch = torch.stack(good) if good else None  # one tensor, as each takes a file descriptor
     if good and get_worker_info() is not None:
@@ -84,8 +84,8 @@ def read_crops(
     photos: Photos, crop: Crop, batches: Iterable[np.ndarray], workers: int
 ) -> Iterator[tuple[Tensor | None, list[tuple]]]:
     """Read photos in worker processes. Yields, for each of the `batches` of photo indices, the readable pictures as one
-    tensor (n, 3, size, size) uint8, or None if there are none, and a list of [reason or "", photo size] of all photos
-    in the batch, see `Crops`. workers=0: this process reads. Raises OSError if a worker dies."""
+    tensor (n, 3, size, size) uint8, or None if there are none, and a list of [why unreadable, or "", photo size] for
+    all photos in the batch. workers=0: this process reads. Raises OSError if a worker dies."""
     try:
         yield from DataLoader(
             Crops(photos, crop),
@@ -106,9 +106,8 @@ def source_hash(photos: Photos) -> str:
 
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
-    """Return the photos in the order that they had when unfinished work began. Damaged pictures that were removed since
-    then are put back in the list, with None as file, so that every other picture stays in its shard. Their names and
-    positions come from the shards' notes, JSON files that make_shards writes."""
+    """Return the photos as listed when the unfinished work of `writers` began: put back damaged pictures removed since
+    then, with None as file, so that all others stay in their shards. Shards' notes (see make_shards) list these."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
     if not damaged:
@@ -131,7 +130,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError if pictures left out as damaged are still in the source; the message lists them."""
+    """Raise ValueError with a list of them if pictures that `writers` left out as damaged are still in the source."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:
@@ -141,7 +140,7 @@ def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
 
 
 def check_sizes(photos: Photos, resolution: int) -> None:
-    """Raise ValueError if the shorter side of pictures (median of up to 32, evenly chosen) is below the resolution."""
+    """Raise ValueError if the median shorter side of up to 32 pictures, evenly chosen, is below `resolution`."""
     crops = Crops(photos, Crop(resolution))
     looked = (crops[number] for number in spread_indices(len(photos), 32))
     sizes = [min(size) for _, why, size in looked if not why]
@@ -418,7 +417,7 @@ def look_at(
 
 
 def dataset_numbers(data: LatentDataset) -> dict:
-    """Return a dict: "count", "class_counts" (by name), lists "channel_mean" and "channel_std" of network latents."""
+    """Return "count", "class_counts" (by name), "channel_mean" and "channel_std" of network latents (latents.py)."""
     latents = data.latents
     mean, std = map(np.array, data.statistics)
     if latents.channel_scale:  # by the autoencoder's own statistics
@@ -429,7 +428,7 @@ def dataset_numbers(data: LatentDataset) -> dict:
 
 def decode_samples(data: LatentDataset, indices: np.ndarray, device: torch.device | str) -> np.ndarray:
     """Decode stored samples to pictures (n, 1 or 3, H, W) uint8. If the dataset stores a posterior's moments, the mean
-    is decoded. Raises ValueError if the autoencoder is unknown, can't be loaded, or hasn't the recorded hash."""
+    is decoded. Raises ValueError if the autoencoder is unknown, can't be loaded, or has another hash than recorded."""
     decoder = autoencoder.load_decoder(data.latents, device)
     stored = data.read(indices).stored
     return torch.cat([decoder(to_network(part.to(device), data.latents)).cpu() for part in stored.split(4)]).numpy()

@@ -42,9 +42,9 @@ class TextOptions:
 
 
 def prepare_text(options: TextOptions, processes: Processes) -> None:
-    """Encode the captions of a dataset and of its held-out dataset, after adding those in the file options.captions to
-    the former. If options.like names another dataset, the number of tokens and the vocabulary are those of its text and
-    no held-out captions are encoded; else held-out captions take both from the text of their training data."""
+    """Add the captions in the file options.captions, if any, to a dataset, then encode its captions and those of its
+    held-out dataset. Held-out text takes the number of tokens and the vocabulary from its training data's text. With
+    options.like, the dataset's own text takes both from the dataset named there, and the held-out one is left alone."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:

@@ -264,7 +264,7 @@ def _opened(path: Path):
 
 
 def _check_series(source: Path, paths: list[Path]) -> None:
-    """Raise ValueError if process or shard numbers in file names have gaps; a missing last file can't be noticed."""
+    """Raise ValueError if latents_rank<number>_shard<number> files have gaps; missing last files can't be noticed."""
     matches = [re.fullmatch(r"latents_rank(\d+)_shard(\d+)", path.stem) for path in paths]
     there = {(int(match[1]), int(match[2])) for match in matches if match}
     before = {(rank, shard - 1) if shard else (rank - 1, 0) for rank, shard in there} - {(-1, 0)}

@@ -18,7 +18,7 @@ TEXTS = ("string", "large_string", "list<item: string>", "large_list<item: strin
 
 @functools.lru_cache(maxsize=1)  # pictures are read in order
 class _Group:
-    """A column's cells in a row group, 64 in memory at a time. Another `process`, a forked one, opens the file anew."""
+    """A column's cells in a row group, 64 in memory at a time. `process` is a pid, so that a fork reopens the file."""
 
     def __init__(self, process: int, path: Path, group: int, column: str) -> None:
         self.place, self.first, self.rows = (path, group, column), math.inf, []
@@ -58,8 +58,8 @@ def _open(path: Path):
 
 
 def parquet_files(source: Path) -> list[Path]:
-    """Return [source] if it is a parquet file; for a folder, the parquet files in it and in its subfolder data/, unless
-    these hold no pictures and the folder does."""
+    """Return [source] if it is a parquet file; for a folder, the parquet files in it and in its subfolder data/; but []
+    if the first of these has no column of pictures, and the folder has picture files or other subfolders."""
     if source.is_file():
         return [source] if source.suffix == ".parquet" else []
     found = sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
@@ -72,7 +72,7 @@ def parquet_files(source: Path) -> list[Path]:
 def open_parquet(source: Path, paths: list[Path], split: str | None, captions: str | None) -> Photos:
     """Open the pictures in the parquet files `paths` of `source`, with their classes, captions or both.
 
-    split     the split to take, such as train of train-00000-of-…; None: the only one.
+    split     the split to take, such as "train" for the files train-00000-of-…; None: the only one.
     captions  the column of captions; None: "caption", "captions" or "text", if any; "none": ignore captions.
 
     Raises ValueError if the split or the columns are missing or ambiguous.
@@ -131,7 +131,7 @@ def _features(schema) -> dict:
 
 
 def _split(path: Path) -> str:
-    """Return a file's split: "train" for train-00000-of-00002[-hash]; "" for a name that is a number, as on the Hub."""
+    """Return a file's split: "train" for train-00000-of-00002[-hash] or train; "" for a number, like the Hub's 0000."""
     return re.sub(r"^\d+$|-\d+-of-\d+(-[0-9a-f]+)?$", "", path.stem)
 
 

@@ -66,8 +66,8 @@ class Photos:
         return {name for name, file in zip(self.names, self.files) if file is not None}
 
     def no_pictures(self, whole: bool = False) -> Faults:
-        """Return (name, reason) of files that can't be read or are no pictures, judged by their first bytes or, if
-        `whole`, by decoding. Returns [], unchecked, for over 100,000 files (`whole`: 10,000) or if not self.heads."""
+        """Return (name, reason) of files that can't be read or aren't pictures, judged by their first bytes or, if
+        `whole`, by decoding. Returns [] unchecked for over 100,000 files (`whole`: 10,000) or if not self.heads."""
 
         def fault(file: tuple) -> str | None:
             read, name = file
@@ -125,7 +125,7 @@ def told(what: str, faults: Faults, line: str = ": {}") -> list[str]:
 
 
 def named(files: Faults, line: str) -> str:
-    """Return a line per file: its name, then `line` with the reason put into {}. After 20, a line counts the rest."""
+    """Return a line per (name, reason) in `files`: name, then `line` with {} as the reason. After 20, how many more."""
     more = f"\n  and {len(files) - NAMED:,} more" if len(files) > NAMED else ""
     text = "".join(f"\n  {name}{line.format(why)}" for name, why in files[:NAMED]) + more
     return text.encode(errors="backslashreplace").decode()  # file names may hold bytes that are not UTF-8
@@ -143,9 +143,9 @@ def cleaned(captions: Sequence[str]) -> list[str]:
 def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: float | int | str | None) -> np.ndarray:
     """Choose the pictures to hold out: (n,) bool. labels (n,) lie in 0..classes−1.
 
-    wanted  float: a fraction of all pictures, but one at least, divided over the classes by their sizes. int: a count,
-            divided over the classes evenly. Either way, each class keeps a picture for training. str: the prefix of the
-            names of the pictures that the source itself holds out. None: no picture.
+    wanted  float: a fraction of all pictures (at least one picture), spread over the classes in proportion to their
+            sizes. int: a count, spread evenly. Either way, each class keeps a picture for training. str: the prefix of
+            the names of the pictures that the source itself holds out. None: no picture.
 
     The choice within a class depends on the names alone. Raises ValueError if there are too few pictures.
     """
@@ -166,7 +166,7 @@ def held_out(names: Sequence[str], labels: np.ndarray, classes: int, wanted: flo
 
 
 def _whole(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
-    """Round shares to integers, each at most its `most`, that sum to `total` (largest remainders); else ValueError."""
+    """Round shares to integers ≤ `most` that sum to `total`, by largest remainders. ValueError if sum(most) < total."""
     if total > most.sum():
         most_out = f"{most.sum():,} can be held out: each class keeps one for training"
         raise ValueError(f"heldout takes {total:,} pictures, but {most_out}")

@@ -1,8 +1,8 @@
 """Finds pictures, their classes and captions in folders, zips, tars and parquet files; images.py decodes them.
 
 class folders  train/n01440764/1.jpg in a folder, zip or tar; the sorted folder names are the classes
-labels file    EDM's dataset.json or a CSV with the columns file and label, which names all pictures, flat or in folders
-captions       a.txt beside a.jpg, also in webdataset tars; one class, unless there are class folders or a labels file
+labels file    EDM's dataset.json, or a CSV with columns file and label; names each picture, at any depth, and its class
+captions       a.txt beside a.jpg, also in webdataset tars; all are of one class without class folders or a labels file
 MS-COCO        its pictures and captions_….json (coco.py)
 parquet        picture datasets as Hugging Face writes them (parquet.py)
 """
@@ -115,10 +115,10 @@ def _hidden(name: str) -> bool:
 
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
     """Return the folder of pictures inside the source, as a prefix of names ("" or "…/"): the outermost one whose path
-    ends in `root`; ValueError if there is none, or several at the same depth. With root=None: the innermost folder with
-    all files or, if that is a class folder, its parent. The folder counts as a class folder if files, but no labels
-    file, lie directly in it. The exception, with labels=None: a folder without captions, most of whose pictures lie in
-    folders below it, holds class folders."""
+    ends in `root`; ValueError if there is none, or several at the same depth. With root=None: the innermost folder that
+    contains all files or, if that is a class folder, its parent. It is a class folder if files lie directly in it,
+    unless one of these is a labels file or if, with labels=None and without captions, over half of its pictures lie in
+    folders below it."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))

@@ -78,7 +78,7 @@ def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
 
 
 def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
-    """Group runs that differ only in APART's settings (seed, logging, launch), and name the groups. Keeps the order."""
+    """Group runs that differ only in settings of APART (seed, logging, launch). Name the groups, and keep the order."""
     groups: dict[str, list[Found]] = {}
     for run in runs:
         key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
@@ -87,7 +87,7 @@ def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
 
 
 def _names(groups: list[list[Found]]) -> list[str]:
-    """Name groups by model and settings that differ within it or, if long or not unique, by the first run's folder."""
+    """Name groups by model and what differs among that model's groups, or the first folder if long or not unique."""
     configs, folders = [runs[0].config for runs in groups], [runs[0].folder for runs in groups]
     names = []
     for config in configs:
@@ -102,7 +102,7 @@ def _names(groups: list[list[Found]]) -> list[str]:
 
 def unlike(configs: Sequence[dict], keys: Sequence[str] = ()) -> dict[str, list[object]]:
     """Return {dotted key: each config's value or None} of settings that differ, among `keys` (or sections) if given.
-    HELDOUT counts only if all have it."""
+    HELDOUT, the held-out files' hash, counts only if all have it."""
     differing = {key: None for config in configs for key in differences(configs[0], config)}
     chosen = [key for key in differing if not keys or any(f"{key}.".startswith(f"{name}.") for name in keys)]
     values = {key: [value_at(config, key) for config in configs] for key in chosen}
@@ -185,8 +185,8 @@ def cautions(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
-    """Return sentences on when a group of runs reaches another group's result, for each metric and ordered pair of
-    groups whose values can be compared. With more than four groups, only pairs with the first group are taken."""
+    """Return what `reach` says for each metric and ordered pair of groups whose settings let the metric be compared.
+    With more than four groups, only pairs with the first group are taken."""
     pairs = [pair for pair in itertools.permutations(groups, 2) if len(groups) <= 4 or groups[0] in pair]
     return [
         reach(run, other, metric)

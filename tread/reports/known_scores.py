@@ -11,8 +11,8 @@ DEPTH = ("", "*/", "*/*/")  # folders below a run's folder that are searched for
 
 
 class Score(NamedTuple):
-    """One scoring of samples. `values` are settings and metrics, keyed by fid.csv's columns. `counts` is {metric:
-    number of samples} where that is not values["count"]. `notes` are warnings, and reasons for missing metrics."""
+    """Scores of one set of samples. `values` are settings and metrics, keyed by fid.csv's columns. `counts` is {metric:
+    number of samples} where it differs from values["count"]. `notes` are warnings, and reasons for missing metrics."""
 
     values: dict
     counts: dict[str, int]
@@ -20,7 +20,7 @@ class Score(NamedTuple):
 
 
 def find_scores(folder: Path) -> tuple[list[Score], list[str]]:
-    """Return (scores, messages): a run's scores by time, without those of guidance sweeps; and what can't be read."""
+    """Return a run's scores in order of time, without those of guidance sweeps, and messages on unreadable files."""
     scores, problems = {}, []
     swept = {path.parent for path in _below(folder, "sweep.csv")}
     for path in [*_below(folder, "*fid*.json"), *_below(folder, "fid*.csv")]:
@@ -48,7 +48,7 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 
 
 def _read(path: Path, problems: list[str]) -> list[dict]:
-    """Return a .json's object in a list, or a .csv's rows. If unreadable, return [] and add why to `problems`."""
+    """Return a .json's object in a list, or a .csv's rows. If unreadable, return [] and add the error to `problems`."""
     try:
         with path.open(newline="", errors="replace") as file:
             if path.suffix == ".csv":

@@ -139,8 +139,8 @@ def _plain(panel: Panel) -> dict:
 
 
 def data_uri(path: Path) -> tuple[str, bool]:
-    """Return (data URI, converted) for a picture file: large files and formats other than PNG are converted to JPEGs
-    with sides of at most SIDE pixels. Raises OSError or ValueError if the file is not a complete picture."""
+    """Return (data URI, converted) for a picture file: PNGs over BYTES bytes or 2·SIDE pixels a side and other formats
+    are converted to JPEGs of at most SIDE pixels a side. Raises OSError or ValueError if the picture is incomplete."""
     try:
         with Image.open(path) as picture:
             picture.load()  # a truncated file fails here

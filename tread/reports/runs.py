@@ -24,8 +24,8 @@ NEEDED = {"model.name": str, "train.steps": int, "train.batch_size": int, "datas
 class Found:
     """A run, and what can be read of it.
 
-    config    settings of its last start, else of its newest checkpoint; {}: neither can be read. "plugins" lists names
-              of files or modules with the first digits of their sha256. HELDOUT is added if recorded.
+    config    settings of the last start, else of the newest checkpoint; {}: neither can be read. "plugins" lists names
+              of files or modules with the first digits of their sha256. HELDOUT is the held-out files' hash, if known.
     records   a dict of finite numbers per readable line of metrics.jsonl: metrics, "step", "seconds", "flops" so far.
     starts    entries of run.json, one per start: "step", "config", "versions" and "warnings".
     status    content of status.json; {}: it is missing or damaged.

@@ -98,7 +98,7 @@ def disk(cfg: Settings, network: Backbone, aligner: Aligner | None) -> str:
 
 
 def describe_outcome(run: Run) -> str:
-    """Return lines: a run's result paths after its last metrics of samples or held-out data (main process only)."""
+    """Return lines: last metrics of samples and held-out data (main process only), then the paths of the results."""
     lines, records = [], run.log.records() if run.main else []
     for name in with_real(name for name, metric in METRICS.items() if metric.of != "training"):
         last, metric = next((record for record in reversed(records) if name in record), None), METRICS.get(name)

@@ -16,9 +16,9 @@ Names and shapes do not say for certain which other inputs have a token axis. By
 raises ValueError; the caller can pass two functions instead:
 
     select(args, kwargs, ids_keep) → args, kwargs    a block's inputs, with everything along a token axis gathered
-    join(output, saved, ids_keep) → output           a block's output, put back among all tokens. `saved` is the
-                                                     block's (args, kwargs) as they were before `select`; after the
-                                                     last block of a route with Route.rejoin=r < start, those of block r
+    join(output, saved, ids_keep) → output           a block's output, put back among all tokens. `saved` holds the
+                                                     block's (args, kwargs) before `select`; for a route's last
+                                                     block, if Route.rejoin < start, those of block Route.rejoin
 
 With attach_routes(tokens=…), both functions get the tokens as args[0], however the model called the block. With
 attach_routes(output=…), join gets and returns only the tokens, not the block's whole output tuple.
@@ -97,7 +97,8 @@ def join_first(output: Tensor, saved: Inputs, ids_keep: Tensor) -> Tensor:
 
 
 class Routing:
-    """Hooks on a model's blocks, as attach_routes adds them. They act only inside the contexts `on` and `on_ids`."""
+    """Hooks on a model's blocks, as attach_routes adds them. They act only inside the contexts `on` and `on_ids`.
+    The arguments are attach_routes's; its `tokens` and `output` are here `keyword` and `place`."""
 
     def __init__(
         self,
@@ -141,8 +142,8 @@ class Routing:
 
     def _tokens_first(self, number: int, index: int, args: tuple, kwargs: dict) -> Inputs:
         """Return the inputs (args, kwargs) of block `index`, with tokens that came by keyword moved to args[0]. Raises
-        ValueError unless there are as many tokens as `on` or `on_ids` expects for route `number`. With a custom
-        `select` and no keyword, any input may be the tokens: the first or second axis of one must have this length."""
+        ValueError unless the tokens' first or second axis has the length N that `on` or `on_ids` expects for route
+        `number`. With a custom `select` and no keyword, any input may be the tokens: one that fits is enough."""
         if self._keyword in kwargs:
             args = (kwargs[self._keyword],)
             kwargs = {name: given for name, given in kwargs.items() if name != self._keyword}
@@ -158,7 +159,7 @@ class Routing:
         return args, kwargs
 
     def _call(self, index: int, module: nn.Module, args: tuple) -> None:
-        """Note a call of block `index`; in a new forward pass forget saved inputs, or raise as _check_rejoined does."""
+        """Record a call of block `index`. If a new forward pass begins, run _check_rejoined and drop saved inputs."""
         if self._ids is not None and _in_forward():
             if index < self._last:
                 self._check_rejoined()
@@ -179,10 +180,10 @@ class Routing:
             self._rejoins[number] = saved, _written(*saved), _in_forward()
 
     def _saved(self, number: int, index: int, args: tuple) -> Inputs:
-        """Return the inputs that were saved before block Route.rejoin for route `number`, and forget them. The skipped
-        tokens get their values from these after block `index`, the route's last, which is being called with `args`.
-        Raises RuntimeError if no inputs were saved in this forward pass, if they have been changed in place since, or
-        if block `index` alone is checkpointed with use_reentrant=True."""
+        """Remove and return the inputs saved for route `number`, those of block Route.rejoin: after the route's last
+        block, skipped tokens take their values from these. `index` and `args` are the last block's number and
+        inputs. Raises RuntimeError if no inputs were saved in this forward pass, if they have been changed in place
+        since, or if the last block alone is checkpointed with use_reentrant=True."""
         rejoin = self.routes[number].rejoin
         no_graph = not torch.is_grad_enabled() and args and isinstance(args[0], Tensor) and args[0].grad_fn is not None
         if number not in self._rejoins or no_graph:  # no_graph: checkpointed with use_reentrant=True
@@ -313,7 +314,7 @@ class Routing:
         prefix: int = 0,
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which routes keep tokens chosen by uniform noise (B, N): one tensor per route, or one for
-        all. `ratio` replaces each route's selection_ratio. `grid` is (H, W) of the N tokens, for rules that need it.
+        all. `ratio` replaces each route's selection_ratio. `grid` is (H, W) of the N tokens, if a route needs it.
         `force_keep` (B, N) bool marks tokens to keep. `prefix` further tokens before these N are always kept. Raises
         ValueError if arguments do not fit; RuntimeErrors and warnings come from the context, as in `on_ids`."""
         each = noise * len(self.routes) if len(noise) == 1 else noise

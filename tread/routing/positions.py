@@ -99,8 +99,8 @@ def order_matters(
     block: Callable, args: tuple, kwargs: dict, ids: Tensor, shared: bool, select: Callable, join: Callable,
     prefix: int = 0,
 ) -> float:  # fmt: skip
-    """Return how much a block's results for its tokens at the indices `ids` (B, K) change if it gets these tokens, but
-    the first `prefix` ones, in another order, relative to what it adds to its tokens args[0]; 0.0 for rounding errors.
+    """Run a block on its tokens args[0] at the indices `ids` (B, K) in two orders that differ after the first `prefix`.
+    Return the relative change in what the block adds to its tokens; 0.0 if rounding errors can explain the change.
 
     Tokens are replaced by noise, and so are all-zero inputs without a token axis. shared=True permutes all samples
     alike. select(args, kwargs, ids) → (args, kwargs) gathers the tokens; join(output, (args, kwargs), ids) puts the

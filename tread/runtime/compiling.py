@@ -1,6 +1,6 @@
 """torch.compile block by block: all blocks of a network share one graph for each kind of call.
 
-A kind is a batch shape, number of tokens, precision, and whether there are gradients: a handful in a run, at any depth.
+A kind is set by batch shape, number of tokens, precision and whether gradients are on. A run has a handful of kinds.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""CUDA graphs: what a call launches is recorded once, then repeated by one launch instead of hundreds."""
+"""CUDA graphs: the kernels of a call are recorded once, then repeated by one launch instead of hundreds."""
 
 import contextlib
 import threading
@@ -19,7 +19,7 @@ Replay = Callable[[], Any]  # repeats a recorded call, and returns what the call
 
 def kind_of(given: Any) -> tuple[tuple, list[Tensor]]:
     """Return the kind of a call with the nested tuple `given`, and the tensors in it. Calls of one kind can share a
-    graph: shapes and types of their tensors are equal, and so are other values, apart from numpy arrays."""
+    graph: their tensors' shapes and dtypes and their other values are equal. Numpy arrays are ignored."""
     leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Hashable)]
     tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
     return tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves), tensors
@@ -27,7 +27,7 @@ def kind_of(given: Any) -> tuple[tuple, list[Tensor]]:
 
 def record(stream: "torch.cuda.Stream", pool: tuple[int, int], call: Replay) -> Replay:
     """Record `call` as a CUDA graph on `stream`, with memory of `pool`, without running it, and return a function that
-    replays it. Raises what stops the recording."""
+    replays it. If the recording fails, its exception is raised."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(stream):
@@ -53,12 +53,12 @@ def record(stream: "torch.cuda.Stream", pool: tuple[int, int], call: Replay) -> 
 
 @cache
 def recording_stream(device: torch.device) -> "torch.cuda.Stream":
-    """Return the stream for recordings on a device: always the same, as each stream's products reserve a workspace."""
+    """Return the stream for recordings on a device: always the same, as cuBLAS reserves a workspace per stream."""
     return torch.cuda.Stream(device)
 
 
 class Recorder:
-    """Records calls as CUDA graphs in memory that they share. `works` turns False at `close`."""
+    """Records calls as CUDA graphs in one memory pool. `works` is False after `close`: callers then record no more."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.pool, self.works = device, torch.cuda.graph_pool_handle(), True
@@ -72,7 +72,7 @@ class Recorder:
         return into_pool(call)
 
     def close(self) -> None:
-        """Record nothing more, and let go of the memory once no graphs are left."""
+        """Set `works` to False, and let the pool be freed once no graphs are left."""
         self.works = False
         if self.keeper is not None:
             torch.cuda.synchronize(self.device)  # freed memory may be unmapped, which does not wait for replays
@@ -81,9 +81,9 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording(networks: Collection[nn.Module]) -> Iterator[Recorder | None]:
-    """Context that yields a Recorder for calls of the networks, all on one device, or None: without CUDA; outside of
-    the main thread, as graphs read weights cast by autocast, which other threads' use of autocast frees; and if modules
-    have hooks, or a `forward` of their own instead of their class's, as a graph would not call these again."""
+    """Context that yields a Recorder for calls of the networks, all on one device. It yields None without CUDA; outside
+    the main thread, as graphs read weights in autocast's cache, which other threads may clear; and if a module has
+    hooks or an instance attribute `forward`, as a replayed graph calls no Python code."""
     device = next(next(iter(networks)).parameters()).device
     modules = [module for network in networks for module in network.modules()]
     hooked = any(item._forward_hooks or item._forward_pre_hooks or "forward" in vars(item) for item in modules)
@@ -98,11 +98,11 @@ def recording(networks: Collection[nn.Module]) -> Iterator[Recorder | None]:
 
 
 class Replayed:
-    """Calls `function`, of tensors and hashable values to one tensor, by CUDA graphs; it must not change its inputs.
+    """Calls `function` by CUDA graphs. It maps tensors and hashable values to one tensor, and must not change inputs.
 
-    The first call of a kind runs as usual. At the second a graph is recorded; its output for the first one's tensors
-    must have the same bits. Later calls replay it. If the bits differ or recording fails, a warning says why, and the
-    recorder is closed.
+    The first call of a kind (see kind_of) runs as usual. The second records a graph, and checks that for the first
+    call's tensors it returns the first call's output, bit for bit. This and later calls replay the graph. If the bits
+    differ or recording fails, a warning says why, and the recorder is closed: no kind gets a graph any more.
     """
 
     def __init__(self, function: Callable[..., Tensor], recorder: Recorder) -> None:

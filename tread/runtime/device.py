@@ -34,7 +34,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    """Return the context in which a network runs: autocast to bf16 with precision="bf16", else without autocast."""
+    """Return a context to run a network in: bf16 autocast with precision="bf16", else no autocast."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
@@ -111,7 +111,7 @@ def use_cores(threads: int | None, processes: int) -> int:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has finished its queued work; returns at once for a CPU."""
+    """Wait until a device has finished its queued work; return at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -124,8 +124,8 @@ def memory_of(device: torch.device) -> int:
 
 
 class Alive(TorchDispatchMode):
-    """Context that counts the bytes of tensor storages that operators inside it have returned: `now`, of those that
-    are still in memory, and their `peak`. Storages of the tensors `earlier` are not counted."""
+    """Context that counts the tensor storages that operators inside it return, in bytes: `now` is the size of those
+    still in memory, `peak` the largest `now` so far. Storages of the tensors `earlier` are not counted."""
 
     def __init__(self, earlier: Iterable[Tensor] = ()) -> None:
         super().__init__()

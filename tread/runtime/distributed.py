@@ -71,7 +71,7 @@ def share_work(device: str | None, cpu_threads: int | None = None) -> "Processes
 
 
 class Processes:
-    """This process, and its communication with the others of its launch. Made by open_training or share_work.
+    """This process, and its communication with the others launched with it. Made by open_training or share_work.
 
     rank, count, main  this process's number, the number of processes, and whether this one's number is 0.
     device             the device that this process computes on.

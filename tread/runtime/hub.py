@@ -1,4 +1,4 @@
-"""Downloads from and uploads to the Hugging Face hub if its server answers; libraries wait minutes for a silent one."""
+"""Downloads from and uploads to the Hugging Face hub, which must answer in seconds: libraries alone wait minutes."""
 
 import contextlib
 import re
@@ -15,14 +15,14 @@ WEIGHT_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 
 
 def check_id(name: str) -> None:
-    """Raise ValueError unless `name` is a folder, or may be a model's id on the hub."""
+    """Raise ValueError unless `name` is a folder or has the form of a hub model's id, "name" or "user/name"."""
     if not Path(name).is_dir() and (not HUB_ID.fullmatch(name) or name.endswith(WEIGHT_FILES)):
         raise ValueError("there is no such file or folder")
 
 
 def is_cached(name: str, weights: Sequence[str]) -> bool:
     """Return whether the cache holds the hub's model `name`: its config.json and at least one of the files `weights`.
-    Raises ValueError if `name` is not a hub id, OSError if the model is not cached and the hub does not answer."""
+    Raises ValueError if `name` is not a hub id and, instead of returning False, OSError if the hub does not answer."""
     from huggingface_hub import try_to_load_from_cache  # imported here because it takes long
 
     check_id(name)
@@ -112,7 +112,7 @@ def check_hub() -> None:
 
 def check_answer(url: str, ask: Callable[[str, int], object], seconds: int = SECONDS) -> None:
     """Raise OSError unless the server at `url` answers within `seconds`, including the DNS look-up. `ask(url, seconds)`
-    sends a request, by the client and proxies of the later fetch, and raises an error if there is no answer."""
+    sends a request with the HTTP client that will download the file, and raises an error if there is no answer."""
     failure: list[object] = [f"no answer in {seconds} s"]  # emptied by an answer
 
     def wait() -> None:

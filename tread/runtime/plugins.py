@@ -56,7 +56,7 @@ def plugin_changes(info: Mapping) -> list[str]:
 def check_plugin(name: str, folder: Path) -> str:
     """Return `name`, a plugin that the checkpoint in `folder` needs. Raises ValueError for a .py file that is
     missing, or lies in `folder` or in the run's folder around it: code that comes with a checkpoint is imported only if
-    the user's setting `plugins` names it. A file of a name that was imported before raises no error."""
+    the user's setting `plugins` names it. No error is raised if a file of the same name was imported before."""
     file, above = Path(name).name, folder.resolve().parent
     run = above if folder.name.startswith("step_") and (above / "run.json").exists() else folder
     elsewhere = Path(name).is_file() and run.resolve() not in Path(name).resolve().parents

@@ -37,7 +37,7 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 class Chosen(NamedTuple):
     """Marks a section of the settings whose dataclass depends on a choice in it: the section's value at `key` names an
-    entry of `table`. Keys that only other entries' dataclasses have must hold any defaults, and are dropped."""
+    entry of `table`. Keys that belong only to other entries are dropped; one with a default must not differ from it."""
 
     key: str
     table: Mapping[str, type]
@@ -102,7 +102,7 @@ def _with_stars(key: str) -> str:
 
 
 def _unknown(key: str, known: Collection[str]) -> ValueError:
-    """Return an unknown key's error, with a hint: our key for another codebase's name, a similar key or --help all."""
+    """Return the error for an unknown `key`, with a hint: our name for a foreign key, a similar key, or --help all."""
     if told := ours(key, known):
         return ValueError(f"unknown setting {key!r}; {told}")
     spelt = _with_stars(key)
@@ -138,7 +138,7 @@ def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
 
 def fill(tree: dict, kind: type) -> dict:
     """Return a copy of the settings `tree` in which missing keys, at any depth, have dataclass `kind`'s defaults.
-    In Chosen sections, keys that only other entries have are dropped. Raises ValueError as Chosen.settle does."""
+    In sections marked as Chosen, keys that belong only to other choices are dropped. ValueError: see Chosen.settle."""
     filled = dict(tree)
     for item, hint in zip(fields(kind), _hints(kind).values()):
         value = tree.get(item.name, item.default)
@@ -174,7 +174,7 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return a copy of `tree` with an int (1000 for 1e3) where `built`, from read(tree, …), has one; not in lists."""
+    """Return a copy of `tree` with ints (1000 for 1e3) where `built`, from read(tree, …), has ints; lists are kept."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree

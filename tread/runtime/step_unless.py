@@ -1,4 +1,4 @@
-"""Takes a step of any optimizer, and undoes it on the device if a flag there is set, e.g. for non-finite gradients."""
+"""Takes a step of any optimizer, undone on the device if a flag tensor is true, e.g. for non-finite gradients."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ def step_unless(optimizer: torch.optim.Optimizer, gradients: list[Tensor], bad: 
     tensor, is true; `gradients`, the parameters' gradients, are then set to 0 in place. Call this under no_grad.
 
     The choice between the values before and after the step is made on the device. The host must wait for the device
-    if the step creates state, as the first one does, or changes Python numbers, or if the state has tensors on another
-    device, like the state["step"] of torch's Adam and others for parameters on a GPU, unless capturable or fused.
+    if the step creates state, as the first one does, or changes Python numbers, or if a tensor of the state is on
+    another device: torch's Adam and others keep state["step"] on the CPU unless capturable or fused is set.
     """
     for gradient in gradients:
         gradient.masked_fill_(bad, 0.0)  # a step may raise an error for NaN

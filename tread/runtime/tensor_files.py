@@ -50,12 +50,12 @@ def read_kind(path: Path, weights: str = "ema") -> tuple[str | None, dict[str, T
 
 
 def read_state_dicts(path: Path) -> dict[str | None, dict[str, Tensor]]:
-    """Read all weights in a file: {"ema", "model" or None (unknown): state dict}. Raises ValueError if it has none."""
+    """Read all weights in a file: {kind: state dict}, kind "ema", "model" or None (unknown). ValueError if none."""
     return {kind: plain_names(_tensors(*part)) for kind, part in _parts(path).items()}
 
 
 def _parts(path: Path) -> dict[str | None, tuple[object, str]]:
-    """Return {"ema", "model" or None (unknown): (unchecked weights, their place in the file, for messages)}."""
+    """Return {kind: (unchecked weights, where they are, for messages)}; kinds: "ema", "model" or None (unknown)."""
     content, parts = _read(path), {}
     for kind, keys in KEYS.items():
         for key in keys:

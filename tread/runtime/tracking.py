@@ -15,7 +15,7 @@ def check_tracker(name: str) -> None:
 
 
 class Wandb:
-    """Logs to wandb by the id in <folder>/wandb_id.txt, written if missing. Raises ValueError if wandb can't start."""
+    """Logs to the wandb run whose id is in <folder>/wandb_id.txt (made if missing). ValueError if wandb can't start."""
 
     def __init__(self, project: str, name: str, config: dict, folder: Path) -> None:
         import wandb  # takes seconds, and is off by default

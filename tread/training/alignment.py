@@ -150,12 +150,12 @@ class Aligner:
         self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor, back: Tensor,
         token_noise: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return targets (B, N tokens, z channels): encoder features ("repa") or a teacher block's output ("self").
+        """Return targets (B, N, z): encoder features of `batch` ("repa") or a block's output in the teacher ("self").
 
-        x, y, noise  clean latents, conditions and noise of the network; the teacher, its EMA copy, gets the same ones.
+        x, y, noise  clean latents, conditions and noise of the network's own step; the EMA teacher gets the same.
         normal       (B,) standard normal numbers, which process.noise_level maps to the network's noise levels.
         back         (B,) in [0, 1): process.cleaner lowers the teacher's levels by alignment.gap · back; None for repa.
-        token_noise  (B, channels) noise of the class tokens; None: there are none.
+        token_noise  (B, channels) noise of the class tokens (batch.class_token); None: there are none.
         """
         if self.teacher is None:
             return self.encoder.encode(batch.pictures) if self.encoder else batch.features
@@ -176,7 +176,7 @@ class Aligner:
         return [run[block] for block in self.module.blocks]
 
     def flops(self, routes: Sequence[Route]) -> int:
-        """Return the FLOPs that alignment adds per sample: the projector's, and the live encoder's or the teacher's."""
+        """Return alignment's FLOPs per sample: projector, both passes, and live encoder or teacher, forward only."""
         layers = [layer.weight.numel() for layer in self.module.projector if isinstance(layer, nn.Linear)]
         flops = self.encoder_flops + 3 * 2 * sum(layers) * sum(self.tokens(routes))
         if self.teacher is not None:

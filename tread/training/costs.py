@@ -44,7 +44,7 @@ def training_flops(cfg: Settings, network: Backbone, steps: range, aligner: Alig
 
 
 def changes(cfg: Settings, steps: range) -> list[int]:
-    """Return, ascending, the first of the training steps `steps` and those where token routes or alignment end."""
+    """Return, ascending, the first of `steps` and those from which token routes or alignment are switched off."""
     ends = (end for end in (cfg.train.routes_until, cfg.alignment.until) if end is not None)
     return sorted(step for step in {steps.start, *ends} if step in steps)
 
@@ -58,8 +58,8 @@ def count_kinds(cfg: Settings, steps: range) -> Counter[Kind]:
 
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
-    """Return the distinct pairs (token routes, whether alignment is in the loss) of the training steps `steps`. Of the
-    ratios of train.ratio_schedule, only those at its two ends, at the ends of `steps` and at alignment's end count."""
+    """Return the distinct pairs (token routes, whether alignment is in the loss) of the training steps `steps`. With
+    train.ratio_schedule, only the ends of the schedule and of `steps` and the steps in `changes` are looked at."""
     schedule = cfg.train.ratio_schedule
     more = (schedule.first, schedule.last, steps.stop - 1) if schedule else ()
     places = [*changes(cfg, steps), *(step for step in more if step in steps)]
@@ -77,7 +77,7 @@ def passes(network: Backbone) -> float:
 
 
 def blank_network(cfg: Settings, device: torch.device | str = "meta") -> Backbone:
-    """Build the run's network on a device, with LoRA's adapters, if any, and frozen parameters, to count its costs."""
+    """Build the run's network on a device to count its costs: with LoRA's adapters, optim.groups of rate 0 frozen."""
     cfg = replace(cfg, model=cfg.model.anywhere) if device == "meta" else cfg
     with torch.device(device):
         network = build_network(cfg)
@@ -90,11 +90,11 @@ def blank_network(cfg: Settings, device: torch.device | str = "meta") -> Backbon
 class StepMemory(NamedTuple):
     """Bytes of memory that one training step takes on one device.
 
-    weights    the weights of network and projector, in fp32; gradients of trained weights take as much again.
+    weights    the weights of network and projector, in fp32; not their gradients, as large if all weights are trained.
     averages   the averaged copies of the weights.
     optimizer  the optimizer's state.
     saved      what the forward pass keeps for the backward pass.
-    peak       the most bytes in use at any moment of the step, with all of the above and temporary tensors.
+    peak       the most bytes in use at any moment of the step, with gradients and, if it was traced, temporary tensors.
     """
 
     weights: int
@@ -119,7 +119,7 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Trace an uncompiled step of `images` samples under `routes`: nothing frozen, no optimizer, no averages."""
+    """Trace an uncompiled step of `images` samples under `routes`, training all weights; averages and optimizer: 0."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"
@@ -214,8 +214,8 @@ def plan_memory(
     compiled: bool, aligner: Aligner | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """Choose how steps on micro-batches of `images` samples save memory, as train.memory says. "auto" takes the first
-    of "plain", "budget" (if `compiled`) and "checkpointing" with which steps of all `kinds` (see Kind) fit into 94%
-    (USABLE) of the device's `room` bytes; if none fits, it takes the last. A plan that does not fit has a warning."""
+    of "plain", "budget" (only if `compiled`) and "checkpointing" that makes steps of all `kinds` (see Kind) fit into
+    94% (USABLE) of the device's `room` bytes, or the last if none does. A plan that does not fit has a warning."""
     ways = ("plain", "budget", "checkpointing") if compiled else ("plain", "checkpointing")
     kinds, peaks, micro = kinds or [((), False)], {}, images
 
@@ -251,8 +251,8 @@ def picture_side(cfg: Settings) -> int:
 
 
 def live_bytes(cfg: Settings, images: int, encoder: Encoder | None = None, side: int | None = None) -> int:
-    """Return the bytes of REPA's live encoder (0 if none) and its activations for `images` pictures, measured with
-    blank ones of `side` pixels (None: picture_side) or, with encoder=None, estimated for alignment.encoder's DINOv2."""
+    """Return the bytes of REPA's live encoder, which runs in training (0 without one), and its activations for `images`
+    pictures of `side` pixels (None: picture_side): measured on blank ones; with encoder=None, estimated for DINOv2."""
     alignment, side = cfg.alignment, side or picture_side(cfg)
     if alignment.kind != "repa" or alignment.source != "live":
         return 0

@@ -39,7 +39,7 @@ class Draws(NamedTuple):
 
 
 def active_routes(cfg: Settings, step: int) -> tuple[Route, ...]:
-    """Return step `step`'s routes: the model's, at train.ratio_schedule's ratio, if set; none from routes_until on."""
+    """Return a step's routes: the model's, with the ratio of train.ratio_schedule, if any; () from routes_until on."""
     until, schedule = cfg.train.routes_until, cfg.train.ratio_schedule
     if until is not None and step >= until:
         return ()

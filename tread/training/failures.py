@@ -29,8 +29,8 @@ class Launch:
 
 @contextlib.contextmanager
 def launched() -> Iterator[Launch]:
-    """Context for train.py's work, which sets `run` and `finished` of the Launch. The context listens for stop signals,
-    turns expected errors into exit code 1 and a message without traceback, and exits with INTERRUPTED if stopped."""
+    """Context that yields a Launch, whose `run` and `finished` train.py sets inside. It listens for stop signals, turns
+    expected errors into exit code 1 and a message without traceback, and exits with INTERRUPTED if not finished."""
     launch = Launch(Stop())
     try:
         yield launch

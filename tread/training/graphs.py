@@ -4,7 +4,7 @@ Steps with equal routes and tensor shapes are of one kind. The first ones of a k
 used for recording. Then a graph is recorded, and later steps copy their inputs into its fixed buffers and replay it.
 All graphs share a memory pool, as a graph's own tensors are not needed after its step; weights, optimizer, averages and
 statistics lie outside. A new graph is first tried on the inputs of two steps, without updating weights: losses and
-gradient norms must equal those without a graph. If they differ, or recording fails, the run continues without graphs.
+gradient norms must be within 1% of those without a graph. If not, or if recording fails, the run goes on without.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,12 +80,12 @@ class Graphs:
         self.run.say(f"warning: going on without CUDA graphs: {problem}")
 
     def prepare(self, kind: StepKind, inputs: Inputs, tensors: list[Tensor]) -> Replay:
-        """Record a graph of a step, and return a function that replays it on the inputs in `kind.buffers`, which is set
-        here. `inputs` are a step's inputs, `tensors` the tensors in them. The run's weights do not change.
+        """Record a graph of a step, and return a function that replays it on the inputs in `kind.buffers`. Sets
+        kind.buffers to a copy of `tensors`, the tensors in the step's `inputs`. The run's weights do not change.
 
-        All processes raise an error if, in any of them, recording fails, or losses or gradient norms with the graph
-        differ from those without it (AssertionError in that process). An error in a trial step (before recording, or in
-        a replay) is raised only in the process where it happens, as Failure if the run has several processes.
+        If recording fails in one process, or the graph's losses or gradient norms differ there from those without it
+        (AssertionError), all processes raise an error. If a trial step fails, before recording or in a replay, only
+        the process where it does raises the error, as Failure if the run has several processes.
         """
         run, cloned = self.run, tree_map_only(Tensor, torch.clone, inputs)
         kind.buffers = kind_of(cloned)[1]
@@ -139,7 +139,7 @@ def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], s
 
 
 def open_graphs(run: Run) -> Graphs | None:
-    """Return the Graphs that do the run's steps, or None. Raises ValueError if train.cuda_graphs=true can't be."""
+    """Return Graphs for the run's steps, or None to go without. ValueError if train.cuda_graphs=true is impossible."""
     asked, device, never = run.cfg.train.cuda_graphs, run.device, None
     if device.type != "cuda":
         never = f"the run is on {device}, without a CUDA device"

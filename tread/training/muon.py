@@ -30,7 +30,7 @@ def block_matrices(network: nn.Module) -> list[nn.Parameter]:
 
 
 def step_flops(network: nn.Module, iterations: int = 5) -> int:
-    """Return the FLOPs of orthogonalizing the updates of all trained block_matrices(network), as each step does."""
+    """Return a step's FLOPs for `iterations` of Newton–Schulz on the updates of all trained block_matrices(network)."""
     sizes = [sorted(weight.shape) for weight in block_matrices(network) if weight.requires_grad]
     return sum(iterations * (4 * few**2 * many + 2 * few**3) for few, many in sizes)
 

@@ -19,9 +19,9 @@ from tread.training.muon import Muon, Scale, block_matrices, groups_of
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer for optim.name. `make` gets the parameters (in groups if it `splits` or optim.groups is set) and, by
-    keyword, lr, optim's settings in `shared`, and optim.options. Checkpoints save the optimizer's `state` and, except
-    for lr, what has changed in its `param_groups`; skipped steps change neither."""
+    """An optimizer for optim.name to choose. `make` gets the parameters (in groups if `splits` or optim.groups is set)
+    and, as keywords, lr, the settings of section optim named in `shared`, and optim.options. Checkpoints save `state`
+    and what has changed in `param_groups`, except lr; a skipped step leaves both unchanged."""
 
     make: Callable[..., torch.optim.Optimizer]
     copies: Callable[[dict], float]  # function of optim.options: how many numbers of state a parameter value has
@@ -58,7 +58,7 @@ class OwnRate:
 
 @dataclass(frozen=True)
 class Optim:
-    """Section `optim` of a run's settings, as configs/defaults.yaml explains it. Raises ValueError for unfit values."""
+    """Section `optim` of a run's settings, explained in configs/defaults.yaml. Raises ValueError for invalid values."""
 
     lr: Positive
     betas: tuple[BelowOne, ...]
@@ -165,8 +165,8 @@ class Optim:
         return int(self.matrix_copies * matrices + self.copies * (trained - matrices))
 
     def split(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return a text to follow the optimizer's name: for one that treats block matrices separately, as Muon, how
-        many parameters these have; for others, with optim.groups, how many parameters have which rate; else ""."""
+        """Return text to print after the optimizer's name. If it treats blocks' matrices separately, as Muon does: how
+        many parameters these have; else, with optim.groups: how many parameters have which learning rate; else ""."""
         if self.entry.splits:
             own, rest = ([parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups)
             return f" for {len(own)} block matrices ({sum(own):,} parameters), AdamW for the other {sum(rest):,}"

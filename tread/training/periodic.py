@@ -38,8 +38,8 @@ from tread.training.run import Failure, Run
 
 class Clock:
     """Measures the time and FLOPs of training, not of evaluating and saving, over the whole run and since the last log.
-    The first steps are slow (compilation, recording of CUDA graphs). The forecast of the time left ignores them, and
-    so does the logged speed, except in logs that are due among them or right after."""
+    The first steps are slow (compilation, recording of CUDA graphs). The forecast of the time left leaves them out. So
+    does the logged speed, except in a log that is due after one of these steps."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
@@ -114,9 +114,9 @@ def log(run: Run, clock: Clock) -> str:
 
 
 def read_statistics(run: Run) -> dict:
-    """Return StepStatistics.read's values, but "loss" (and "alignment", with an aligner) as a list of each process's
-    sum. Raises Failure if more than train.max_bad_steps steps in a row were bad (loss or gradient not finite) or, after
-    at least train.max_bad_steps steps and at the end, over half of the last 100. All processes must call this."""
+    """Return StepStatistics.read's values; "loss" (and "alignment", with an aligner) is a list with a sum per process.
+    Raises Failure if more than train.max_bad_steps steps in a row were bad (loss or gradient not finite), or if over
+    half of the last 100 were, from step train.max_bad_steps on or at the last step. All processes must call this."""
     sums, most = run.statistics.read(), run.cfg.train.max_bad_steps
     for name in ("loss", "alignment") if run.aligner else ("loss",):
         sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.device)).tolist()
@@ -138,7 +138,7 @@ def mostly_bad(sums: dict) -> bool:
 
 
 def recent_bad_steps(run: Run, sums: dict) -> list[int]:
-    """Return the numbers (from 0) of the bad steps among the last 100. `sums` is a result of read_statistics."""
+    """Return which of the last 100 steps (numbered from 0) had non-finite loss or gradient. `sums`: read_statistics."""
     first = run.step - len(sums["recent"])
     return [first + number for number, flag in enumerate(sums["recent"]) if flag == "1"]
 
@@ -161,8 +161,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], where: str) -> str:
 
 
 def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Read again the training samples of the first 100 of `steps` (of fewer if a batch has over 256 samples). Returns
-    whether any sample holds a number that is not finite, and a text that names such samples or says there are none."""
+    """Search the training samples of `steps` for NaN and infinity, in the first 100 steps only, or fewer if a batch has
+    over 256 samples. Returns (whether any was found, a text that names the samples or says that there are none)."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
     if spoilt := name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked)):
@@ -259,7 +259,7 @@ def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
 
 
 def done_before(run: Run) -> set[str]:
-    """Return what is done at this step: the names in its metrics.jsonl records, e.g. "fid"; "grid" if it is drawn."""
+    """Return what is done already at run.step: keys of metrics.jsonl records, e.g. "fid"; "grid" if its file exists."""
     done = {name for record in run.log.records() if record["step"] == run.step for name in record}
     return done | {"grid"} if grid_path(run).exists() else done
 
@@ -349,10 +349,10 @@ def sampler(run: Run, samples: int) -> Sampler:
 
 
 def save(run: Run, leaving: bool = False) -> bool:
-    """Copy what a checkpoint holds, let a thread write it, and return True. If loss or gradient was not finite in this
-    step or in over half of the last 100, which left the weights alone, this saves only if `leaving`, removing no older
-    checkpoint, and else returns False. First waits until the previous checkpoint is written. Raises OSError if that
-    failed, and Failure as read_statistics does, or if the weights are not finite."""
+    """Copy what a checkpoint holds, let a thread write it, and return True. If this step or over half of the last 100
+    were bad (loss or gradient not finite, weights unchanged), save nothing and return False or, if `leaving`, save but
+    remove no older checkpoint. Waits first until the previous checkpoint is written. Raises OSError if that failed,
+    Failure as read_statistics does or if the weights are not finite."""
     with run.timed("save"):
         finish_saving(run)
     counted = read_statistics(run)
@@ -411,8 +411,8 @@ def finish_saving(run: Run, wait: bool = True) -> None:
 
 
 def judge_demo(run: Run) -> None:
-    """Draw run.demo_samples digits or emoji with the EMA weights, and record their scores, unless recorded already.
-    Raises ValueError or OSError if the Inception weights that score emoji are named or cached, but can't be read."""
+    """Draw run.demo_samples pictures with the EMA weights, and record scores from judge_digits or judge_emoji, unless
+    recorded already. Raises ValueError or OSError if emoji's Inception weights are named or cached, but unreadable."""
     count = run.demo_samples
     if not run.main or not count or "demo_samples" in done_before(run):
         return

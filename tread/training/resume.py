@@ -26,12 +26,12 @@ GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment":
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
     """Return (the config with which train.py starts, warnings). A new run starts with `composed`. A continued run keeps
     its recorded config, but keys that were typed or are not recorded take their values from `composed`. Warnings name
-    other keys that differ in `composed` (with run=…, only config.yaml's) and typed keys that a finished run ignores.
+    other keys that differ in `composed` (if run=… is typed, only keys of config.yaml) and typed keys without effect.
 
-    composed   the config that Hydra made from today's files and the command line; its results and run get ~ expanded.
-    arguments  the command line, which shows the keys typed. If it names another model, dataset, experiment or alignment
-               than the run has, keys that its files set (keys_of) count as typed, unless left open (see _left_open).
-    configs    the folder of config.yaml, and of the choices' files, such as model/dit.yaml; --config-dir adds another.
+    composed   Hydra's config for this start; changed in place: results and run without ~, plugins with absolute paths.
+    arguments  the command line. If it chooses another model, dataset, experiment or alignment than the run has, keys
+               set by that choice's files (see keys_of) count as typed, too, unless left open (see _left_open).
+    configs    the folder of config.yaml and of the choices' files, such as model/dit.yaml; --config-dir adds another.
 
     Raises FileNotFoundError if run=… names no run; ValueError if name=… or results=… is typed beside run=…, or, unless
     plugins=… is typed, if the record has settings unknown to this code.
@@ -146,7 +146,7 @@ def leaves(key: str, value: object) -> list[str]:
 
 
 def keys_of(folders: Sequence[Path], name: str) -> set[str]:
-    """Return the dotted keys set in <name>.yaml, if a folder holds it, and in files of groups that it builds on."""
+    """Return dotted keys set in <name>.yaml, if a folder has it; for a group's file, also in its defaults' files."""
     paths = [path for path in (folder / f"{name}.yaml" for folder in folders) if path.is_file()]
     tree = OmegaConf.to_container(OmegaConf.load(paths[0])) if paths else {}
     own = f"override /{Path(name).parent}"  # a name alone is of the same group
@@ -158,8 +158,8 @@ def keys_of(folders: Sequence[Path], name: str) -> set[str]:
 
 
 def take_typed(recorded: object, composed: object, typed: Collection[str], key: str = "") -> object:
-    """Return `recorded`, the config or its part at dotted `key`, with `composed`'s values for dotted keys in `typed`
-    and for keys that `recorded` lacks. Lists and train.ratio_schedule stay as recorded if no key in them is typed."""
+    """Return a recorded config, or its part at `key`, with `composed`'s values for dotted keys in `typed` and for keys
+    that it lacks. Lists and train.ratio_schedule stay as recorded unless they or keys inside them are in `typed`."""
     prefix = f"{key}." if key else ""
     below = [name for name in typed if name.startswith(prefix)]
     if key in typed:
@@ -175,6 +175,6 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Return whether `value` is null or "auto" for a setting of dataset, text, rf or MaskDiT's decoder. Some of these
-    are filled in later, from the dataset's folder, model.hidden_size or the latents' shape; others stay so."""
+    """Return whether `value` leaves setting `key` open: null or "auto" in dataset, text, rf or MaskDiT's decoder. Some
+    such values are filled in later, from the dataset's folder, model.hidden_size or the latents' shape; others stay."""
     return key.startswith(("dataset.", "model.decoder_", "rf.", "text.")) and value in (None, "auto")

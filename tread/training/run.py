@@ -36,7 +36,7 @@ class StepStatistics:
 
     values  what `read` returned, to continue from; None: begin at 0.
     sums    (8,) fp32 on the device, in NAMES' order: loss and gradient norm of good steps; counts of good and bad ones;
-            bad steps in a row now, the most since the last log, and how many steps ago these ended; alignment loss.
+            current streak of bad steps; longest since the last log, and how many steps ago it ended; alignment loss.
     recent  (100,) fp32 for the last steps, the newest last: 1 for a bad step, 0 for a good one, 0.5 if unknown.
     """
 
@@ -70,7 +70,7 @@ class StepStatistics:
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
     def restart(self) -> None:
-        """Zero the sums, except the current count of bad steps in a row, which is also the new log's longest so far."""
+        """Zero the sums for the next log, but keep the current streak of bad steps, also its longest so far."""
         self.sums[:4] = self.sums[6:] = 0.0
         self.sums[5] = self.sums[4]
 
@@ -109,7 +109,7 @@ class Run:
     captions: Sequence[str] = ()  # the grids' captions
 
     def __post_init__(self) -> None:
-        """Create the loader and statistics, with the counts of the checkpoint that the run continues."""
+        """Create the loader and statistics, and restore counters from the checkpoint that the run continues."""
         cfg, info = self.cfg, self.earlier.info if self.earlier else {}
         self.folder = self.log.folder
         self.device, self.main, self.say = self.processes.device, self.processes.main, self.processes.say
@@ -138,8 +138,8 @@ class Run:
 
     def wrap(self) -> None:
         """Set `aligns` to whether the next step (self.step) uses the alignment loss, and `wrapped` to the module that
-        the step calls, in DDP if there are several processes: aligner.module or, without alignment, the network alone,
-        as the projector's parameters would get no gradient, which DDP does not allow."""
+        the step calls, in DDP if there are several processes: with alignment aligner.module, else the network alone,
+        since DDP fails if parameters (here the projector's) get no gradient."""
         # a graph can't record hooks that were made on the default stream
         graphed = self.cfg.train.cuda_graphs is True and self.device.type == "cuda"
         self.aligns, self.wrapped = self.aligner_at(self.step) is not None, None  # frees DDP's buckets
@@ -147,7 +147,7 @@ class Run:
             self.wrapped = self.processes.distribute(self.aligner.module if self.aligns else self.network)
 
     def aligner_at(self, step: int) -> Aligner | None:
-        """Return the aligner if step number `step` trains with an alignment loss, else None."""
+        """Return the aligner if step `step` (0, 1, …) trains with an alignment loss, else None."""
         return self.aligner if self.cfg.alignment.weight_at(step) else None
 
     @property
@@ -156,13 +156,13 @@ class Run:
         return Model(process_of(self.cfg), self.ema.network, prompts=self.prompts)
 
     def due(self, interval: int | None) -> bool:
-        """Return whether work done every `interval` steps, and after the last one, is due now; None: never."""
+        """Return True after every `interval` steps and after the run's last step; if `interval` is None, never."""
         last = self.step >= self.cfg.train.steps
         return interval is not None and self.step > 0 and (last or self.step % interval == 0)
 
     @property
     def demo_samples(self) -> int:
-        """Samples scored at the end: min(eval.demo_samples, max(40, train.steps)), 0 unless cfg.judges_demo."""
+        """Number of samples scored at the end: min(eval.demo_samples, max(40, train.steps)), 0 if not judges_demo."""
         return min(self.cfg.eval.demo_samples, max(40, self.cfg.train.steps)) if self.cfg.judges_demo else 0
 
     @contextlib.contextmanager
@@ -173,12 +173,12 @@ class Run:
         self.spent[what] += time.perf_counter() - began
 
     def take_spent(self) -> dict[str, float]:
-        """Return `spent` as {<what>_seconds: seconds}, and reset it."""
+        """Return `spent`, the time for each kind of work since the last call, as {<what>_seconds: …}, and reset it."""
         spent, self.spent = self.spent, Counter()
         return {f"{what}_seconds": round(seconds, 3) for what, seconds in spent.items()}
 
     def record(self, **values: float) -> None:
-        """Append values to metrics.jsonl, in the main process, with step, FLOPs, seconds, and what `timed` measured."""
+        """In the main process, log values, step, FLOPs, seconds and `spent` to metrics.jsonl and to any tracker."""
         if self.main:
             values |= {"flops": self.flops, **self.take_spent()}
             if self.seconds is not None:
@@ -207,7 +207,7 @@ def leave(run: Run, finished: bool) -> None:
 
 
 def note_failure(run: Run | None, reason: str) -> None:
-    """Write to status.json why a run failed, if possible, and unlock its folder. None (none has begun): do nothing."""
+    """Write to status.json why a run failed, if possible, and unlock its folder. If no run has begun (None), return."""
     if run is not None:
         with contextlib.suppress(OSError):
             time.sleep(0 if run.main else 2)  # for a failure in all processes, the main one's is recorded

@@ -1,4 +1,4 @@
-"""Whether a run may start in a folder, which settings a resumed run must keep, and configs recorded by older code."""
+"""Decides whether a run may start in a folder and with which settings it may resume; converts older configs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -31,7 +31,7 @@ def decisive(keys: Iterable[str], config: dict) -> list[str]:
 
 @dataclass(frozen=True)
 class Claim:
-    """How a run starts in a folder: from `checkpoint` or, if None, step 0. Comments in the source explain the rest."""
+    """How a run starts in a folder: its checkpoint, changed settings, and why newer checkpoints can't be used."""
 
     checkpoint: Checkpoint | None = None  # where it goes on; None: at step 0
     changed: dict[str, tuple[object, object]] = field(default_factory=dict)  # settings by dotted key: (before, now)

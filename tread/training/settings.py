@@ -223,7 +223,7 @@ class Settings:
 
     @property
     def judges_demo(self) -> bool:
-        """Whether samples are scored at the end (eval.demo_samples): class-conditional digits, or emoji by captions."""
+        """Whether samples can be scored at the end (eval.demo_samples): only digits by class and emoji by caption."""
         return (self.dataset.embedded, self.model.takes_text) in {("digits", False), ("emoji", True)}
 
 
@@ -234,7 +234,7 @@ add_unstated = partial(schema.add_unstated, kind=Settings)
 
 
 def as_recorded(config: dict) -> dict:
-    """Return the config with init_classes' keys (old classes, by name or number) as strings, as JSON records them."""
+    """Return the config with the keys of init_classes={init_from's class: new class} as strings, as in JSON."""
     if not isinstance(asked := config.get("init_classes"), dict):
         return config
     return {**config, "init_classes": {str(old): new for old, new in asked.items()}}

@@ -48,7 +48,7 @@ from tread.training.settings import Settings, prepare_embedded
 
 
 def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ()) -> Run:
-    """Begin or continue the run `cfg` (a dict: `config`); print `warnings`. ValueError or OSError if it doesn't fit."""
+    """Begin or resume the run `cfg` (`config`: as a dict); print `warnings`. ValueError or OSError if it can't run."""
     began = time.perf_counter()
     if cfg.init_positions == "scaled":
         cfg, config = with_scaled_positions(cfg, config)
@@ -110,8 +110,8 @@ def start(cfg: Settings, config: dict, stop: Stop, warnings: Sequence[str] = ())
 
 
 def with_scaled_positions(cfg: Settings, config: dict) -> tuple[Settings, dict]:
-    """Return `cfg` and `config`, of a run with init_positions=scaled, with model.position_scale set: to the recorded
-    scale if the run exists already, else to that of init_from's weights × their number of token rows / the new number.
+    """Return `cfg` and `config` with model.position_scale set as init_positions=scaled asks. It is the recorded scale
+    if the run has begun already, else the scale of init_from's network × its number of token rows / this network's.
     Raises ValueError if `cfg` states another scale (1, the default, counts as not stated)."""
     run, side = Path(cfg.results) / cfg.name, cfg.dataset.size // cfg.model.patch_size
     scale = position_scale(cfg.init_from, cfg.init_weights, run, side)
@@ -212,8 +212,8 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
-    """Record the start in the run's folder, and remove results after the step at which the run continues. Call it in
-    the main process only. Raises OSError, also if a checkpoint would not fit the disk; ValueError if wandb fails."""
+    """Record in the folder that the run starts as `claimed` says; remove results of later steps. Call this in the main
+    process only. Raises OSError, also if a checkpoint would not fit the disk; ValueError if wandb fails."""
     say, optim = run.processes.say, run.cfg.optim
     needed = checkpoint_bytes(run.cfg, run.network, run.aligner) if run.step < run.cfg.train.steps else 0
     check_place(run.folder, needed)
@@ -262,7 +262,7 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
-    """Load init_from's weights if `claimed` begins at step 0; give a text network the empty caption of `data`. Returns
+    """Load init_from's weights unless `claimed` has a checkpoint; give a text network `data`'s empty caption. Return
     (text on where the weights come from, warnings). Raises FileNotFoundError, or ValueError for unfit weights."""
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
@@ -373,8 +373,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def data_warnings(run: Run) -> list[str]:
-    """Return warnings: held-out files are trained on; held-out photos were decoded unlike training photos; the dataset
-    is not of dataset.archive; the encoder has changed since the last checkpoint, or a plugin since the start."""
+    """Return warnings: held-out files are trained on; held-out and training photos differ in orientation or alpha; the
+    dataset is not made of dataset.archive; the encoder or a plugin differs from the checkpoint's."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data.folder)), files_of(run.heldout.folder) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
@@ -411,7 +411,7 @@ ALIKE = ("classes", "autoencoder", "fingerprint", "scale", "shift")  # must agre
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
     """Open the training data, placed and normalised as cfg.dataset says, and the held-out data, or None. Raises
-    FileNotFoundError, or ValueError if the data does not fit the model or batch, or one part the other."""
+    FileNotFoundError, or ValueError if the data does not fit the model, fills no batch, or the two do not match."""
     data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
     if data.feature_spec is not None:
         check_grid(data.feature_spec.grid, cfg.dataset.size // cfg.model.patch_size, f"features in {data.folder}")
@@ -440,8 +440,8 @@ def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[La
 def open_dataset(
     cfg: Settings, path: str, part: str, placement: str = "mmap", device: torch.device | str = "cpu"
 ) -> LatentDataset:
-    """Open folder `path`, part "train" or "heldout" of a dataset; a missing built-in one, such as digits, is made
-    first. `placement` is LatentDataset's. FileNotFoundError, or ValueError if the data does not fit the model."""
+    """Open the dataset in folder `path` for use as `part`, "train" or "heldout"; make it first if it is built in, such
+    as digits, and missing. `placement`: see LatentDataset. Raises FileNotFoundError, or ValueError for unfit data."""
     prepare_embedded(cfg, path, part)
     repa = part == "train" and cfg.alignment.kind == "repa"
     features = encoder_name(cfg.alignment.encoder) if repa and cfg.alignment.source == "stored" else None

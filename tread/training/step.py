@@ -60,7 +60,7 @@ def loss(
 
 
 class Inputs(NamedTuple):
-    """All that can differ between steps with the same routes and tensor shapes. Comments in the source explain it."""
+    """All that can differ between steps with the same routes and tensor shapes. Source comments explain each field."""
 
     draws: Draws  # for the global batch
     batches: list[Batch]  # this process's micro-batches
