@@ -145,5 +145,6 @@ FAULTS = {  # columns, what the message says
 def test_what_is_not_clear_is_refused(tmp_path, fault):
     columns, shown = FAULTS[fault]
     write_parquet(tmp_path / "source/train.parquet", **columns)
+    (tmp_path / "source/.cache").mkdir()  # of a download from the hub
     with pytest.raises((ValueError, OSError), match=shown):
         find_photos(tmp_path / "source").read(0)

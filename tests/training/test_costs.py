@@ -265,6 +265,8 @@ def test_kinds_of_steps_to_come(composed):
     beyond = settings.read(composed(*words[:3], "train.ratio_schedule={start: 0.75, end: 0.25, last: 150}"))
     kinds = [routes[0].selection_ratio for routes, _ in kinds_to_come(beyond, range(100))]
     assert kinds == [0.75, active_routes(beyond, 99)[0].selection_ratio]  # the last step's is the largest
+    ended = replace(beyond, alignment=Alignment(kind="self", until=60))
+    assert (active_routes(ended, 59), True) in kinds_to_come(ended, range(100))  # the largest step with a teacher
     cfg = settings.read(composed(*words, "train.ratio_schedule={start: 0.75, end: 0.25, first: 10, last: 60}"))
     for begun, ratios in ((0, {0.75, 0.25}), (70, {0.25})):
         kinds = kinds_to_come(cfg, range(begun, 100))

@@ -114,7 +114,7 @@ def test_a_changed_plugin_is_told_at_going_on_and_at_sampling(folder, monkeypatc
     """The record's hash is the file's; one warning names the file, however often it is opened; an older record says
     nothing."""
     fresh(monkeypatch)
-    few, said = ("eval.demo_samples=0", "dataset.heldout=null"), "plugin mine.py has changed since the run began"
+    few, said = ("eval.demo_samples=0", "dataset.heldout=null"), "plugin mine.py has changed since the checkpoint"
     given = ("plugins=[mine.py]", "model.architecture=mine", "name=run", *few)
     assert said not in launch(folder, *given, "train.steps=1")
     find = partial(checkpoint.find, folder / "results/run")

@@ -22,7 +22,7 @@ class SavedNetwork:
     found: checkpoint.Checkpoint
     weights: str  # "ema" or "model"
     cfg: Network
-    label_drop: float  # train.label_drop: share of training samples without a class
+    label_drop: float  # train.label_drop: share of training samples without class or text
     path_drop: float | None  # train.path_drop: share of samples without SPRINT's sparse part; None: it has no such part
 
     @property

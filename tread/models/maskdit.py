@@ -97,6 +97,6 @@ def check_spans(routes: Sequence[Route], depth: int) -> None:
     """Raise ValueError unless `routes` has at most one Route: over all `depth` blocks, fp32 "off", rejoin None or 0."""
     resolved = [route.resolve(depth) for route in routes]
     if [(r.start, r.end, r.fp32, r.rejoin) for r in resolved] not in ([], [(0, depth - 1, "off", 0)]):
-        given = ", ".join(f"{route.start}→{route.end} with fp32={route.fp32}" for route in routes)
+        given = ", ".join(f"{r.start}→{r.end} with fp32={r.fp32}, rejoin={r.rejoin}" for r in routes)
         taken = "one route, start 0, end -1, fp32 off, rejoin null"
         raise ValueError(f"the routes are {given}, but MaskDiT drops tokens before its encoder: it takes {taken}")

@@ -63,7 +63,8 @@ def parquet_files(source: Path) -> list[Path]:
     if source.is_file():
         return [source] if source.suffix == ".parquet" else []
     found = sorted(path for place in (source, source / "data") for path in place.glob("*.parquet"))
-    pictures = any(is_picture(path.name) or (path.is_dir() and path.name != "data") for path in source.glob("*"))
+    beside = [path for path in source.glob("[!.]*") if path.name != "data"]  # the hub's downloads have a .cache
+    pictures = any(is_picture(path.name) or path.is_dir() for path in beside)
     if found and pictures and not _column(source, _open(found[0]).schema_arrow, "Image", "image", needed=False):
         return []  # a table beside pictures
     return found

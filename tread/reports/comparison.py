@@ -259,7 +259,7 @@ def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
         x, y, spread = ([getattr(point, key) for point in curve] for key in (axis, "value", "spread"))
         dashed = "model.routes" in known.alike and bool(value_at(group.config, "model.routes"))
         dashed = dashed and value_at(group.config, "train.routes_until") != 0
-        lines.append(Line(group.name, [value / size for value in x], y, spread if all(spread) else None, dashed))
+        lines.append(Line(group.name, [value / size for value in x], y, None if None in spread else spread, dashed))
     label = ", ".join(filter(None, (known.title, known.unit)))
     note = ", with routes (dashed): not comparable to runs without" * any(line.dashed for line in lines)
     return Panel(label + note, title, label, lines, log="y" * known.log)

@@ -137,7 +137,7 @@ def _numbers(record: object) -> dict:
 
 def _typed(start: dict) -> dict:
     """Return an entry of run.json with empty values in place of those that are missing or of a wrong type."""
-    kinds = {"step": int, "config": dict, "versions": dict, "warnings": list}
+    kinds = {"step": int, "config": dict, "versions": dict, "warnings": list, "plugins": dict}
     return start | {key: start[key] if isinstance(start.get(key), kind) else kind() for key, kind in kinds.items()}
 
 

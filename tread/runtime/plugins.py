@@ -50,7 +50,7 @@ def plugin_changes(info: Mapping) -> list[str]:
     """Return [a warning] if imported plugins differ from the record in `info`, a checkpoint's info.json, else []."""
     recorded = info.get("plugins", {}).items()
     changed = [name for name, digest in recorded if name in _imported and _imported[name][1] != digest]
-    return [f"plugin {', '.join(changed)} has changed since the run began, by its sha256"] if changed else []
+    return [f"plugin {', '.join(changed)} has changed since the checkpoint was saved, by its sha256"] if changed else []
 
 
 def check_plugin(name: str, folder: Path) -> str:

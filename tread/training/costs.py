@@ -59,10 +59,10 @@ def count_kinds(cfg: Settings, steps: range) -> Counter[Kind]:
 
 def kinds_to_come(cfg: Settings, steps: range) -> list[Kind]:
     """Return the distinct pairs (token routes, whether alignment is in the loss) of the training steps `steps`. With
-    train.ratio_schedule, only the ends of the schedule and of `steps` and the steps in `changes` are looked at."""
-    schedule = cfg.train.ratio_schedule
-    more = (schedule.first, schedule.last, steps.stop - 1) if schedule else ()
-    places = [*changes(cfg, steps), *(step for step in more if step in steps)]
+    train.ratio_schedule, only the ends of the schedule and of `steps` are looked at, and the steps around `changes`."""
+    schedule, ends = cfg.train.ratio_schedule, changes(cfg, steps)
+    more = (schedule.first, schedule.last, steps.stop - 1, *(end - 1 for end in ends)) if schedule else ()
+    places = [*ends, *(step for step in more if step in steps)]
     return list(dict.fromkeys((active_routes(cfg, place), bool(cfg.alignment.weight_at(place))) for place in places))
 
 
