@@ -189,7 +189,7 @@ class ShardStore:
         return np.concatenate(list(self.arrays(kind)))
 
     def first(self, kind: str, count: int) -> np.ndarray:
-        """Return the first `count` rows of `kind`, or fewer: only ⌈count / shard size⌉ non-empty shards are read."""
+        """Return the first rows of `kind`, at most `count`, from the first ⌈count / shard size⌉ non-empty shards."""
         shards = math.ceil(count / len(self.ranges[0]))
         return np.concatenate(list(itertools.islice(self.arrays(kind), shards)))[:count]
 

@@ -232,8 +232,8 @@ class ScoringPlan:
         return range(self.options.first_seed, self.options.first_seed + self.count)
 
     def fingerprint(self, reference: str | None = None, inception: str | None = None, clip: str | None = None) -> dict:
-        """Return everything that decides a score, as a dict for JSON: scores with equal dicts are the same. The
-        arguments are the sha256 of the reference, of Inception's weights and of CLIP's weights; None: not used."""
+        """Return all that decides a score, the checkpoint's sha256 included, as a dict for JSON: equal dicts mean equal
+        scores. The arguments are the sha256 of the reference, Inception's weights, CLIP's weights; None: not used."""
         saved, weak, sampler, latents = self.saved, self.weak, self.sampler, self.saved.latents
         decoded_in = self.options.decode_precision
         routed = [network for network in (saved, weak) if network and sampler.guidance.row.routed]

@@ -410,8 +410,8 @@ ALIKE = ("classes", "autoencoder", "fingerprint", "scale", "shift")  # must agre
 
 
 def open_datasets(cfg: Settings, device: torch.device | str = "cpu") -> tuple[LatentDataset, LatentDataset | None]:
-    """Open the training data, placed and normalised as cfg.dataset says, and the held-out data, or None. Raises
-    FileNotFoundError, or ValueError if the data does not fit the model, fills no batch, or the two do not match."""
+    """Open the training data, placed and normalised as cfg.dataset says, and the held-out data (else None). Raises
+    FileNotFoundError, or ValueError if data does not fit the model or fills no batch, or the two datasets mismatch."""
     data = open_dataset(cfg, cfg.dataset.path, "train", cfg.dataset.placement, device)
     if data.feature_spec is not None:
         check_grid(data.feature_spec.grid, cfg.dataset.size // cfg.model.patch_size, f"features in {data.folder}")
