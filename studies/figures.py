@@ -146,10 +146,10 @@ def pair_table(study: Study, results: Results, metrics: Sequence[str]) -> list[s
 
 
 def outcome(study: Study, results: Results) -> list[str]:
-    """Return lines that say whether the arm of study.rule beats its best rival at the end of training; [] if the study
-    has no rule. The best rival has the best mean of the rule's first metric. To beat it, the arm must be better in each
-    metric of the rule, with a 95% interval of the paired difference that excludes 0. If the arm or a rival has not run,
-    the rule is undecided unless the arm is worse, by such an interval, in the first metric than the best that ran."""
+    """Return lines that say whether the arm of study.rule beats its best rival after training; [] if there is no rule.
+    The best rival has the best mean of the rule's first metric. To beat it, the arm must be better in each metric of
+    the rule, with a 95% interval of the paired difference that excludes 0. If the arm or one of the rule's rivals has
+    not run, there is no verdict unless such an interval puts the arm behind the best that ran in the first metric."""
     if not (rule := study.rule):
         return []
     ends = last_means(results, rule["metrics"][0])
@@ -194,8 +194,8 @@ OTHERS = ("C6", "C8", "C9", "C7", "#17415f", "#7f3f00", "#a1d99b", "#c5b0d5", "#
 
 
 def colours(study: Study) -> dict[str, str]:
-    """Return {arm: colour}: that of its overrides in COLOURS, else the next one of OTHERS. Overrides of more than half
-    of the arms are ignored, except model=…; if that makes different arms equal, only overrides of all arms are ignored.
+    """Return {arm: colour}, listed in COLOURS by the arm's overrides, else the next one of OTHERS. Overrides that over
+    half of the arms share, except model=…, are ignored; if arms become equal by that, only those of all are ignored.
     Arms that differ only in scoring, or in a setting whose value trial runs choose (Study.trials), share a colour."""
     tried = {word.partition("=")[0] for trials in study.trials.values() for word in trials}
     own = {n: frozenset(w for w in a.overrides if w.partition("=")[0] not in tried) for n, a in study.arms.items()}
@@ -303,10 +303,10 @@ def draw_precision(study: Study, results: Results, path: Path) -> None:
 
 
 def balance_panels(study: Study, results: Results) -> list[Panel]:
-    """Return panels of the final FID against precision, and of precision against recall. A line joins the means of a
-    network's scores at several scales of a guidance; the last scale is written next to its point. All means of a line
-    are over the same seeds, whose scores are small dots. A scale is left out if a guided scale of the line has more
-    seeds, or if its sample count is not that without guidance; a line is left out if its scales share no seed."""
+    """Return panels of the final FID against precision, and of precision against recall. A line joins a network's
+    mean scores at several scales of one kind of guidance; the last scale is written next to its point. Means are over
+    the seeds that all scales of the line have; small dots are these seeds' scores. A scale is left out if a guided one
+    has more seeds, or if it has another sample count than the unguided network; a line, if no seed has all scales."""
     networks, panels, colour = networks_of(study, results), [], colours(study)
     for across, up in (("precision", "fid"), ("recall", "precision")):
         lines, drawn = defaultdict(dict), []
@@ -540,7 +540,7 @@ def matrices(results: Results) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def similarity_columns(study: Study, results: Results) -> Columns:
-    """Return columns of cosine similarities: of neighbouring blocks' outputs (mean), of embedding and last output."""
+    """Return columns of cosine similarities: neighbouring blocks' outputs (mean); embedding and last block's output."""
     cells = defaultdict(dict)
     for (arm, panel), each in sorted(matrices(results).items(), key=lambda item: item[0][1]):
         neighbours = [float(np.nanmean(np.diagonal(matrix, 1))) for matrix in each]
@@ -576,8 +576,8 @@ FIGURES = {
 
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
-    """Write results.json (a line per finished training), table.md and, if there are results, figure.png to `folder`:
-    for the study's planned runs and for `runs`. table.md names missing runs. `made`: {training's hash: result.json}."""
+    """Write results.json (a line per finished training), table.md (it names missing runs) and, if there are results,
+    figure.png to `folder`, for `runs` and all others of the study's plan. `made`: {training's hash: result.json}."""
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):

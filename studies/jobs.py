@@ -89,8 +89,8 @@ class Job:
 
     def write_result(self, at_once: int | None = None) -> None:
         """Write result.json from what exists: the training's metrics, and all scores, keyed by Score.key. `at_once` is
-        the number of jobs that shared the machine during the training just launched; None: none was. If a finished
-        training is repeated, its old metrics and scores stay in the file until the new training is finished."""
+        the number of jobs that shared the machine during the training just launched; None: no training was. If a
+        finished training is repeated, its old metrics and scores stay in the file until the new one is finished."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
         for start in log.starts()[-1:]:
@@ -129,8 +129,8 @@ def steady_seconds(records: Sequence[dict]) -> dict[int, float]:
 
 
 def jobs_of(runs: Sequence[Planned], place: Path, results: Path) -> list[Job]:
-    """Return a job for each different training of `runs`, with the scores of all runs that share it. Its folder is
-    that of any study that began it at this scale ("small", …), else a new one in `place`, <results>/<study>/<scale>."""
+    """Return a job for each different training of `runs`, with the scores of all runs that share it. A job that a study
+    in `results` has begun at this scale keeps its folder; others get one in `place`, <results>/<study>/<scale>."""
     by_key, jobs = defaultdict(list), []
     for run in runs:
         by_key[run.training.key].append(run)

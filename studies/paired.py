@@ -79,7 +79,7 @@ def curve(run: Made, metric: str, axis: str) -> dict[float, float]:
 
 
 def series(runs: Sequence[Made], metric: str) -> list[tuple[dict, list[float]]]:
-    """Return (the first run's item of `points`, [each run's metric]) per number of images where all have the metric."""
+    """Return (item of the first run's "points", [each run's metric]) per number of images where all have the metric."""
     curves = [curve(run, metric, "images") for run in runs]
     points = runs[0]["points"] if runs else []
     shared = [point for point in points if all(point["images"] in each for each in curves)]
@@ -107,8 +107,8 @@ def at_equal_images(run: Made, other: Made, metric: str) -> float | None:
 def at_equal(run: Made, other: Made, metric: str, axis: str) -> float | None:
     """Return one run's metric minus another's at the most FLOPs or seconds that both reach; `axis` is "flops" or
     "steady_seconds". Return None if one has no value there, or if the seconds may be from different devices. If the
-    runs' last seconds differ by less than 1%, compare the last values. If the last FLOPs do, compare the last values
-    only where interpolation gives no value and `at_equal_images` gives none either."""
+    runs' last seconds differ by less than 1%, compare the last values. If their last FLOPs differ by less than 1%,
+    compare the last values only if neither interpolation nor `at_equal_images` gives a value."""
     if axis == "steady_seconds" and (run["timed_on"] is None or run["timed_on"] != other["timed_on"]):
         return None
     curves = [curve(made, metric, axis) for made in (run, other)]
@@ -129,7 +129,7 @@ def differences(runs: Sequence[Made], others: Sequence[Made], by: Callable, *nam
 
 def along(runs: Sequence[Made], others: Sequence[Made], metric: str, axis: str) -> list[tuple[dict, list[float]]]:
     """Compare runs of equal seeds: return (point, [a run's metric minus that of its partner in `others`, one per seed])
-    for each number of training images where all have the metric; `point` is the first run's item of `points`. The
+    for each number of training images where all have the metric; `point` is an item of the first run's "points". The
     partner's metric is read at as many images (axis="images") or interpolated at as many FLOPs (axis="flops")."""
     by_seed = {run["seed"]: curve(run, metric, axis) for run in others}
     runs, found = [run for run in runs if run["seed"] in by_seed], []

@@ -13,7 +13,7 @@
     results=results/studies   the folder to which the runs are written
 
 A study is studies/<name>.yaml. Its runs are ordinary runs of train.py and fid.py in results/studies/<name>/<scale>/.
-Run again after a stop, this goes on; whenever it ends, it draws what exists. Without options, it lists all studies.
+After a stop, the same command goes on; whenever it ends, it draws what exists. Without options, it lists all studies.
 """
 
 import re

@@ -74,7 +74,7 @@ class Study:
     against    {name of an arm: name of the arm that it is compared with}.
     besides    further pairs {name of an arm: name of the arm that it is compared with}.
     figure     how metrics are drawn: a key of FIGURES in studies/figures.py.
-    seen       the title of the figure: what the published results at this scale show, or `title`.
+    seen       the figure's title: a sentence on what the published results at this scale show, if any, else `title`.
     trials     {arm: {override: name of an arm that tries it}}. The arm is then trained, with other seeds, with the
                override whose trial ended with the best value of metrics[0].
     rule       {"arm": …, "rivals": […], "metrics": […]}, fixed before the runs: the arm must beat the best rival.
@@ -126,7 +126,7 @@ class Training:
 
     @property
     def cfg(self) -> settings.Settings:
-        """The settings that train.py will read, with the path "data" for the data's folder {data}, wherever it is."""
+        """The settings that train.py will read, with {data}, which stands for the data's folder, replaced by "data"."""
         return replace(settings_of(*self.overrides), seed=self.seed)
 
     @property
@@ -177,8 +177,8 @@ def read_study(name: str, scale: ScaleName) -> Study:
     ones, but add to lists of overrides and scoring (a scale's scoring replaces that of scales.yaml):
 
     scales.yaml             all studies' values at this scale
-    scales.<scale>          the study's values for all arms at this scale; with `like: small` they add to the scale
-                            small of scales.yaml instead, with `alone: true` to no scale of scales.yaml
+    scales.<scale>          the study's values for all arms at this scale; `like: small` takes the scale small of
+                            scales.yaml in place of this one, `alone: true` takes nothing from scales.yaml
     arms.<arm>              the study's values for the arm
     scales.<scale>.arms     the arm's values at this scale; null leaves the arm out
     scales.<scale>.seen     the figure's title at this scale; default: figure.seen for the scale small, else the title

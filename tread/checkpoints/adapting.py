@@ -102,8 +102,8 @@ def old_side(stored: StoredWeights) -> int:
 
 
 def position_scale(init_from: str, weights: Weights, run: Path, side: int) -> float:
-    """Return model.position_scale for init_positions=scaled, so that `side` rows of tokens span the old grid: old scale
-    (1 if not recorded) × old rows / side, both of init_from's `weights`. A run begun in folder `run` keeps its own."""
+    """Return model.position_scale for init_positions=scaled: that of a run begun in folder `run`, else the scale (1 if
+    not recorded) × token rows of init_from's `weights` / `side`, so that `side` rows of tokens span the old grid."""
     if starts := RunLog(run).starts():
         return float(starts[0]["config"]["model"].get("position_scale", 1.0))
     stored = read_weights(local(init_from), weights)

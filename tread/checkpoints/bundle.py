@@ -87,8 +87,8 @@ class Bundle:
             self._add_used(other, [statement for table, statement in other.entered if self._is(other, table)])
 
     def _is(self, source: Source, table: str) -> bool:
-        """Return whether the file needs the statements of module `source` that add entries to the dict `table`: True if
-        it has the dict, from any module, and at least one definition from `source`."""
+        """Return whether the bundled file needs the statements by which the module `source` adds entries to the dict
+        `table`: True if the file contains that dict and at least one definition from `source`."""
         return source.module in self.wanted.values() and table in self.wanted
 
     def _add_used(self, source: Source, statements: Sequence[ast.stmt]) -> None:

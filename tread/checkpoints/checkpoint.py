@@ -286,7 +286,7 @@ def newest(run: Path) -> Path | None:
 
 
 def pinned(source: str) -> str:
-    """Return `source`, but for a run's folder or its link `latest` the checkpoint folder to which `latest` points."""
+    """Return the checkpoint folder that `latest` points to if `source` is a run's folder or `latest`, else `source`."""
     path = Path(source).expanduser()
     path = newest(path) or path
     return str(path.with_name(path.resolve().name)) if path.name == "latest" and path.is_dir() else source
@@ -330,9 +330,9 @@ def optimizer_tensors(
 
 
 def _pack(value: object, key: str, name: str, device: torch.device, tensors: dict[str, Tensor]) -> object:
-    """Convert `value`, entry `key` of `name` (a parameter, "group <i>" or "optimizer"), for JSON. Containers become
-    ["list", …], ["tuple", …] or ["dict", …]. A tensor is added to `tensors` and becomes ["tensor", its key in
-    `tensors`, whether it is not on `device`, where the parameters are]. Other values are returned unchanged."""
+    """Return `value` in a form for JSON. It is the state or setting `key` of `name`: a parameter, "group <i>" or
+    "optimizer". Containers become ["list", …], ["tuple", …] or ["dict", …]. A tensor is added to `tensors` and becomes
+    ["tensor", its key there, True if it is not on the parameters' `device`]. Other values are returned unchanged."""
     if torch.is_tensor(value):
         tensors[f"{key}/{name}"] = value
         return ["tensor", f"{key}/{name}", value.device != device]

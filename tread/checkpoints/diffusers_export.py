@@ -105,7 +105,7 @@ def write(saved: SavedNetwork, tensors: Mapping[str, Tensor], info: Mapping, fol
 
 
 def arguments(saved: SavedNetwork) -> dict[str, object]:
-    """Return {name: value} of TreadTransformer's arguments: those of the network's class, and position_scale."""
+    """Return the arguments {name: value} of the exported class TreadTransformer: the network's and position_scale."""
     data, model = saved.cfg.dataset, saved.cfg.model
     own = model.all_arguments(data.size, data.channels, data.num_classes, saved.cfg.text)
     return {**own, "position_scale": model.position_scale}

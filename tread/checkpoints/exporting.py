@@ -40,7 +40,7 @@ def public_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def record(info: Mapping, paths: Paths, autoencoder: str | None) -> dict:
     """Return info.json's content for publication, without the entry "adapter", as exported weights have LoRA's adapters
-    merged in. Raises ValueError if `autoencoder` is no hub id, or is given for a network that works on pixels.
+    merged in. Raises ValueError if `autoencoder` is not a hub id, or is given for a network that works on pixels.
 
     paths        "short" keeps only the last two names of each absolute path, as in "imagenette/train"; "full": all.
     autoencoder  hub id to record in place of the present name; the recorded hash of weights stays. None: no change.

@@ -150,7 +150,7 @@ def check_trained_for(guidance: Guidance, strong: SavedNetwork, weak: SavedNetwo
 
 
 def meaning(saved: SavedNetwork) -> dict[str, object]:
-    """Return {name: value} of what two networks must share to combine their predictions: objective, latents, …"""
+    """Return {name: value} of what must be equal in two networks to combine their predictions: objective, latents, …"""
     token = saved.cfg.model.class_token, saved.found.info.get("class_token")  # its width, and its encoder's hash
     text = saved.text and {**saved.text, **({"text.encoder": None} if saved.text["text.fingerprint"] else {})}
     own = {"objective": saved.cfg.objective, "text": text, "class_token": token}

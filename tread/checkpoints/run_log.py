@@ -104,8 +104,9 @@ class RunLog:
                 (self.folder / "status.json").write_text(json.dumps(content, indent=1) + "\n")
 
     def read_status(self) -> dict:
-        """Return status.json's content, {} if it is missing, empty or not JSON. An edited file may hold no dict."""
-        return self._read("status.json") or {}
+        """Return the content of status.json; {} if it is missing, empty or holds no JSON object."""
+        status = self._read("status.json")
+        return status if isinstance(status, dict) else {}
 
     def _read(self, name: str) -> list | dict | None:
         try:

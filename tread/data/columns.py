@@ -220,7 +220,7 @@ class EncodedText:
 
 
 def as_text(spec: TextSpec, tokens: Tensor, lengths: Tensor, pooled: Tensor | None = None) -> Text:
-    """Build a Text from tokens (B, T, C) or (B, T), pooled (B, P), and `lengths` (B,), without padding, on the CPU."""
+    """Build a Text from tokens (B, T, C) or (B, T), pooled (B, P), and `lengths` (B,) on the CPU: tokens not masked."""
     mask = (torch.arange(spec.tokens) < lengths[:, None]).to(tokens.device)
     return Text(tokens.long() if spec.width is None else tokens, mask, pooled)
 

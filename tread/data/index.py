@@ -32,7 +32,7 @@ def read_index(folder: Path) -> dict:
 
 @contextmanager
 def index_lock(folder: Path) -> Iterator[None]:
-    """Context manager under which a process changes a dataset's index.json; others wait for its end."""
+    """Context in which a process may change a dataset's index.json; other processes wait until it is left."""
     file = folder / ".index.lock"
 
     def taken() -> Lock:

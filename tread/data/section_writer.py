@@ -61,7 +61,7 @@ class SectionWriter(ShardStore, ABC):
         """Write shard `number`, whose rows come in parts (Text or pairs of arrays, depending on the subclass)."""
 
     def _around(self, index: dict) -> tuple[dict, str]:
-        """Return the dict in `index`, a parsed index.json, for this section (added if missing), and its key there."""
+        """Return the dict around this section in `index`, a parsed index.json (added if missing), and its key."""
         for key in self._place[:-1]:
             index = index.setdefault(key, {})
         return index, self._place[-1]
@@ -156,8 +156,8 @@ def section_files(section: dict) -> list[str]:
 class TextWriter(SectionWriter):
     """Writes a dataset's captions, encoded by one encoder. The last shard has one row, the empty caption.
 
-    counts      (samples,) number of captions of each sample. ValueError if one is below 1, or for a wrong length.
-    shard_size  captions in a shard; an interrupted shard is made anew. None: as many as fit into 256 MiB.
+    counts      (n,) number of captions of each of the dataset's n samples. ValueError for another n, or a count of 0.
+    shard_size  captions in a shard; None: as many as fit into 256 MiB. After a stop, unfinished shards are made anew.
     """
 
     def __init__(self, folder: Path, spec: TextSpec, counts: Sequence[int], shard_size: int | None = None) -> None:

@@ -114,8 +114,8 @@ class DatasetWriter(ShardStore):
 
     def assemble(self, **fields: object) -> None:
         """Write index.json into the shards' folder, once all are done. Raises ValueError if the dataset would be empty,
-        OSError if shards are missing. `fields` are more entries of index.json, such as `heldout` or `train`, the
-        relative path of the dataset with the split's other part, or `normalize_by`, {"mean", "std"} of the channels."""
+        OSError if shards are missing. `fields` are more entries of index.json, such as the relative path of the
+        held-out (`heldout`) or training (`train`) dataset, or `normalize_by`, {"mean", "std"} of the channels."""
         self.check_complete()
         notes = list(self.notes())
         entries = [note["entry"] for note in notes if note["entry"]["count"]]

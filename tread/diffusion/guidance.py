@@ -226,8 +226,8 @@ def guided(strong: Branch, weak: Branch | None, scale: Callable[[int], float]) -
 
 
 def _shapes(routes: Routes) -> list[tuple]:
-    """Return a tuple per route; two branches with equal tuples can run as one batch. A tuple holds the indices' shape
-    and the Route's fields that affect a run; if the network chooses by random numbers, their shape and the Route."""
+    """Return a tuple per route; branches with equal tuples can run as one batch. For a route with kept indices it has
+    their shape and the Route's fields that act in run_blocks; for one with uniform draws, their shape and the Route."""
     return [
         (ids.shape, route)
         if ids.is_floating_point()

@@ -266,7 +266,7 @@ def _routes(
 ) -> Callable[[int], Routes]:
     """Return a function from a denoiser call's index to its routes: pairs (Route, kept tokens' indices (B, K), or the
     random numbers (B, N) from which the network chooses). A route skips the fraction ratios[call] of tokens, or is left
-    out if none skip. Each sample's own seed and the name `stream` decide its tokens, even if training shares them."""
+    out if none skip. A sample's seed and the name `stream` choose its tokens, even if training samples share theirs."""
     tokens, grid = model.network.num_tokens, model.network.grid
     by_sample = [RULES[route.select].for_sampling(route) for route in model.routes]
     if not any(ratios):

@@ -34,11 +34,11 @@ def kept_error(squared: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tenso
 
 
 def reconstruction_error(denoised: Tensor, noisy: Tensor, ids: Sequence[Tensor], patch_size: int) -> Tensor:
-    """Compute the squared error on the patches that a route skips, averaged over patches and routes: (B,).
+    """Compute the squared error on the patches that skip blocks on a route, averaged over patches and routes: (B,).
 
     denoised  (B, C, S, S), the network's estimate of the data, taken as the reconstruction.
     noisy     (B, C, S, S), the noisy data. The target is each of its patches, scaled to mean 0 and variance 1.
-    ids       indices (B, K) of each route's kept patches. If a route keeps all patches, its term is 0.
+    ids       indices (B, K) of the patches that each route keeps. If a route keeps all patches, its term is 0.
     """
     target = to_patches(noisy, patch_size)
     variance, mean = torch.var_mean(target, dim=2, keepdim=True, correction=min(1, target.shape[2] - 1))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def _open(name: str) -> None:
-    """Run a script like train.py as __main__: its copy in tread/doors, which wheels have, else the checkout's."""
+    """Run the script `name`, e.g. "train.py", as __main__: a wheel's copy in tread/doors, else the checkout's file."""
     here = Path(__file__).resolve().parent
     runpy.run_path(str((here if (here / name).exists() else here.parents[1]) / name), run_name="__main__")
 

@@ -7,7 +7,7 @@
     others       a hub id or a folder of a CLIP text encoder, a T5 encoder, or a sentence encoder (BERT and the like),
                  loaded with transformers; the pooled text is CLIP's own, or the mean of a caption's tokens
 
-All but "words" are frozen, run in fp32 and return float16, as captions are stored, padded or cut off to T tokens.
+All but "words" are frozen, run in fp32 and return float16, like stored text. All pad or cut captions to T tokens.
 """
 
 import importlib.util

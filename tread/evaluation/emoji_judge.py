@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 
 
 def open_emoji(saved: SavedNetwork) -> list[ScoredPrompts]:
-    """Open the captions of the emoji datasets of `saved`'s run, [training, held-out], after writing what is missing.
+    """Open the captions of the emoji datasets of `saved`'s run, [training, held-out]; write missing datasets first.
     Raises FileNotFoundError or ValueError if that fails, or if captions' encoding or picture size is not `saved`'s."""
     dataset, parts = saved.cfg.dataset, []
     train = Path(dataset.path)

@@ -1,5 +1,5 @@
-"""Reads and writes a score's files. By default, fid.py writes a checkpoint's fid.json into its folder, with a line in
-fid.csv in the folder above, and photos.fid.json beside pictures photos/ or photos.npz; out=… names a folder for all.
+"""Reads and writes a score's files. By default, fid.py writes a checkpoint's score to fid.json in its folder, and adds
+a line to fid.csv one folder up; for photos/ or photos.npz it writes photos.fid.json beside it. out=… sets a folder.
 A new score with other settings takes the name fid.json: the older one becomes fid-1.json, …"""
 
 import csv
@@ -53,7 +53,7 @@ class ScoreFiles:
         return None
 
     def make_room(self, settings: dict, scored: str = "") -> None:
-        """Unless the newest score has these settings, rename its files to fid-1.json, …, but not the file `scored`."""
+        """Unless the newest score has these settings, rename its files to fid-1.json, …, not the samples `scored`."""
         if not self._is(None, settings):
             number = self._free()
             for name in self._there():

@@ -342,8 +342,8 @@ def settle_reference(options: ScoringOptions, plans: list[ScoringPlan]) -> Scori
 
 
 def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
-    """Return the folder of CIFAR-10's training pictures: the first that a network of `plans` was trained on, else
-    data/cifar10. With `make`, write them if missing, downloading if needed; ValueError or OSError if that fails."""
+    """Return the folder of CIFAR-10's training pictures: that of the first network in `plans` trained on them, else
+    data/cifar10. If `make`, write it if missing, downloading if needed; ValueError or OSError if that fails."""
     datasets = [plan.saved.cfg.dataset for plan in plans if plan.saved.cfg.dataset.embedded == "cifar10"]
     folder = Path(datasets[0].path if datasets else "data/cifar10")
     if make:
@@ -354,9 +354,9 @@ def find_cifar10(plans: list[ScoringPlan], make: bool) -> Path:
 def add_shipped_pictures(
     scorer: ReferenceScorer, options: ScoringOptions, plans: list[ScoringPlan], processes: Processes
 ) -> None:
-    """Add CIFAR-10's training pictures (see find_cifar10) to the scorer's reference "cifar10", shipped as
-    statistics only, for metrics that need pictures. With options.reference_features, download them if missing, and
-    raise ValueError if their number is wrong; without it, add them only if their features are in the cache."""
+    """Add CIFAR-10's training pictures (see find_cifar10) to the scorer's reference "cifar10", for metrics that need
+    pictures: the package has only its statistics. With options.reference_features, download them if missing, and raise
+    ValueError if their number is wrong; without it, add them only if their features are in the cache."""
     with processes.main_first():
         folder = find_cifar10(plans, make=options.reference_features)
     if not (folder / "index.json").is_file():
@@ -402,7 +402,7 @@ def files_beside(options: ScoringOptions) -> ScoreFiles:
 
 
 def check_target(path: Path, reference: Reference) -> None:
-    """Raise ValueError if the reference has mu and sigma or no pictures, OSError unless `path` is new and writable."""
+    """Raise ValueError if `reference` lacks pictures or has mu and sigma, OSError if `path` exists or can't be made."""
     if reference.pictures is None:
         raise ValueError(f"{reference.where} holds no pictures to make statistics of")
     if reference.stated:
@@ -559,9 +559,9 @@ class CheckpointScoring:
 def common_record(
     scorer: Scorer, samples: ShardStore, count: int, processes: Processes, pictures: Pictures | None = None
 ) -> dict:
-    """Return the items that every fid.json has: the metrics' values and the number of samples behind each (`count`,
-    unless the scorer gives another one), why others have none, warnings, the reference, and time, command, device and
-    versions. `pictures` are the samples if they were read from files, to count damaged ones; None: generated ones."""
+    """Return the items that every fid.json has: the metrics' values, the number of samples behind each (`count`, unless
+    the scorer states its own), why other metrics have no value, warnings, the reference, time, command, device and
+    versions. `pictures` are the samples if they come from files, to count damaged ones; None: they were generated."""
     (values, unavailable, counts), reference = scorer.score(samples), scorer.reference
     sets = {"skipped": pictures, "reference_skipped": reference and reference.pictures}
     return {

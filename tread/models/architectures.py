@@ -166,8 +166,8 @@ class NetworkOptions:
 
     @classmethod
     def told(cls, shapes: Shapes, hidden_size: int) -> dict[str, object]:
-        """Return {option: value} for mlp_ratio and the options that subclasses add, as far as the shapes of a state
-        dict's tensors determine them. They must be of this architecture (see `knows`), with this hidden_size."""
+        """Return {option: value} for mlp_ratio and the options that subclasses add, as far as `shapes`, those
+        of a state dict, determine them. The state dict must be of this architecture (see `knows`) and hidden_size."""
         width = shapes.get(f"{BLOCK}mlp.fc1.weight")
         return {"mlp_ratio": _ratio_of(width[0], hidden_size)} if width else {}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Text(NamedTuple):
-    """Encoded captions of B samples. Functions here take any such tuple, as exported folders hold a copy of the class.
+    """Encoded captions of B samples. Functions take any tuple with these fields: exported folders copy this class.
 
     tokens  (B, T, C) output of a frozen encoder, or (B, T) int64 word ids, which the network embeds.
     mask    (B, T) bool, False for padding. No row is all False: even the empty caption has a begin token.

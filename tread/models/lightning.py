@@ -71,7 +71,7 @@ class LightningDiT(DiT):
 
 
 def _take_tables(network: LightningDiT, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Remove a public checkpoint's rotary tables from state_dict. ValueError if the network's differ (at scale 1)."""
+    """Remove public checkpoints' rotary tables from state_dict. ValueError unless they are the network's at scale 1."""
     tables = {name: state_dict.pop(prefix + name) for name in TABLES if prefix + name in state_dict}
     check_tables(tables, network.num_tokens, "the state dict")
     for name, table in tables.items():

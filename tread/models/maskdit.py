@@ -94,7 +94,7 @@ class MaskDiT(DiT):
 
 
 def check_spans(routes: Sequence[Route], depth: int) -> None:
-    """Raise ValueError unless `routes` has at most one Route: over all `depth` blocks, fp32 "off", rejoin None or 0."""
+    """Raise ValueError unless `routes` is () or one Route over all `depth` blocks with fp32 "off", rejoin None or 0."""
     resolved = [route.resolve(depth) for route in routes]
     if [(r.start, r.end, r.fp32, r.rejoin) for r in resolved] not in ([], [(0, depth - 1, "off", 0)]):
         given = ", ".join(f"{r.start}→{r.end} with fp32={r.fp32}, rejoin={r.rejoin}" for r in routes)

@@ -18,7 +18,7 @@ TEXTS = ("string", "large_string", "list<item: string>", "large_list<item: strin
 
 @functools.lru_cache(maxsize=1)  # pictures are read in order
 class _Group:
-    """A column's cells in a row group, 64 in memory at a time. `process` is a pid, so that a fork reopens the file."""
+    """A column's cells in a row group, 64 in memory at a time. `process` is the pid: a fork opens the file anew."""
 
     def __init__(self, process: int, path: Path, group: int, column: str) -> None:
         self.place, self.first, self.rows = (path, group, column), math.inf, []

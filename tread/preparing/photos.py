@@ -67,7 +67,7 @@ class Photos:
 
     def no_pictures(self, whole: bool = False) -> Faults:
         """Return (name, reason) of files that can't be read or aren't pictures, judged by their first bytes or, if
-        `whole`, by decoding. Returns [] unchecked for over 100,000 files (`whole`: 10,000) or if not self.heads."""
+        `whole`, by decoding. Return [] without checking if over 100,000 files (`whole`: 10,000) or not self.heads."""
 
         def fault(file: tuple) -> str | None:
             read, name = file

@@ -116,9 +116,9 @@ def _hidden(name: str) -> bool:
 def _prefix(source: Path, names: list[str], folders: set[str], root: str | None, labels: str | None) -> str:
     """Return the folder of pictures inside the source, as a prefix of names ("" or "…/"): the outermost one whose path
     ends in `root`; ValueError if there is none, or several at the same depth. With root=None: the innermost folder that
-    contains all files or, if that is a class folder, its parent. It is a class folder if files lie directly in it,
-    unless one of these is a labels file or if, with labels=None and without captions, over half of its pictures lie in
-    folders below it."""
+    contains all files or, if that is a class folder, its parent. It is a class folder if files lie directly in it, with
+    two exceptions: one of these files is a labels file; or labels=None, there are no caption files, and over half of
+    the pictures lie in folders below it."""
     if root is not None:
         root = str(PurePosixPath(root))
         outermost = sorted(folders, key=lambda f: (f.count("/"), f))
@@ -181,7 +181,7 @@ def _by_table(where: str, names: list[str], table: dict[str, int | str]) -> tupl
 
 
 def check_table(where: str, table: dict[str, int | str], files: set[str]) -> None:
-    """Raise ValueError, beginning with `where`, unless a labels file's `table` and `files` name the same pictures."""
+    """Raise ValueError, which names `where`, unless a labels file's `table` and `files` name the same pictures."""
     wrong = {"labelled, but not there": table.keys() - files, "without a label": files - table.keys()}
     if texts := [f"{what}: {listed(sorted(names))}" for what, names in wrong.items() if names]:
         raise ValueError(f"{where}: {'; '.join(texts)}")

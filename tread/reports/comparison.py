@@ -87,7 +87,7 @@ def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
 
 
 def _names(groups: list[list[Found]]) -> list[str]:
-    """Name groups by model and what differs among that model's groups, or the first folder if long or not unique."""
+    """Name groups by model and settings that differ among its groups, or by a folder if that is long or not unique."""
     configs, folders = [runs[0].config for runs in groups], [runs[0].folder for runs in groups]
     names = []
     for config in configs:
@@ -229,7 +229,7 @@ def unit(axis: str, most: float) -> tuple[str, float]:
 
 
 def number(values: Sequence[float]) -> str:
-    """Format values as "mean ± deviation"; the mean for one value or a deviation outside 1e-4..1e4; "–" for none."""
+    """Format values as "mean ± deviation"; one value, or a deviation outside 1e-4..1e4: the mean alone; none: "–"."""
     if not values:
         return "–"
     mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0

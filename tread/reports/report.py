@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def comparable(self) -> list[SeedGroup]:
-        """The groups whose runs have known settings and records."""
+        """The groups whose runs all have known settings and at least one line in metrics.jsonl."""
         return [group for group in self.groups if all(run.config and run.records for run in group.runs)]
 
     def said(self, run: Found, text: str) -> str:

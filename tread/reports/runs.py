@@ -24,8 +24,8 @@ NEEDED = {"model.name": str, "train.steps": int, "train.batch_size": int, "datas
 class Found:
     """A run, and what can be read of it.
 
-    config    settings of the last start, else of the newest checkpoint; {}: neither can be read. "plugins" lists names
-              of files or modules with the first digits of their sha256. HELDOUT is the held-out files' hash, if known.
+    config    settings of the last start, else of the newest checkpoint; {}: neither can be read. Item "plugins" lists
+              files or modules with the start of their sha256; item HELDOUT, if known, is the held-out files' hash.
     records   a dict of finite numbers per readable line of metrics.jsonl: metrics, "step", "seconds", "flops" so far.
     starts    entries of run.json, one per start: "step", "config", "versions" and "warnings".
     status    content of status.json; {}: it is missing or damaged.
@@ -95,7 +95,6 @@ def find_run(folder: Path) -> Found:
     starts = [_typed(start) for start in log.starts()]
     records = [record for record in map(_numbers, log.records()) if record]
     status = log.read_status()
-    status = status if isinstance(status, dict) else {}
     lacking = [name for name, content in zip(FILES, (starts, records, status)) if not content]
     problems = [f"{name} is {'damaged or empty' if name in present else 'missing'}" for name in lacking]
     lines = log.metrics.read_text(errors="replace").splitlines() if "metrics.jsonl" in present else []

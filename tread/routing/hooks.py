@@ -328,7 +328,7 @@ class Routing:
         return self.on_ids(*ids, tokens=[prefix + u.shape[1] for u in each], prefix=prefix)
 
     def __getstate__(self) -> dict:
-        """Return the attributes of a copy, whose routes are off."""
+        """Return the attributes for a copy or a pickle of this object, in which no route is active."""
         return vars(self) | {"_ids": None, "_entered": None, "_last": -1, "_running": {}, "_rejoins": {}}
 
     def remove(self) -> None:

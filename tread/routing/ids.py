@@ -235,7 +235,7 @@ def describe_route(route: Route, num_tokens: int, grid: Grid) -> str:
 
 def check_ratio(route: Route, grid: Grid, key: str) -> None:
     """Raise ValueError, naming the setting `key`, if a selection_ratio above 0 skips no token of the grid (H, W) or
-    keeps a single one, which could attend only to itself. Settings forbid both, while a Route allows them."""
+    keeps a single one, which could attend only to itself. A Route itself allows both; settings do not."""
     ratio, tokens = route.selection_ratio, math.prod(grid)
     kept = count_kept(route, tokens, grid)
     unit, units = RULES[route.select].check_grid(grid)

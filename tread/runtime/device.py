@@ -124,8 +124,8 @@ def memory_of(device: torch.device) -> int:
 
 
 class Alive(TorchDispatchMode):
-    """Context that counts the tensor storages that operators inside it return, in bytes: `now` is the size of those
-    still in memory, `peak` the largest `now` so far. Storages of the tensors `earlier` are not counted."""
+    """Context that measures, in bytes, the storages of the tensors that operators in it return: `now` is the size of
+    those still in memory, `peak` the largest `now` so far. Storages of the tensors `earlier` are left out."""
 
     def __init__(self, earlier: Iterable[Tensor] = ()) -> None:
         super().__init__()

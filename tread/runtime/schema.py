@@ -37,15 +37,15 @@ _FINITE = Range("be a finite number", lambda number: abs(number) <= sys.float_in
 
 class Chosen(NamedTuple):
     """Marks a section of the settings whose dataclass depends on a choice in it: the section's value at `key` names an
-    entry of `table`. Keys that belong only to other entries are dropped; one with a default must not differ from it."""
+    entry of `table`. Keys that only other entries have are dropped; of these, keys with a default must have it."""
 
     key: str
     table: Mapping[str, type]
 
     def settle(self, section: object, where: str) -> tuple[type, dict]:
         """Return the dataclass that a section of the settings names, and a copy of the section: defaults are added, and
-        keys that only other entries of the table have are left out. Raises ValueError if such a key has a default and
-        another value, or if the section names no entry. `where` is the section's dotted key, for messages."""
+        keys that only other entries of the table have are left out. Raises ValueError if the value of a key left out
+        differs from its default, if any, or if no entry is named. `where` is the section's dotted key, for messages."""
         if not isinstance(section, dict) or self.key not in section:
             raise ValueError(f"{where} is {section!r}, but must be a section that has {self.key}")
         check(f"{where}.{self.key}", section[self.key], Annotated[Literal[tuple(self.table)], "or a plugin's"])
@@ -119,8 +119,8 @@ def _unknown(key: str, known: Collection[str]) -> ValueError:
 
 
 def check_overrides(overrides: Iterable[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first override that is not key=value, has a key not in `known` or two dashes before a
-    known one, or whose value names a key twice ({a:1,a:2}). Options like --cfg, their values, hydra.… and ~key pass."""
+    """Raise ValueError for the first override that is not key=value, has two dashes before a known key or a key not in
+    `known`, or names a key twice in its value ({a:1,a:2}). Options like --cfg, their values, hydra.… and ~key pass."""
     overrides = list(overrides)
     for before, override in zip(["", *overrides], overrides):
         if not re.search("^[-~]|=", override) and not before.startswith("-"):  # after an option: its value
@@ -174,7 +174,7 @@ def read(tree: dict, kind: type, prefix: str = "") -> Any:
 
 
 def as_read(tree: Any, built: Any) -> Any:
-    """Return a copy of `tree` with ints (1000 for 1e3) where `built`, from read(tree, …), has ints; lists are kept."""
+    """Return a copy of `tree` with the ints of `built`, made by read(tree, …): 1000 for 1e3. Lists stay as they are."""
     if isinstance(tree, dict):
         return {key: as_read(value, getattr(built, key, value)) for key, value in tree.items()}
     return built if type(built) is int else tree

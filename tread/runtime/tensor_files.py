@@ -136,7 +136,7 @@ def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _with_label_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert released MaskDiT's label matrix (D, classes), for one-hot labels, to an embedding table (classes + 1, D).
-    Its last row, the null class, is 0, as MaskDiT embeds dropped labels. A square matrix with such a row stays."""
+    Its last row, the null class, is 0, as in MaskDiT. A square matrix with such a row counts as a table, and stays."""
     if not {MASKDIT, LABELS, FIRST} <= state.keys():
         return state
     matrix = state[LABELS]

@@ -77,7 +77,7 @@ def passes(network: Backbone) -> float:
 
 
 def blank_network(cfg: Settings, device: torch.device | str = "meta") -> Backbone:
-    """Build the run's network on a device to count its costs: with LoRA's adapters, optim.groups of rate 0 frozen."""
+    """Build the run's network, with any LoRA adapters, to count its costs; freeze parameters that have rate 0."""
     cfg = replace(cfg, model=cfg.model.anywhere) if device == "meta" else cfg
     with torch.device(device):
         network = build_network(cfg)
@@ -90,7 +90,7 @@ def blank_network(cfg: Settings, device: torch.device | str = "meta") -> Backbon
 class StepMemory(NamedTuple):
     """Bytes of memory that one training step takes on one device.
 
-    weights    the weights of network and projector, in fp32; not their gradients, as large if all weights are trained.
+    weights    weights of the network and the projector in fp32, without gradients (as many bytes, if all are trained).
     averages   the averaged copies of the weights.
     optimizer  the optimizer's state.
     saved      what the forward pass keeps for the backward pass.
@@ -119,7 +119,7 @@ def blank_loss(
 
 
 def step_memory(cfg: Settings, routes: Sequence[Route], images: int, precision: str) -> StepMemory:
-    """Trace an uncompiled step of `images` samples under `routes`, training all weights; averages and optimizer: 0."""
+    """Trace an uncompiled step that trains all weights on `images` samples; averages and optimizer are left out (0)."""
     with FakeTensorMode(allow_non_fake_inputs=True), Alive() as alive:
         network = build_network(cfg)
         network.activation_checkpointing = cfg.train.memory == "checkpointing"

@@ -19,12 +19,12 @@ from tread.training.muon import Muon, Scale, block_matrices, groups_of
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """An optimizer for optim.name to choose. `make` gets the parameters (in groups if `splits` or optim.groups is set)
-    and, as keywords, lr, the settings of section optim named in `shared`, and optim.options. Checkpoints save `state`
-    and what has changed in `param_groups`, except lr; a skipped step leaves both unchanged."""
+    """An optimizer that optim.name can choose; comments explain the fields. `make` gets the parameters (in groups if
+    `splits` or optim.groups is set) and, as keywords, lr, the settings of section optim named in `shared`, and
+    optim.options. Checkpoints save `state` and changes in `param_groups`, except lr; skipped steps change neither."""
 
     make: Callable[..., torch.optim.Optimizer]
-    copies: Callable[[dict], float]  # function of optim.options: how many numbers of state a parameter value has
+    copies: Callable[[dict], float]  # function of optim.options → numbers of state kept per parameter value
     shared: tuple[str, ...] = ("weight_decay",)  # the other settings of section optim that it takes
     splits: bool = False  # True: `make` gets muon.groups_of's two groups; the first has one number of state per value
 
@@ -105,7 +105,7 @@ class Optim:
         return {name: getattr(self, name) for name in ("lr", *self.entry.shared)}
 
     def freeze(self, network: nn.Module) -> None:
-        """Freeze parameters of groups with rate 0. Raises ValueError if a group gets none, or if all are frozen."""
+        """Freeze the parameters of groups with rate 0. ValueError if a group has no parameter, or if all are frozen."""
         trained = {name: each for name, each in network.named_parameters() if each.requires_grad}  # not LoRA's base
         members = [self._group_of(name) for name in trained]
         for number, group in enumerate(self.groups):

@@ -26,11 +26,11 @@ GROUPS = {"model": "name", "dataset": "name", "experiment": "name", "alignment":
 def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dict, list[str]]:
     """Return (the config with which train.py starts, warnings). A new run starts with `composed`. A continued run keeps
     its recorded config, but keys that were typed or are not recorded take their values from `composed`. Warnings name
-    other keys that differ in `composed` (if run=… is typed, only keys of config.yaml) and typed keys without effect.
+    recorded keys that differ in `composed` (with run=…, only those set in config.yaml), and typed keys without effect.
 
     composed   Hydra's config for this start; changed in place: results and run without ~, plugins with absolute paths.
-    arguments  the command line. If it chooses another model, dataset, experiment or alignment than the run has, keys
-               set by that choice's files (see keys_of) count as typed, too, unless left open (see _left_open).
+    arguments  the command line. If it chooses another model, dataset, experiment or alignment than the run has, the
+               keys in the chosen files (see keys_of) count as typed, too, unless left open (see _left_open).
     configs    the folder of config.yaml and of the choices' files, such as model/dit.yaml; --config-dir adds another.
 
     Raises FileNotFoundError if run=… names no run; ValueError if name=… or results=… is typed beside run=…, or, unless
@@ -101,7 +101,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
 
 
 def check_record(config: dict, file: Path) -> None:
-    """Raise ValueError, which names `file`, if the config recorded there has settings unknown to this (older) code."""
+    """Raise ValueError, which names `file`, if the config recorded there has settings that this code does not know."""
     known = known_keys()
     names = {key.partition(".")[0] for key in known if "." in key}
     sections = [(name, section) for name, section in migrate(config).items() if name in names]
@@ -175,6 +175,6 @@ def take_typed(recorded: object, composed: object, typed: Collection[str], key: 
 
 
 def _left_open(key: str, value: object) -> bool:
-    """Return whether `value` leaves setting `key` open: null or "auto" in dataset, text, rf or MaskDiT's decoder. Some
-    such values are filled in later, from the dataset's folder, model.hidden_size or the latents' shape; others stay."""
+    """Return whether `value` leaves setting `key` open: null or "auto" in section dataset, text or rf, or for MaskDiT's
+    decoder. Such a value may be filled in later, from the dataset's folder, model.hidden_size or the latents' shape."""
     return key.startswith(("dataset.", "model.decoder_", "rf.", "text.")) and value in (None, "auto")

@@ -70,7 +70,7 @@ class StepStatistics:
         return {**dict(zip(self.NAMES, values)), "recent": "".join(flags)}
 
     def restart(self) -> None:
-        """Zero the sums for the next log, but keep the current streak of bad steps, also its longest so far."""
+        """Zero the sums for the next log, except the current streak of bad steps; the longest streak starts at that."""
         self.sums[:4] = self.sums[6:] = 0.0
         self.sums[5] = self.sums[4]
 
@@ -190,7 +190,7 @@ class Run:
 
 
 def leave(run: Run, finished: bool) -> None:
-    """Write to status.json that the run is finished or interrupted (then also print that), and unlock its folder."""
+    """Write to status.json that the run is finished or interrupted, print it if interrupted, and unlock its folder."""
     run.stop.ending = None  # what follows, such as the report, changes no status
     if run.main:
         reason = None if finished else run.stop.reason or "another process was asked to stop"

@@ -234,7 +234,7 @@ add_unstated = partial(schema.add_unstated, kind=Settings)
 
 
 def as_recorded(config: dict) -> dict:
-    """Return the config with the keys of init_classes={init_from's class: new class} as strings, as in JSON."""
+    """Return the config with the keys of init_classes, {init_from's class: new class}, turned into strings for JSON."""
     if not isinstance(asked := config.get("init_classes"), dict):
         return config
     return {**config, "init_classes": {str(old): new for old, new in asked.items()}}
@@ -244,9 +244,9 @@ def complete(config: dict) -> tuple[Settings, dict]:
     """Return a config composed by Hydra, with its open values filled in, as Settings and as a dict.
 
     Null dataset.channels, size and num_classes, and a text-conditional network's null text settings, are read from the
-    dataset. dataset.heldout=auto becomes the held-out data prepared with it, or null. Section `model` of the dict keeps
-    only the architecture's keys. MaskDiT's null sizes and rf's "auto" shifts become numbers, paths of plugins absolute.
-    Raises ValueError for settings that do not fit together, FileNotFoundError if data must be read but is missing.
+    dataset. dataset.heldout=auto becomes the held-out data that its index.json names, or null. Section `model` of the
+    dict keeps only the architecture's keys. MaskDiT's null sizes and rf's "auto" shifts become numbers, plugins' paths
+    absolute. Raises ValueError for settings that do not fit together, FileNotFoundError if needed data is missing.
     """
     config = as_recorded(config)
     cfg = read(config)

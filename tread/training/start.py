@@ -212,8 +212,8 @@ def open_drawing(cfg: Settings, data: LatentDataset, processes: Processes) -> tu
 
 
 def take_folder(run: Run, claimed: Claim) -> None:
-    """Record in the folder that the run starts as `claimed` says; remove results of later steps. Call this in the main
-    process only. Raises OSError, also if a checkpoint would not fit the disk; ValueError if wandb fails."""
+    """Record the run's start, at step 0 or from claimed.checkpoint, in its folder; remove later steps' results. For the
+    main process only. Raises OSError, also if a checkpoint would not fit the disk; ValueError if wandb fails."""
     say, optim = run.processes.say, run.cfg.optim
     needed = checkpoint_bytes(run.cfg, run.network, run.aligner) if run.step < run.cfg.train.steps else 0
     check_place(run.folder, needed)
@@ -262,8 +262,8 @@ def take_folder(run: Run, claimed: Claim) -> None:
 
 
 def bring_weights(cfg: Settings, network: Backbone, claimed: Claim, data: LatentDataset) -> tuple[str, list[str]]:
-    """Load init_from's weights unless `claimed` has a checkpoint; give a text network `data`'s empty caption. Return
-    (text on where the weights come from, warnings). Raises FileNotFoundError, or ValueError for unfit weights."""
+    """Load init_from's weights unless the run resumes from claimed.checkpoint; give a text network `data`'s empty
+    caption. Return (origin of the weights, warnings). Raises FileNotFoundError, or ValueError for unfit weights."""
     weights, notes = f"new, drawn by seed {cfg.seed}", []
     if earlier := claimed.checkpoint:
         unread = "; init_from was read when the run began" if cfg.init_from else ""
@@ -373,8 +373,8 @@ def settings_warnings(cfg: Settings) -> list[str]:
 
 
 def data_warnings(run: Run) -> list[str]:
-    """Return warnings: held-out files are trained on; held-out and training photos differ in orientation or alpha; the
-    dataset is not made of dataset.archive; the encoder or a plugin differs from the checkpoint's."""
+    """Return warnings: held-out files are trained on; held-out and training photos differ in orientation or alpha; data
+    were made from another archive than dataset.archive names; encoder or plugins differ from the checkpoint's."""
     warnings, dataset, aligner = [], run.cfg.dataset, run.aligner
     ours, theirs = str(files_of(run.data.folder)), files_of(run.heldout.folder) if run.heldout else {}
     if same := [name for name, text in theirs.items() if text.partition(",")[0] in ours]:
